@@ -1,0 +1,72 @@
+"""c(N): what one target forward over N tree nodes takes, over what it takes for one."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from draftsmith.inference.attention import TreeAttention, tree_attention
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.tree import DraftTree
+from draftsmith.models.target import Target
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def measure(target: Target, context: int, most: int, repeats: int = 7) -> dict[int, float]:
+    """Median seconds of forward + head for N in SIZES up to `most`, one row at context length C, sizes in alternation."""
+    sizes = [size for size in SIZES if size <= most]
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    with torch.inference_mode(), tree_attention(target.model):
+        cache = TreeCache(1, context + most, target.device)
+        chunk = TreeAttention.causal(cache, context)
+        target.forward(_tokens(target, context), position_ids=chunk.positions(), cache=cache, tree=chunk)
+        cache.advance([context])
+        for repeat in range(repeats + 1):
+            for size in sizes:
+                seconds = _forward(target, cache, _chain(target, size))
+                if repeat:  # the first round warms up
+                    times[size].append(seconds)
+    return {size: statistics.median(seconds) for size, seconds in times.items()}
+
+
+def relative(seconds: dict[int, float]) -> Callable[[int], float]:
+    """c(N) between the measured sizes by straight lines, never falling with N."""
+    sizes = sorted(seconds)
+    values = []
+    for size in sizes:
+        values.append(max(seconds[size] / seconds[1], values[-1] if values else 1.0))
+
+    def cost(nodes: int) -> float:
+        for (left, low), (right, high) in zip(zip(sizes, values, strict=True), zip(sizes[1:], values[1:], strict=True), strict=False):
+            if nodes <= right:
+                return low + (high - low) * (nodes - left) / (right - left)
+        return values[-1] * nodes / sizes[-1]
+
+    return cost
+
+
+def _chain(target: Target, size: int) -> DraftTree:
+    parents = torch.arange(-1, size - 1, device=target.device)[None]
+    return DraftTree.build(_tokens(target, size), parents, torch.tensor([size], device=target.device))
+
+
+def _forward(target: Target, cache: TreeCache, tree: DraftTree) -> float:
+    _wait(target.device)
+    start = time.perf_counter()
+    attention = TreeAttention.tree(cache, tree)
+    output = target.forward(tree.tokens, position_ids=attention.positions(), cache=cache, tree=attention)
+    target.logits(output.hidden)
+    _wait(target.device)
+    return time.perf_counter() - start
+
+
+def _tokens(target: Target, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(target.vocab_size, (1, count), generator=generator).to(target.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

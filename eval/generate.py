@@ -1,0 +1,107 @@
+"""Continue a prompt, and see what the drafter contributed.
+
+draftsmith generate "def parse_"
+draftsmith generate --drafter runs/medusa-tiny/artifact --show-accepted "def parse_"
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from draftsmith.data.prompts import Prompt
+from draftsmith.eval import session
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.target import Target
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def parser() -> argparse.ArgumentParser:
+    described = argparse.ArgumentParser("draftsmith generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described.add_argument("prompt", help="text to continue; `-` reads it from stdin")
+    described.add_argument("--target", help="folder or Hub id; by default the one the drafter was trained for, else `tiny`")
+    described.add_argument("--drafter", default="none", help="`none`, or the folder or Hub id of a trained drafter")
+    described.add_argument("--chat", action="store_true", help="ask the prompt as a user's message, in the target's chat template")
+    described.add_argument("--temperature", type=float, help="0 is greedy (default: the target's generation_config, else 0)")
+    described.add_argument("--top-k", type=int, help="0 is off")
+    described.add_argument("--top-p", type=float, help="1 is off")
+    described.add_argument("--min-p", type=float, help="0 is off")
+    described.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none")
+    described.add_argument("--max-new-tokens", type=int, default=200)
+    described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    described.add_argument("--tree", choices=["saved", "chain"], default="saved", help="the artifact's draft tree, or a chain")
+    described.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
+    return described
+
+
+def sampling_of(options: argparse.Namespace, target: Target) -> Sampling:
+    """What the options say; for the rest what the target's generation_config says, where it samples by default."""
+    config = target.model.generation_config
+    default = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    if config is not None and config.do_sample:
+        # transformers' own defaults where the config says nothing: temperature 1, top-k 50.
+        unset = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        default = {name: value if getattr(config, name) is None else getattr(config, name) for name, value in unset.items()}
+    chosen = {name: getattr(options, name) if getattr(options, name) is not None else value for name, value in default.items()}
+    return Sampling(seed=options.seed, **chosen)
+
+
+def text_pieces(target: Target, ids: Iterator[tuple[int, bool]]) -> Iterator[tuple[str, bool]]:
+    """(token, drafted) -> (text, drafted): as soon as the bytes so far are whole characters."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    pending: list[int] = []
+    for token, drafted in ids:
+        pending.append(token)
+        text = tokenizer.decode(pending, skip_special_tokens=True)
+        if text and not text.endswith("�"):
+            # A leading space is lost when a token is decoded alone; a neighbour in front keeps it.
+            yield _after(tokenizer, pending), drafted
+            pending = []
+    if pending:
+        yield tokenizer.decode(pending, skip_special_tokens=True), False
+
+
+def _after(tokenizer, pending: list[int]) -> str:
+    anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole, head = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (anchor + pending, anchor))
+    return whole[len(head) :]
+
+
+def main(arguments: list[str]) -> None:
+    options = parser().parse_args(arguments)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    drafter_name = None if options.drafter == "none" else options.drafter
+    target, drafter = session.open_pair(options.target, drafter_name, options.dtype)
+    if drafter is not None and options.tree == "chain":
+        drafter.config.tree = [[0] * k for k in range(1, drafter.config.num_heads + 1)]
+    messages = ({"role": "user", "content": text},) if options.chat else ()
+    if options.chat and not target.tokenizer.chat_template:
+        raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
+    ids = session.encode(target, Prompt("prompt", "all", text, messages))
+    counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}
+
+    def stream() -> Iterator[tuple[int, bool]]:
+        for steps in Decoder(target, drafter).stream([ids], sampling_of(options, target), options.max_new_tokens):
+            step = steps[0]
+            counts["rounds"] += 1
+            counts["tokens"] += len(step.tokens)
+            counts["seconds"] += step.round.draft_s + step.round.verify_s + step.round.other_s
+            # The last token of a whole round is the target's own; all before it were drafted.
+            yield from ((token, index < step.accepted - 1) for index, token in enumerate(step.tokens))
+
+    for piece, drafted in text_pieces(target, stream()):
+        sys.stdout.write(f"{GREEN}{piece}{PLAIN}" if options.show_accepted and drafted else piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if options.show_accepted:
+        speed = counts["tokens"] / max(counts["seconds"], 1e-9)
+        print(
+            f"{counts['tokens']} tokens in {counts['rounds']} rounds: τ {counts['tokens'] / counts['rounds']:.2f}, {speed:.0f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

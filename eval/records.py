@@ -1,0 +1,64 @@
+"""What evaluation keeps: a record for every round of real decoding, and one for every position of the target's own text.
+
+Letters: S positions · K draft depth.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round: `position` of its root in the sequence, nodes verified, tokens committed (the bonus in, what is past the end
+    out), tokens accepted (the bonus out), seconds."""
+
+    prompt: str
+    domain: str
+    temperature: float
+    position: int
+    nodes: int
+    committed: int
+    accepted: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRecord:
+    """The target's text after one prompt, and where the drafter ranks it.
+
+    `ranks` [S,K] int64: at root position s, the drafter's rank (from 0) of the target's token at depth k + 1, given the
+    target's own tokens before it; −1 beyond the ranks kept and past the end of the text. `log_probs` [S,K] float32 likewise.
+    """
+
+    prompt: str
+    domain: str
+    ranks: Tensor
+    log_probs: Tensor
+
+
+def write_jsonl(path: Path, records: Iterable[RoundRecord]) -> None:
+    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+
+
+def distinct_ngrams(texts: list[list[int]], n: int = 8) -> float:
+    """Distinct n-grams over all n-grams of the answers: a target that loops scores low, and makes any drafter look good."""
+    grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def rank_of(logits: Tensor, token: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """logits [...,V] and token [...] -> (rank [...], −1 from `keep` on; log-probability [...])."""
+    chosen = logits.gather(-1, token[..., None])
+    # Equal logits rank by id, as top-k on the CPU and the argmax do.
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    before = (logits > chosen) | ((logits == chosen) & (ids < token[..., None]))
+    rank = before.sum(-1)
+    log_prob = chosen[..., 0].float() - logits.float().logsumexp(-1)
+    return torch.where(rank < keep, rank, -1), log_prob

@@ -1,0 +1,48 @@
+"""The target and the drafter that a command works with, and a person's prompt as token ids."""
+
+from pathlib import Path
+
+import torch
+
+from draftsmith.data.prompts import Prompt
+from draftsmith.inference import machine
+from draftsmith.models.drafter import DrafterModel, load_drafter
+from draftsmith.models.target import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a recipe or an option names; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    if name == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+    return DTYPES[name]
+
+
+def open_pair(target: str | None, drafter: str | None, dtype: str) -> tuple[Target, DrafterModel | None]:
+    """Load a target and a drafter (None: plain). Without a target's name, it is the one that the drafter was made for.
+
+    Raises ValueError for a drafter of another target, naming both, and for a target without a tokenizer.
+    """
+    machine.threads()
+    name = target or (_made_for(drafter) if drafter else None) or "tiny"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = Target.load(name, dtype=dtype_of(dtype), device=device)
+    if loaded.tokenizer is None:
+        raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    return loaded, load_drafter(drafter, loaded, dtype=loaded.dtype) if drafter else None
+
+
+def encode(target: Target, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; a conversation goes through the target's chat template, which writes its own special tokens."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None, "open_pair refuses a target without one"
+    if prompt.messages and tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(prompt.text)["input_ids"]
+
+
+def _made_for(drafter: str) -> str | None:
+    config = load_drafter(drafter).config
+    return (config.target or {}).get("name") if Path(drafter).is_dir() or config.target else None

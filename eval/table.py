@@ -1,0 +1,77 @@
+"""The report as tables: for a terminal, and as Markdown for a model card."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from draftsmith.eval.acceptance import Report
+
+HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
+
+
+def rows(report: "Report") -> list[tuple[str, ...]]:
+    """One row for each domain (greedy), then one for each temperature over all prompts."""
+    first = next(iter(report.overall))
+    named = [(domain, first, found) for domain, found in report.domains.items()]
+    named += [("all", temperature, found) for temperature, found in report.overall.items()]
+    return [
+        (
+            domain,
+            temperature,
+            f"{found.tau:.2f}",
+            f"{found.low:.2f} – {found.high:.2f}",
+            str(found.rounds),
+            "  ".join(f"{chance:.2f}" for chance in found.conditional),
+        )
+        for domain, temperature, found in named
+    ]
+
+
+def lossless(report: "Report") -> str:
+    """One sentence on whether the answers are plain decoding's."""
+    bugs = [parted for parted in report.divergences if parted.verdict == "bug"]
+    same = report.answers - len(report.divergences)
+    text = f"{same} of {report.answers} answers equal plain decoding's, token for token"
+    if report.divergences:
+        text += f"; {len(report.divergences) - len(bugs)} part at a tie within measured noise, {len(bugs)} for no such reason"
+    return text + (" (NOT LOSSLESS)" if bugs else "")
+
+
+def speed(report: "Report") -> list[str]:
+    """The measured speed, line by line."""
+    if not report.speed:
+        return []
+    s = report.speed
+    lines = [
+        f"τ {s['tau']:.2f}   c(N={report.nodes}) {s['c']:.2f}   τ/c {s['tau_over_c']:.2f}   speedup {s['speedup']:.2f} × plain decoding "
+        f"({s['share_of_limit']:.2f} of τ/c)",
+        f"{s['drafted_tokens_per_s']:.0f} tokens/s drafted, {s['plain_tokens_per_s']:.0f} plain",
+    ]
+    if "speedup_over_transformers" in s:
+        lines[1] += (
+            f"; {s['speedup_over_transformers']:.2f} × transformers' generate (our plain decoding: {s['plain_over_transformers']:.2f} ×)"
+        )
+    return lines
+
+
+def show(report: "Report") -> None:
+    """Print the report for a person."""
+    console = Console()
+    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {report.nodes} nodes a round")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True)
+    for row in rows(report):
+        table.add_row(*row, style="bold" if row[0] == "all" else None)
+    console.print(table)
+    for line in speed(report):
+        print(line)
+    print(lossless(report) + f".  Distinct 8-grams in the greedy answers: {report.distinct:.0%}.")
+
+
+def markdown(report: "Report") -> str:
+    """The same for a model card."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(report)]
+    return "\n".join(lines)

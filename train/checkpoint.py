@@ -1,0 +1,96 @@
+"""Checkpoints: every tensor in safetensors, everything else in JSON, written whole or not at all.
+
+A checkpoint is a folder `step-00001234`; it is written under a temporary name, synced and renamed, and only then does the
+`latest` pointer move to it. What a kill leaves behind is never read.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int = 2) -> None:
+    """Write `module`, `optimizer` and the loop's `state` as checkpoint `step` below `folder`; keep the newest `keep`."""
+    name = f"step-{step:08d}"
+    temporary = folder / f".{name}.part"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(_trained(module), temporary / "model.safetensors")
+    save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
+    (temporary / "state.json").write_text(json.dumps(state | {"step": step}))
+    for file in temporary.iterdir():
+        _sync(file)
+    _sync(temporary)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    temporary.rename(folder / name)
+    pointer = folder / "latest.part"
+    pointer.write_text(name)
+    _sync(pointer)
+    pointer.replace(folder / "latest")
+    _sync(folder)
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint below `folder`, or None."""
+    pointer = folder / "latest"
+    return folder / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def load(checkpoint: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore `module` and `optimizer` in place and return the loop's state.
+
+    Raises ValueError, naming the folder and the remedy, for a checkpoint that is damaged or of another model.
+    """
+    remedy = "delete the folder to start again, or restore it"
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        weights = load_file(checkpoint / "model.safetensors")
+        moments = load_file(checkpoint / "optimizer.safetensors")
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({' '.join(str(error).split())}); {remedy}") from None
+    own = _trained(module)
+    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
+        odd = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
+        raise ValueError(f"checkpoint {checkpoint} is of another model (first difference: {odd[0]}); give another train.output")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+    parameters = _parameters(optimizer)
+    for name, tensor in moments.items():
+        index, key = name.split(".")
+        parameter = parameters[int(index)]
+        optimizer.state[parameter][key] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
+    return state
+
+
+def _trained(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().contiguous() for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{index}.{key}": value.contiguous()
+        for index, parameter in enumerate(_parameters(optimizer))
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""The door: one table from `draftsmith <word>` to the function that answers it, imported when called."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+
+COMMANDS = {
+    "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
+    "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
+}
+
+USAGE = """Draftsmith trains the drafter that makes a large language model fast, and proves how fast before anyone deploys it.
+
+usage: draftsmith <word> [options]      (draftsmith <word> --help says more)
+
+{commands}
+
+To train:  accelerate launch train/medusa.py recipes/medusa-tiny.yaml [section.key=value ...]
+"""
+
+
+def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | None = None) -> None:
+    """Run `main`; errors that a person can mend are one line on stderr and exit 2, without a traceback.
+
+    With a `usage`, no arguments or --help print it.
+    """
+    if usage is not None and (not arguments or arguments[0] in ("-h", "--help")):
+        print(usage.strip())
+        raise SystemExit(0 if arguments else 2)
+    try:
+        main(arguments)
+    except BrokenPipeError:  # the reader left: `draftsmith generate ... | head`
+        sys.stderr.close()
+        raise SystemExit(141) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def main() -> None:
+    """The `draftsmith` command."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help", "help"):
+        listed = "\n".join(f"  {name:10} {about}" for name, (_, about) in COMMANDS.items())
+        print(USAGE.format(commands=listed).strip())
+        raise SystemExit(0 if words else 2)
+    if words[0] == "--version":
+        print(version("draftsmith"))
+        return
+    if words[0] not in COMMANDS:
+        print(f"error: no command {words[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+    guard(importlib.import_module(COMMANDS[words[0]][0]).main, words[1:])
+
+
+if __name__ == "__main__":
+    main()

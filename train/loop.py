@@ -1,0 +1,293 @@
+"""The only training loop: order, accumulation, clipping, schedule, evaluation, saving and exact resumption.
+
+What is trained, and for what, it does not know: an objective gives a sum and the weight to divide it by.
+"""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import yaml
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from draftsmith.inference import machine
+from draftsmith.train import checkpoint
+from draftsmith.train import recipe as recipes
+from draftsmith.train.progress import Bar
+from draftsmith.train.recipe import Recipe, TrainSection
+
+Batch = dict[str, Tensor]
+
+# Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
+MAY_CHANGE = {"train.output", "train.steps", "train.micro_batch_size", "train.eval_every", "train.eval_batches", "train.save_every"}
+MAY_CHANGE |= {"train.log_every", "data.cache"}
+
+
+@dataclass(slots=True)
+class Loss:
+    """A loss as sum and weight, so that micro-batches and ranks add up exactly. `metrics` are sums over the same weight."""
+
+    sum: Tensor
+    weight: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Rows(Protocol):
+    """A data set: a length, and batches by row number."""
+
+    def __len__(self) -> int: ...
+    def batch(self, rows: Tensor) -> Batch: ...
+
+
+Objective = Callable[[nn.Module, Batch], Loss]
+
+
+class _Step(nn.Module):
+    """The objective as one forward, so that DDP and DeepSpeed see a single call."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch) -> Loss:
+        return self.objective(self.model, batch)
+
+
+def learning_rate(train: TrainSection, step: int) -> float:
+    """The learning rate of optimizer step `step`, from 0. WSD is linear over the last quarter (arXiv 2404.06395)."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    shape = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": min(1.0, 4 * (1 - done)),
+    }[train.schedule]
+    return train.lr * (train.min_lr + (1 - train.min_lr) * shape)
+
+
+def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
+    """Rows number `first` … `first + count − 1` of the endless order that (seed, epoch) fix, [count] int64."""
+    parts = []
+    while count:
+        epoch, offset = divmod(first, length)
+        take = min(count, length - offset)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        parts.append(torch.randperm(length, generator=generator)[offset : offset + take])
+        first, count = first + take, count - take
+    return torch.cat(parts)
+
+
+def loss_tokens(batch: Batch) -> Tensor:
+    """Tokens to predict: the default weight of a batch."""
+    return batch["loss_mask"][:, 1:].sum().double()
+
+
+def fit(
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Objective,
+    train: Rows,
+    valid: Rows,
+    *,
+    weight: Callable[[Batch], Tensor] = loss_tokens,
+) -> Accelerator:
+    """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
+
+    Continues from the newest checkpoint there. SIGINT and SIGTERM save and exit with 128 + signal. Returns the Accelerator.
+    """
+    section = recipe.train
+    folder = Path(section.output)
+    precision = machine.precision() if section.precision == "auto" else section.precision
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bf16" else "no")
+    micro, accumulation = _split(section, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = accumulation
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
+    model.to(accelerator.device)
+    done = _resume(recipe, folder, model, optimizer, accelerator)
+    module, optimizer = accelerator.prepare(_Step(model, objective), optimizer)
+    caught = _catch_signals()
+    log = _Log(folder, accelerator.is_main_process, done)
+
+    def save(step: int) -> None:
+        if accelerator.is_main_process:
+            state = {"recipe": _flat(recipe), "samples": step * section.batch_size}
+            checkpoint.save(folder / "checkpoints", step, model, optimizer, state)
+        accelerator.wait_for_everyone()
+
+    module.train()
+    with Bar("training", section.steps, done, accelerator.is_main_process) as bar:
+        for step in range(done, section.steps):
+            rows = sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
+            total = weight(train.batch(rows))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(section, step)
+            parts = rows.view(accumulation, accelerator.num_processes, micro)[:, accelerator.process_index]
+            for part in parts:
+                with accelerator.accumulate(module), accelerator.autocast():
+                    loss = module(_to(train.batch(part), accelerator.device))
+                    # Accelerate divides by the accumulation steps and DDP by the ranks: undo both, then divide by what counts.
+                    scale = accumulation * accelerator.num_processes / total.item() if total > 0 else 0.0
+                    accelerator.backward(loss.sum * scale)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(parameters, section.clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                log.add(loss)
+            last = step + 1 == section.steps
+            if (step + 1) % section.log_every == 0 or last:
+                bar.update(step + 1, log.training(step + 1, learning_rate(section, step), accelerator))
+            if last or (section.eval_every and (step + 1) % section.eval_every == 0):
+                log.held_out(step + 1, evaluate(module, valid, section, micro, accelerator))
+            stop = _agreed(caught, accelerator)
+            if last or stop or (section.save_every and (step + 1) % section.save_every == 0):
+                save(step + 1)
+            if stop:
+                log.say(f"stopped by signal {stop} after step {step + 1}; the same command goes on from there")
+                raise SystemExit(128 + stop)
+    return accelerator
+
+
+def evaluate(module: nn.Module, valid: Rows, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
+    """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks."""
+    count = min(len(valid), section.eval_batches * micro)
+    starts = range(accelerator.process_index * micro, count, accelerator.num_processes * micro)
+    module.eval()
+    sums: dict[str, Tensor] = {}
+    with torch.no_grad(), accelerator.autocast():
+        for start in starts:
+            loss = module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device))
+            for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
+                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float()
+    module.train()
+    return _means(sums, accelerator)
+
+
+def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
+    """(sequences of one forward, accumulation steps)."""
+    micro = section.micro_batch_size or max(1, section.batch_size // ranks)
+    accumulation, rest = divmod(section.batch_size, micro * ranks)
+    if rest or not accumulation:
+        raise ValueError(
+            f"train.batch_size={section.batch_size} cannot be cut into {ranks} rank(s) × micro-batches of {micro}; "
+            "make it a multiple of ranks × train.micro_batch_size"
+        )
+    return micro, accumulation
+
+
+def _resume(recipe: Recipe, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> int:
+    """Restore the newest checkpoint, if there is one; the number of steps it has taken."""
+    newest = checkpoint.latest(folder / "checkpoints")
+    if newest is None:
+        if accelerator.is_main_process:
+            recipes.save(recipe, folder)
+        return 0
+    state = checkpoint.load(newest, model, optimizer)
+    now, then = _flat(recipe), state["recipe"]
+    for key in sorted((now.keys() | then.keys()) - MAY_CHANGE):
+        if now.get(key) != then.get(key):
+            raise ValueError(
+                f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; give another train.output, or delete that folder"
+            )
+    if state["step"] > recipe.train.steps:
+        raise ValueError(
+            f"{newest} is at step {state['step']}, past train.steps={recipe.train.steps}; raise train.steps or give another train.output"
+        )
+    if accelerator.is_main_process:
+        recipes.save(recipe, folder)
+        print(f"resuming from {newest}", flush=True)
+    return state["step"]
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in recipe.model_dump(mode="json").items() for key, value in values.items()}
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
+    stacked = accelerator.reduce(torch.stack(list(sums.values())), "sum")
+    values = dict(zip(sums, stacked.tolist(), strict=True))
+    weight = max(values.pop("weight"), 1.0)
+    return {name: value / weight for name, value in values.items()}
+
+
+def _catch_signals() -> list[int]:
+    caught: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return caught
+
+
+def _agreed(caught: list[int], accelerator: Accelerator) -> int:
+    """The signal that any rank has caught, 0 if none: all ranks must stop at the same step."""
+    own = caught[0] if caught else 0
+    if accelerator.num_processes == 1:
+        return own
+    return int(accelerator.gather(torch.tensor([own], device=accelerator.device)).max())
+
+
+class _Log:
+    """metrics.jsonl and the text of the progress bar."""
+
+    def __init__(self, folder: Path, main: bool, done: int) -> None:
+        self.file, self.main, self.sums, self.tokens, self.since = folder / "metrics.jsonl", main, {}, 0, time.perf_counter()
+        self.held = ""
+        if main and self.file.is_file():  # steps that were taken after the checkpoint are taken again
+            kept = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] <= done]
+            self.file.write_text("".join(f"{line}\n" for line in kept))
+
+    def add(self, loss: Loss) -> None:
+        for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach().float()
+
+    def training(self, step: int, lr: float, accelerator: Accelerator) -> str:
+        tokens = accelerator.reduce(self.sums["weight"].clone(), "sum").item()
+        means = _means(self.sums, accelerator)
+        speed = tokens / (time.perf_counter() - self.since)
+        self.sums, self.since = {}, time.perf_counter()
+        self._write({"step": step, "lr": lr, "tokens_per_s": round(speed, 1)} | means)
+        return _text(means) + f"  {speed:,.0f} tok/s{self.held}"
+
+    def held_out(self, step: int, means: dict[str, float]) -> None:
+        self.held = f"  held out: {_text(means)}"
+        self._write({"step": step} | {f"valid_{name}": value for name, value in means.items()})
+        self.say(f"step {step}{self.held}")
+        self.since = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, flush=True)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.main:
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _text(means: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in means.items())
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The resolved recipe that a run saved."""
+    return yaml.safe_load((folder / "recipe.yaml").read_text())

@@ -1,0 +1,171 @@
+"""Recipes: flat YAML a person can read, `key=value` overrides, and a schema that stops the run at the first wrong word."""
+
+import difflib
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TargetSection(Section):
+    path: str = Field("tiny", description="Hugging Face id or folder of the frozen target; `tiny` is the one shipped here")
+    revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    trust_remote_code: bool = Field(False, description="run model code from the Hub; off unless you ask for it")
+
+
+class DataSection(Section):
+    train: str = Field("stdlib", description="`stdlib`, or a .txt / .jsonl file, also .gz (`messages` or `text` on each line)")
+    valid: str | None = Field(None, description="held-out file; when absent, a fixed 1 in 20 of the documents of `train`")
+    seq_len: int = Field(256, ge=8, description="tokens of a training sequence")
+    cache: str = Field("runs/cache", description="folder for tokenised data")
+
+
+class TrainSection(Section):
+    output: str = Field(description="folder for checkpoints, metrics and the artifact")
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="sequences of one optimizer step, over all ranks and accumulation")
+    micro_batch_size: int | None = Field(None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it")
+    lr: float = Field(gt=0)
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr: float = Field(0.0, ge=0, description="the last learning rate, as a fraction of lr")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0, description="norm that gradients are clipped to")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where a probe finds it faster")
+    seed: int = 0
+    eval_every: int = Field(0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
+    eval_batches: int = Field(8, ge=1)
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
+    log_every: int = Field(10, ge=1)
+
+
+class Recipe(Section):
+    """The sections that every method shares; a method's script adds its own."""
+
+    target: TargetSection = TargetSection()
+    data: DataSection = DataSection()
+    train: TrainSection
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+def keys(schema: type[BaseModel]) -> dict[str, str]:
+    """Every `section.key` of a recipe with its description."""
+    found = {}
+    for name, field in schema.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= {f"{name}.{key}": text for key, text in keys(field.annotation).items()}
+        else:
+            found[name] = field.description or ""
+    return found
+
+
+def load(schema: type[R], path: str | Path, overrides: list[str]) -> R:
+    """The recipe at `path` (a file, or the name of one that is shipped) with `key=value` overrides applied.
+
+    Raises ValueError, in one line, for a missing file, an unknown key (naming the nearest) and a value of the wrong type.
+    """
+    file = Path(path)
+    if not file.is_file() and (RECIPES / file.name).is_file() and file.parent in (Path("."), Path("recipes")):
+        file = RECIPES / file.name
+    if not file.is_file():
+        shipped = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+        raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {shipped}")
+    values = _flatten(_parse(file))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r} is not of the form key=value, for example train.steps=20")
+        values[key] = yaml.safe_load(text) if text else None
+    known = keys(schema)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown recipe key {key!r}; the nearest is {near!r}")
+    try:
+        return schema.model_validate(_nest(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        raise ValueError(f"recipe key {key!r}: {first['msg'].lower()}; got {got}") from None
+
+
+def save(recipe: Recipe, folder: Path) -> None:
+    """Write the resolved recipe and what it ran on: `recipe.yaml`, `run.json` (argv, git commit, versions)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(_flatten(recipe.model_dump(mode="json")), sort_keys=False))
+    commit = subprocess.run(["git", "-C", str(RECIPES), "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("draftsmith", "torch", "transformers", "accelerate", "safetensors")
+    run = {
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git": commit or None,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "machine": platform.processor() or platform.machine(),
+    }
+    (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not a YAML recipe: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: expected `key: value` lines, got {type(values).__name__}")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 2e-3 as a string; a recipe means a number. A key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in seen:
+            if seen.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: _number(value)}
+    return flat
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(value) if value[:1].isdigit() and "e" in value.lower() else value
+        except ValueError:
+            return value
+    return tuple(_number(item) for item in value) if isinstance(value, list) else value
+
+
+def _nest(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = _number(value)
+    return nested
