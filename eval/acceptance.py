@@ -24,7 +24,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.eval import card, cost, plot, session, table, trees
 from draftsmith.eval.lossless import Divergence, compare
 from draftsmith.eval.records import PositionRecord, RoundRecord, distinct_ngrams, rank_of, write_jsonl
-from draftsmith.eval.statistics import Acceptance, acceptance
+from draftsmith.eval.summary import Acceptance, acceptance
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import DrafterModel

@@ -1,12 +1,10 @@
 """The target and the drafter that a command works with, and a person's prompt as token ids."""
 
-from pathlib import Path
-
 import torch
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.inference import machine
-from draftsmith.models.drafter import DrafterModel, load_drafter
+from draftsmith.models.drafter import DrafterModel, load_config, load_drafter
 from draftsmith.models.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,5 +42,4 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
 
 
 def _made_for(drafter: str) -> str | None:
-    config = load_drafter(drafter).config
-    return (config.target or {}).get("name") if Path(drafter).is_dir() or config.target else None
+    return (load_config(drafter).target or {}).get("name")

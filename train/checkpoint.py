@@ -22,12 +22,18 @@ def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.opti
     temporary = folder / f".{name}.part"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_file(_trained(module), temporary / "model.safetensors")
-    save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
-    (temporary / "state.json").write_text(json.dumps(state | {"step": step}))
-    for file in temporary.iterdir():
-        _sync(file)
-    _sync(temporary)
+    try:
+        save_file(_trained(module), temporary / "model.safetensors")
+        save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
+        (temporary / "state.json").write_text(json.dumps(state | {"step": step}))
+        for file in temporary.iterdir():
+            _sync(file)
+        _sync(temporary)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        before = latest(folder)
+        kept = f"the checkpoint before it, {before}, is whole" if before else "there was none before it"
+        raise OSError(f"checkpoint {folder / name} could not be written ({error}); {kept}; make room and run the same command again") from None
     shutil.rmtree(folder / name, ignore_errors=True)
     temporary.rename(folder / name)
     pointer = folder / "latest.part"
@@ -37,6 +43,18 @@ def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.opti
     _sync(folder)
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
+
+
+def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
+    """Refuse a run whose checkpoints (weights and two moments, `keep` + 1 at a time) would not fit on the disk of `folder`.
+
+    Raises OSError with both sizes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = 3 * (keep + 1) * sum(tensor.nbytes for tensor in _trained(module).values())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{folder}: {free / 1e9:.2f} GB free, the checkpoints of this run need {needed / 1e9:.2f}; make room or give another train.output")
 
 
 def latest(folder: Path) -> Path | None:

@@ -28,6 +28,9 @@ def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | 
     if usage is not None and (not arguments or arguments[0] in ("-h", "--help")):
         print(usage.strip())
         raise SystemExit(0 if arguments else 2)
+    from transformers.utils import logging  # here, so that --help stays quick
+
+    logging.disable_progress_bar()
     try:
         main(arguments)
     except BrokenPipeError:  # the reader left: `draftsmith generate ... | head`

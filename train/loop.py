@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-import yaml
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -117,6 +116,8 @@ def fit(
     ]
     optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
     model.to(accelerator.device)
+    if accelerator.is_main_process:
+        checkpoint.check_room(folder / "checkpoints", model)
     done = _resume(recipe, folder, model, optimizer, accelerator)
     module, optimizer = accelerator.prepare(_Step(model, objective), optimizer)
     caught = _catch_signals()
@@ -253,8 +254,12 @@ class _Log:
         self.file, self.main, self.sums, self.tokens, self.since = folder / "metrics.jsonl", main, {}, 0, time.perf_counter()
         self.held = ""
         if main and self.file.is_file():  # steps that were taken after the checkpoint are taken again
-            kept = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] <= done]
-            self.file.write_text("".join(f"{line}\n" for line in kept))
+            lines = self.file.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+            if kept != lines:
+                temporary = self.file.with_suffix(".part")
+                temporary.write_text("".join(kept))
+                temporary.replace(self.file)
 
     def add(self, loss: Loss) -> None:
         for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
@@ -286,8 +291,3 @@ class _Log:
 
 def _text(means: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.3f}" for name, value in means.items())
-
-
-def read_recipe(folder: Path) -> dict[str, Any]:
-    """The resolved recipe that a run saved."""
-    return yaml.safe_load((folder / "recipe.yaml").read_text())

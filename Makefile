@@ -1,0 +1,38 @@
+# Two commands: `make quickstart` and `make test`. Each sets up .venv first and uses again what is there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Without a GPU take the CPU build of torch: the other one brings several GB of CUDA libraries.
+CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname -s))),,yes)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: quickstart test lint set-up
+
+quickstart: $(READY)
+	$(BIN)/accelerate launch train/medusa.py recipes/medusa-tiny.yaml
+	$(BIN)/draftsmith eval runs/medusa-tiny/artifact --limit 12 --max-new-tokens 64
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/pyright
+
+set-up: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; give another one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+ifdef CPU_ONLY
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0+cpu' || $(BIN)/pip install -q 'torch==2.13.0+cpu' --index-url $(CPU_INDEX)
+else
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0'
+endif
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $(READY)

@@ -1,0 +1,75 @@
+"""Train Medusa heads (Cai et al. 2024, https://arxiv.org/abs/2401.10774) on a frozen target.
+
+accelerate launch train/medusa.py recipes/medusa-tiny.yaml
+accelerate launch train/medusa.py recipes/medusa-tiny.yaml target.path=Qwen/Qwen3-0.6B data.train=chats.jsonl
+"""
+
+import sys
+from functools import partial
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.models.medusa import MedusaModel
+from draftsmith.models.target import Target
+from draftsmith.train import artifact, loop
+from draftsmith.train.cli import guard
+from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.losses import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train.recipe import Recipe, Section, load
+
+
+class MedusaSection(Section):
+    heads: int = Field(4, ge=1, description="K: how many tokens ahead; head k predicts token t+2+k")
+    layers: int = Field(1, ge=1, description="residual blocks of each head")
+    share_head: bool = Field(False, description="use the target's output layer instead of one for each head")
+    decay: float = Field(0.8, gt=0, le=1, description="weight of head k in the loss is decay^k")
+    distill: float = Field(
+        0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
+    )
+
+
+class MedusaRecipe(Recipe):
+    medusa: MedusaSection = MedusaSection()
+
+
+def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: MedusaSection) -> Loss:
+    """Σ_k decay^k · [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
+
+    h [B,S,H] is the target's hidden state after its final norm, p_s its distribution of the token after position s.
+    """
+    heads = range(section.heads)
+    hidden = target.forward(batch["input_ids"]).hidden.flatten(0, 1)  # [B·S,H]
+    states = [drafter.hidden_of(k, hidden) for k in heads]
+    outputs = [drafter.output(k) for k in heads]
+    tokens = [_ahead(batch["input_ids"], k + 2) for k in heads]
+    weights = [_ahead(batch["loss_mask"], k + 2) for k in heads]
+    parts = []
+    if section.distill > 0:
+        shifts = [k + 1 for k in heads]
+        parts.append((section.distill, chunked_kl_heads(states, outputs, hidden, target.logits, weights, shifts)))
+    if section.distill < 1:
+        parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
+    total = sum(share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses))
+    hits = {f"head{k + 1}": loss.hits.sum() for k, loss in enumerate(parts[-1][1])}
+    return Loss(total, loop.loss_tokens(batch), hits)
+
+
+def _ahead(rows: Tensor, count: int) -> Tensor:
+    """rows [B,S] moved `count` positions to the left, zeros behind, flattened: [B·S]."""
+    return F.pad(rows[:, count:], (0, count)).flatten()
+
+
+def main(arguments: list[str]) -> None:
+    recipe = load(MedusaRecipe, arguments[0], arguments[1:])
+    target, drafter, train, valid = artifact.begin(
+        recipe, "medusa", num_heads=recipe.medusa.heads, num_layers=recipe.medusa.layers, share_head=recipe.medusa.share_head
+    )
+    accelerator = loop.fit(recipe, drafter, partial(objective, target=target, section=recipe.medusa), train, valid)
+    if accelerator.is_main_process:
+        artifact.finish(recipe, drafter, target)
+
+
+if __name__ == "__main__":
+    guard(main, sys.argv[1:], __doc__)
