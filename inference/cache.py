@@ -1,0 +1,173 @@
+"""The target's KV cache: preallocated, ragged, and able to keep the accepted nodes of a tree.
+
+Letters: B rows selected for a forward · N queries · C context slots · P = K+1 path entries.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+if TYPE_CHECKING:
+    from draftsmith.inference.verify import Verdict
+
+__all__ = ["TreeCache"]
+
+
+@dataclass(slots=True)
+class _Store:
+    """One layer: keys [rows,heads,C,dim] and values [rows,heads,C,dim'], zeroed because a masked slot must not hold NaN."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class TreeCache(Cache):
+    """K/V per layer [rows,heads,C,dim], allocated at a layer's first update, on that layer's device.
+
+    length [rows] int64 counts the committed slots of each row; slots past it are scratch. The host keeps an upper bound per
+    row, so that attention reads `reach` + N slots and nothing more. A forward covers the rows of the last `select`, all of
+    them at the start, and writes query j of a row at slot length + j.
+
+    The bound is exact as long as every commit and advance is told the counts; `exact` says that and that the selected rows
+    are equally long.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(layers=[])
+        self.rows = rows
+        self.capacity = capacity
+        self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._stores: dict[int, _Store] = {}
+        self._bound = [0] * rows
+        self._sure = [True] * rows
+        self.select(range(rows))
+
+    def __bool__(self) -> bool:
+        return True  # len() counts transformers' own layers, of which there are none
+
+    def select(self, rows: Sequence[int]) -> None:
+        """The next forwards cover these rows, in this order."""
+        self.selected = list(rows)
+        first, count = self.selected[0], len(self.selected)
+        self._range = (first, count) if self.selected == list(range(first, first + count)) else None
+        self._all = self._range == (0, self.rows)
+        self._index = torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.current = self.length if self._all else self.length.index_select(0, self._index)  # [B]
+        bounds = [self._bound[row] for row in self.selected]
+        self.reach = max(bounds)
+        self.exact = min(bounds) == self.reach and all(self._sure[row] for row in self.selected)
+        self._slots: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest selected row; rows are ragged, so models must be given position_ids."""
+        return self.reach
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        raise ValueError("a mask was asked of TreeCache; it works with tree attention only; run inside `with tree_attention(model)`")
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys [B,heads,N,dim] and values [B,heads,N,dim'], return views of the first reach + N slots.
+
+        Raises:
+            ValueError: the context is full, or the batch is not the selected rows.
+        """
+        count, nodes = key_states.shape[0], key_states.shape[2]
+        if count != len(self.selected):
+            raise ValueError(f"got a batch of {count} rows; expected the {len(self.selected)} selected ones; call select first")
+        if self.reach + nodes > self.capacity:
+            raise ValueError(
+                f"the context is full: got {nodes} tokens after {self.reach} cached ones, expected at most {self.capacity} slots; "
+                "give a larger context"
+            )
+        store = self._stores.get(layer_idx)
+        if store is None:
+            store = self._stores[layer_idx] = _Store(self._allocate(key_states), self._allocate(value_states))
+        self._write(store.keys, key_states)
+        self._write(store.values, value_states)
+        return self._read(store.keys, nodes), self._read(store.values, nodes)
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        return states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        nodes = states.shape[2]
+        if self.exact and self._range is not None:
+            first, count = self._range
+            buffer[first : first + count, :, self.reach : self.reach + nodes] = states
+            return
+        heads = states.shape[1]
+        key = (nodes, heads, states.device)
+        if key not in self._slots:
+            offsets = torch.arange(nodes, device=self.length.device)
+            self._slots[key] = self._flat(self.current[:, None] + offsets, heads).to(states.device)
+        buffer.view(-1, buffer.shape[3]).index_copy_(0, self._slots[key], states.reshape(-1, states.shape[3]))
+
+    def _flat(self, slots: Tensor, heads: int) -> Tensor:
+        """Slots [B,N] of the selected rows -> indices [B·heads·N] into a buffer seen as [rows·heads·C,dim]."""
+        head = torch.arange(heads, device=slots.device)[None, :, None]
+        return ((self._index[:, None, None] * heads + head) * self.capacity + slots[:, None, :]).flatten()
+
+    def _read(self, buffer: Tensor, nodes: int) -> Tensor:
+        end = self.reach + nodes
+        if self._range is not None:
+            first, count = self._range
+            return buffer[first : first + count, :, :end]
+        return buffer[:, :, :end].index_select(0, self._index.to(buffer.device))
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Keep the first counts[b] of the slots just written for each selected row: a chunk of a prompt."""
+        added = torch.tensor(list(counts), dtype=torch.int64, device=self.length.device)
+        self.length.index_add_(0, self._index, added)
+        for row, count in zip(self.selected, counts, strict=True):
+            self._bound[row] += count
+        self._changed()
+
+    def commit(self, verdict: "Verdict", kept: Sequence[int] | None = None, in_place: bool = False) -> None:
+        """Keep the accepted path: its K/V move to the first slots after each row's length, which grows by verdict.length.
+
+        kept: verdict.length where the host knows it, which keeps the bound exact; else the bound grows by P.
+        in_place: the host knows that every path is 0, 1, 2, …, so that nothing has to move.
+        """
+        path = verdict.path
+        if not in_place and path.shape[1] > 1:
+            self._move(path)
+        if self._all:
+            self.length += verdict.length
+        else:
+            self.length.index_add_(0, self._index, verdict.length)
+        for place, row in enumerate(self.selected):
+            self._bound[row] += path.shape[1] if kept is None else kept[place]
+            self._sure[row] = self._sure[row] and kept is not None
+        self._changed()
+
+    def _move(self, path: Tensor) -> None:
+        # Slot length + path[j] goes to length + j. The root (j = 0) stays; where the path has ended a slot is copied onto itself.
+        step = torch.arange(1, path.shape[1], device=path.device)
+        accepted = path[:, 1:]
+        source = self.current[:, None] + torch.where(accepted < 0, step, accepted)
+        target = self.current[:, None] + step
+        indices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        for store in self._stores.values():
+            for buffer in (store.keys, store.values):
+                key = (buffer.shape[1], buffer.device)
+                if key not in indices:
+                    indices[key] = tuple(self._flat(slots, key[0]).to(buffer.device) for slots in (source, target))
+                gather, scatter = indices[key]
+                flat = buffer.view(-1, buffer.shape[3])
+                # The gather is whole before the scatter begins: a slot may be both source and target.
+                flat.index_copy_(0, scatter, flat.index_select(0, gather))
+
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Forget these rows (all of them by default); their slots are free."""
+        gone = list(range(self.rows) if rows is None else rows)
+        self.length.index_fill_(0, torch.tensor(gone, dtype=torch.int64, device=self.length.device), 0)
+        for row in gone:
+            self._bound[row], self._sure[row] = 0, True
+        self._changed()

@@ -1,0 +1,368 @@
+"""The decoding loop: propose, verify, commit, for ragged batches whose finished rows are replaced.
+
+Plain decoding is this loop with the drafter `Plain`; no other loop exists. Letters: B live rows · N nodes · K draft depth.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.attention import TreeAttention, tree_attention
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, Target, TargetOutput
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.support import check_supported
+from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.verify import Verdict, draw, judge
+
+__all__ = ["Completion", "Decoder", "Round", "Step"]
+
+
+@dataclass(slots=True)
+class Round:
+    """One row's share of a round: nodes verified, tokens committed (after truncation), verdict length (before), position of
+    the root, and the seconds of the whole batch's round: drafting, verifying, all else."""
+
+    size: int
+    length: int
+    accepted: int
+    position: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(slots=True)
+class Step:
+    """What a round committed for one row; tokens end at the stop token (included) or at the limit. reason: "" while the row
+    runs, then "stop", "length" (max_new_tokens) or "context"."""
+
+    row: int
+    prompt_index: int
+    tokens: list[int]
+    accepted: int
+    size: int
+    finished: bool
+    reason: str
+    round: Round
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one prompt: new tokens only, why it ended, and its rounds."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: str = ""
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A prompt in work: row is −1 until it has one; position is the absolute index of its last token."""
+
+    index: int
+    prompt: list[int]
+    key: int
+    row: int = -1
+    last: int = 0
+    position: int = 0
+    emitted: int = 0
+
+
+class Decoder:
+    """Decodes with a target and a drafter (None: plain).
+
+    rows: sequences in flight · context: prompt and answer together, at most; None takes what the prompts and max_new_tokens
+    of each call need · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise around the parts of a round so
+    that their times are true (the loop itself reads the device once per round).
+
+    Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
+
+    Raises:
+        ValueError: an architecture that cannot be tree-verified, or sizes below one.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 1,
+        context: int | None = None,
+        chunk: int = 256,
+        timed: bool = False,
+    ) -> None:
+        for name, value in (("rows", rows), ("context", context), ("chunk", chunk)):
+            if value is not None and value < 1:
+                raise ValueError(f"got {name} {value}; expected at least 1; correct it")
+        if context is not None and context > target.max_positions:
+            raise ValueError(f"got context {context}; expected at most the target's {target.max_positions} positions; lower it")
+        check_supported(target.model.config, target.model)
+        self.target = target
+        self.drafter: Drafter = Plain() if drafter is None else drafter
+        self.rows = rows
+        self.context = context
+        self.chunk = chunk
+        self.timed = timed and target.device.type == "cuda"
+        self.target_forwards = self.prefill_chunks = self.rounds = 0
+        self.prefill_s = 0.0
+        self._cache: TreeCache | None = None
+        self._busy = False
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 128,
+        stop_ids: Sequence[int] | frozenset[int] | None = None,
+        requests: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Token ids per prompt -> completions in prompt order; arguments as for `stream`."""
+        done = [Completion() for _ in prompts]
+        for steps in self.stream(prompts, sampling, max_new_tokens, stop_ids, requests):
+            for step in steps:
+                done[step.prompt_index].tokens += step.tokens
+                done[step.prompt_index].reason = step.reason
+                done[step.prompt_index].rounds.append(step.round)
+        return done
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 128,
+        stop_ids: Sequence[int] | frozenset[int] | None = None,
+        requests: Sequence[int] | None = None,
+    ) -> Iterator[list[Step]]:
+        """Yield after every round one Step per row that was live.
+
+        stop_ids: None takes the target's. requests: the noise key of each prompt, its index by default; the output depends on
+        prompt, sampling and key alone, never on row or batch.
+
+        Raises:
+            ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context.
+        """
+        waiting = self._requests(prompts, max_new_tokens, requests)
+        stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)
+        return self._run(waiting, sampling or Sampling(), max_new_tokens, stops)
+
+    def _requests(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, requests: Sequence[int] | None) -> list[_Request]:
+        if max_new_tokens < 1:
+            raise ValueError(f"got max_new_tokens {max_new_tokens}; expected at least 1; raise it")
+        keys = list(range(len(prompts))) if requests is None else list(requests)
+        if len(keys) != len(prompts):
+            raise ValueError(f"got {len(keys)} requests for {len(prompts)} prompts; expected one key per prompt; match them")
+        limit = self.context or self.target.max_positions
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {i}: got no tokens; expected at least one; add the beginning-of-text token")
+            if len(prompt) >= limit:
+                raise ValueError(f"prompt {i}: got {len(prompt)} tokens; expected fewer than the context of {limit}; shorten it")
+            if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+                bad = next(token for token in prompt if not 0 <= token < self.target.vocab_size)
+                raise ValueError(
+                    f"prompt {i}: got token id {bad}; expected 0..{self.target.vocab_size - 1}; use the target's own tokenizer"
+                )
+            if not 0 <= keys[i] < 2**32:
+                raise ValueError(f"prompt {i}: got request {keys[i]}; expected 0..2^32-1; use a smaller key")
+        return [_Request(i, [int(token) for token in prompt], key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))]
+
+    def _run(self, waiting: list[_Request], sampling: Sampling, max_new_tokens: int, stops: frozenset[int]) -> Iterator[list[Step]]:
+        if not waiting:
+            return
+        if self._busy:
+            raise ValueError("got a second stream on a decoder that is decoding; expected one at a time; make another Decoder")
+        self._busy = True
+        live: list[_Request] = []
+        try:
+            longest = max(len(request.prompt) for request in waiting)
+            limit = self.context or min(longest + max_new_tokens, self.target.max_positions)
+            limits = _Limits(limit, max_new_tokens, stops)
+            cache = self._bind(limit)
+            batch: _Batch | None = None
+            while waiting or live:
+                # The modes are entered per round: a consumer may do its own torch work between two rounds.
+                with torch.inference_mode(), tree_attention(self.target.model):
+                    if waiting and len(live) < self.rows:
+                        self._admit(cache, waiting, live)
+                        batch = None
+                    if batch is None:
+                        batch = self._batch(cache, live)
+                    steps = self._round(cache, batch, sampling, limits)
+                    gone = [step.row for step in steps if step.finished]
+                    if gone:
+                        self._release(cache, gone)
+                        live = [request for request in live if request.row not in gone]
+                        batch = None
+                yield steps
+        finally:
+            if live:
+                with torch.inference_mode():
+                    self._release(cache, [request.row for request in live])
+            self._busy = False
+
+    def _bind(self, limit: int) -> TreeCache:
+        """A cache and drafter state for `limit` positions; the cache of an earlier call serves again if it is large enough."""
+        capacity = limit + self.drafter.max_nodes
+        if self._cache is None or self._cache.capacity < capacity:
+            self._cache = None  # free the old one first
+            self._cache = TreeCache(self.rows, capacity, self.target.device)
+        # Each time: another decoder may have bound the same drafter meanwhile.
+        self.drafter.bind(self.target, self.rows, limit)
+        return self._cache
+
+    def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> None:
+        """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go."""
+        began = self._clock()
+        used = {request.row for request in live}
+        fresh: list[_Request] = []
+        for row in range(self.rows):
+            if waiting and row not in used:
+                request = waiting.pop(0)
+                request.row, request.last, request.position = row, request.prompt[-1], len(request.prompt) - 1
+                fresh.append(request)
+        start = 0
+        for end in range(1, len(fresh) + 1):
+            if end == len(fresh) or fresh[end].row != fresh[end - 1].row + 1:
+                self._prefill(cache, fresh[start:end])
+                start = end
+        live.extend(fresh)
+        live.sort(key=lambda request: request.row)
+        self.prefill_s += self._clock() - began
+
+    def _prefill(self, cache: TreeCache, fresh: list[_Request]) -> None:
+        """Run prompt[:-1] of neighbouring rows through the target, a chunk at a time, and start the drafter on them."""
+        rows = [request.row for request in fresh]
+        cache.select(rows)
+        prompts = [request.prompt for request in fresh]
+        sizes = [len(prompt) - 1 for prompt in prompts]
+        hidden: list[Tensor] = []
+        taps: list[Tensor] = []
+        for start in range(0, max(sizes), self.chunk):
+            counts = [min(max(size - start, 0), self.chunk) for size in sizes]
+            width = max(counts)
+            ids = [prompt[start : start + count] + [0] * (width - count) for prompt, count in zip(prompts, counts, strict=True)]
+            attention = TreeAttention.causal(cache, width)
+            out = self._forward(torch.tensor(ids, device=self.target.device), attention.positions(), cache, attention)
+            cache.advance(counts)
+            self.prefill_chunks += 1
+            hidden.append(out.hidden)
+            if out.taps is not None:
+                taps.append(out.taps)
+        shape = (len(rows), 0, self.target.hidden_size)
+        empty = torch.zeros(shape, dtype=self.target.dtype, device=self.target.device)
+        features = torch.cat(hidden, 1) if hidden else empty
+        if self.drafter.taps and not taps:
+            taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
+        out = NodeOutput(features, torch.cat(taps, 1) if taps else None)
+        self.drafter.start(torch.tensor(rows, device=self.target.device), prompts, out)
+
+    def _batch(self, cache: TreeCache, live: list[_Request]) -> "_Batch":
+        """Put the live rows on the device and select them in the cache."""
+        rows = [request.row for request in live]
+        cache.select(rows)
+        columns = torch.tensor([rows, [request.key for request in live], [request.last for request in live]], device=self.target.device)
+        return _Batch(live, *columns.unbind())
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: TreeCache, attention: TreeAttention) -> TargetOutput:
+        self.target_forwards += 1
+        return self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.drafter.taps)
+
+    def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: "_Limits") -> list[Step]:
+        drafter, depth = self.drafter, self.drafter.max_depth
+        begin = self._clock()
+        tree = drafter.propose(batch.rows, batch.root)
+        proposed = self._clock()
+        attention = TreeAttention.tree(cache, tree)
+        positions = attention.positions()
+        if cache.reach + depth >= self.target.max_positions:
+            # Nodes past the last position yield only tokens past the limit, but their index must exist.
+            positions = positions.clamp(max=self.target.max_positions - 1)
+        out = self._forward(tree.tokens, positions, cache, attention)
+        y = draw(self.target.logits(out.hidden), tree.depth, sampling, batch.request, cache.current, depth)
+        verdict = judge(tree, y, depth)
+        told = _told(tree, verdict)
+        verified = self._clock()
+        drafter.accept(tree, verdict, NodeOutput(out.hidden, out.taps, y if sampling.greedy else None), batch.rows)
+        accepted = self._clock()
+        cache.commit(verdict, [row.length for row in told], all(row.in_place for row in told))
+        batch.root = verdict.next_token
+        steps = [_settle(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
+        self.rounds += 1
+        draft_s, verify_s = proposed - begin + accepted - verified, verified - proposed
+        other_s = self._clock() - begin - draft_s - verify_s
+        for step in steps:
+            step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, other_s
+        return steps
+
+    def _release(self, cache: TreeCache, rows: list[int]) -> None:
+        self.drafter.drop(torch.tensor(rows, device=self.target.device))
+        cache.reset(rows)
+
+    def _clock(self) -> float:
+        if self.timed:
+            torch.cuda.synchronize(self.target.device)
+        return perf_counter()
+
+
+@dataclass(slots=True)
+class _Limits:
+    context: int
+    max_new_tokens: int
+    stops: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The live requests and, on the device, their rows, noise keys and last tokens, all [B]."""
+
+    live: list[_Request]
+    rows: Tensor
+    request: Tensor
+    root: Tensor
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the host learns of one row: verdict length, tree size, whether the path is 0, 1, 2, …, and the emitted tokens."""
+
+    length: int
+    size: int
+    in_place: bool
+    tokens: list[int]
+
+
+def _told(tree: DraftTree, verdict: Verdict) -> list[_Told]:
+    """The round's one transfer from device to host."""
+    path = verdict.path
+    width = path.shape[1]
+    heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
+    if width == 1:
+        return [_Told(length, size, True, [token]) for length, size, token in torch.cat(heads, 1).tolist()]
+    kept = tree.tokens.gather(1, path.clamp(min=0))
+    told = []
+    for length, size, token, *rest in torch.cat((*heads, path, kept), 1).tolist():
+        in_place = rest[:length] == list(range(length))
+        told.append(_Told(length, size, in_place, rest[width + 1 : width + length] + [token]))
+    return told
+
+
+def _settle(request: _Request, told: _Told, limits: _Limits) -> Step:
+    """Cut the tokens at the limits and at the first stop token, and move the request on."""
+    left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
+    tokens, reason = told.tokens[: min(left, space)], ""
+    stop = next((i for i, token in enumerate(tokens) if token in limits.stops), None)
+    if stop is not None:
+        tokens, reason = tokens[: stop + 1], "stop"
+    elif len(tokens) == left:
+        reason = "length"
+    elif len(tokens) == space:
+        reason = "context"
+    record = Round(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
+    request.emitted += len(tokens)
+    request.position += len(tokens)
+    request.last = tokens[-1]
+    return Step(request.row, request.index, tokens, told.length, told.size, bool(reason), reason, record)

@@ -1,0 +1,124 @@
+"""Logits and a key -> a token. The noise is a pure function of (seed, request, position, token), so that the same token
+comes out whatever the drafter, the tree, the row or the batch.
+
+Letters: V vocabulary. `...` is any batch shape, the same for all arguments.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Sampling", "gumbel", "philox", "sample", "warp"]
+
+_MASK = 0xFFFFFFFF
+# Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.2.
+_MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+# Fourth counter word: what the number is for. A draw of the target must share no number with other uses.
+PURPOSE_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn. temperature 0 is greedy (the rest is then ignored); top_k 0, top_p 1 and min_p 0 are off.
+
+    Applied in this order: temperature, top_k, top_p, min_p. seed: 0 .. 2^64 − 1.
+
+    Raises:
+        ValueError: a field outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive whole number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),
+            ("seed", 0 <= self.seed < 2**64, "a whole number in 0 .. 2^64-1"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise ValueError(f"got {name} {getattr(self, name)}; expected {expected}; correct it")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [...,V] -> float32 [...,V] scaled by temperature, −inf outside the kept set.
+
+    Kept sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper in
+    this order. Ties: top-k keeps all that equal the k-th. Which of several equals top-p drops transformers leaves to an unstable
+    sort; here the lowest id goes first, so that the set is the same for every shape, device and kernel.
+    """
+    scores = logits.float()
+    vocab = scores.shape[-1]
+    if sampling.temperature not in (0.0, 1.0):
+        scores = scores / sampling.temperature
+    if 0 < sampling.top_k < vocab:
+        kth = torch.topk(scores, sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, index = torch.sort(scores, stable=True)
+        drop = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[..., -1] = False  # the likeliest token always stays
+        scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -torch.inf)
+    if sampling.min_p > 0.0:
+        probability = scores.softmax(-1)
+        top, best = probability.max(-1, keepdim=True)
+        drop = (probability < sampling.min_p * top).scatter_(-1, best, False)
+        scores = scores.masked_fill(drop, -torch.inf)
+    return scores
+
+
+def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four counter words -> four words, all int64 tensors in [0, 2^32) that broadcast together.
+
+    The key is (low word of seed, high word of seed). Equals `triton.language.philox(seed, c0, c1, c2, c3)` bit for bit.
+    """
+    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        # int64 products wrap, which keeps all 64 bits; the arithmetic shift is masked.
+        first, second = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
+        c0 = ((second >> 32) & _MASK) ^ (c1 ^ key_0)
+        c2 = ((first >> 32) & _MASK) ^ (c3 ^ key_1)
+        c1, c3 = second & _MASK, first & _MASK
+        key_0, key_1 = (key_0 + _WEYL_0) & _MASK, (key_1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise float32 [...,V] for request [...] and position [...] (int64, in [0, 2^32)).
+
+    Counter layout: (token // 4, position, request, purpose = 0), key = seed; token t takes output word t % 4. A word x gives
+    the uniform u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
+    `position` is the absolute index in the sequence of the token being drawn.
+    """
+    block = torch.arange((vocab + 3) // 4, device=request.device)
+    purpose = torch.full_like(request, PURPOSE_TOKEN)
+    request, position, purpose = request[..., None], position[..., None], purpose[..., None]
+    words = torch.stack(philox(seed, (block, position, request, purpose)), -1)  # [...,⌈V/4⌉,4]
+    uniform = words.flatten(-2)[..., :vocab].double().add_(0.5).mul_(2.0**-32)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+def sample(logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor) -> Tensor:
+    """logits [...,V], request [...], position [...] -> y [...] int64.
+
+    Greedy: the argmax, lowest id on ties. Otherwise argmax of warped logits + noise (Gumbel-max), whose law is the softmax of
+    the warped logits.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    return (warp(logits, sampling) + gumbel(sampling.seed, request, position, logits.shape[-1])).argmax(-1)

@@ -1,0 +1,222 @@
+"""Token trees: what a drafter proposes and the target verifies in one forward.
+
+Letters: B rows · N tree nodes with the root · W = ⌈N/64⌉ ancestor words · K draft depth · R candidates per depth · D draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+__all__ = ["DraftTree", "Topology", "pack", "unpack"]
+
+Path = tuple[int, ...]
+
+
+def pack(visible: Tensor) -> Tensor:
+    """bool [...,N] -> int64 words [...,⌈N/64⌉]; bit j % 64 of word j // 64 is entry j."""
+    size = visible.shape[-1]
+    words = (size + 63) // 64
+    bits = visible.to(torch.int64)
+    if words * 64 != size:
+        bits = torch.nn.functional.pad(bits, (0, words * 64 - size))
+    # Distinct powers of two: their sum is their OR, bit 63 included (it wraps to the sign).
+    return (bits.unflatten(-1, (words, 64)) << torch.arange(64, device=visible.device)).sum(-1)
+
+
+def unpack(words: Tensor, size: int) -> Tensor:
+    """int64 words [...,N,W] -> bool [...,N,size], the inverse of `pack`; for a tree size is N.
+
+    Raises:
+        ValueError: fewer words than `size` bits need.
+    """
+    if words.shape[-1] * 64 < size:
+        raise ValueError(f"got {words.shape[-1]} words for {size} nodes; expected at least {(size + 63) // 64}; build the tree anew")
+    index = torch.arange(size, device=words.device)
+    if words.shape[-1] == 1:
+        return ((words >> index) & 1).bool()
+    return ((words[..., index // 64] >> (index % 64)) & 1).bool()
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One round's proposal, all tensors on one device.
+
+    tokens [B,N] int64, node 0 the root (the last committed token, whose KV is not cached yet) · parents [B,N] int64, parent
+    before child, −1 for the root · size [B] int64, later nodes are padding (1 plain decoding, 0 an idle row) ·
+    depth [B,N] int64 · ancestors [B,N,W] int64 words, a node its own ancestor, root included · q_logits [B,N,D] or None: the
+    law that each node's children were drawn from. A padding node counts as a childless child of the root.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    q_logits: Tensor | None = None
+    _visible: Tensor | None = field(default=None, repr=False)
+    _route: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def build(cls, tokens: Tensor, parents: Tensor, size: Tensor, q_logits: Tensor | None = None) -> "DraftTree":
+        """Derive depth and ancestors from parents by pointer doubling, ⌈log2 N⌉ steps, without a host sync.
+
+        tokens, parents [B,N] int64, size [B] int64, q_logits [B,N,D] or None.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        if tokens.shape != parents.shape or size.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"got tokens {list(tokens.shape)}, parents {list(parents.shape)}, size {list(size.shape)}; "
+                "expected [B,N], [B,N], [B]; pad the shorter trees"
+            )
+        nodes = tokens.shape[1]
+        index = torch.arange(nodes, device=tokens.device)
+        # Padding hangs on the root, so that its position stays near and its row of the mask is never empty.
+        pointer = torch.where(index < size[:, None], parents, 0).clamp_(min=0)  # [B,N]; the root points to itself
+        visible = torch.eye(nodes, dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], nodes, nodes)
+        for _ in range((nodes - 1).bit_length()):
+            visible = visible | visible.gather(1, pointer[:, :, None].expand(-1, -1, nodes))
+            pointer = pointer.gather(1, pointer)
+        return cls(tokens, parents, size, visible.sum(-1) - 1, pack(visible), q_logits, visible)
+
+    @classmethod
+    def root(cls, tokens: Tensor) -> "DraftTree":
+        """tokens [B] -> trees of size 1: plain decoding."""
+        rows = tokens.shape[0]
+        zero, one = tokens.new_zeros(rows, 1), tokens.new_ones(rows, 1)
+        visible = torch.ones(rows, 1, 1, dtype=torch.bool, device=tokens.device)
+        return cls(tokens[:, None], zero - 1, one[:, 0], zero, one[:, :, None], None, visible)
+
+    def visible(self) -> Tensor:
+        """Ancestors as bool [B,N,N]: node i sees node j. Unpacked once and kept."""
+        if self._visible is None:
+            self._visible = unpack(self.ancestors, self.tokens.shape[1])
+        return self._visible
+
+    def route(self) -> Tensor:
+        """float32 [B,N,N] for the walk, kept: +1 where j is i or an ancestor of it (the root apart), −1 where j is a sibling before
+        such a node. With m the nodes that carry y of their parent, node i lies on the walk iff (route · m)[i] = depth[i].
+        """
+        if self._route is None:
+            index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+            earlier = (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
+            line = self.visible().float()
+            self._route = line - line @ earlier.float()
+            self._route[:, :, 0] = 0.0
+        return self._route
+
+    def validate(self) -> None:
+        """Check every promise of the class. Reads the device: for tests and for trees from outside.
+
+        Raises:
+            ValueError: naming the first row and node that break one.
+        """
+        rows, nodes = self.tokens.shape
+        size, parents = self.size.tolist(), self.parents.tolist()
+        for b in range(rows):
+            if not 0 <= size[b] <= nodes:
+                raise ValueError(f"row {b}: got size {size[b]}, expected 0..{nodes}; fix the drafter's size")
+            if size[b] and parents[b][0] != -1:
+                raise ValueError(f"row {b}: got parent {parents[b][0]} for node 0, expected -1; node 0 is the root")
+            for i in range(1, size[b]):
+                if not 0 <= parents[b][i] < i:
+                    raise ValueError(f"row {b}, node {i}: got parent {parents[b][i]}, expected 0..{i - 1}; put parents before children")
+        fresh = DraftTree.build(self.tokens, self.parents, self.size)
+        real = torch.arange(nodes, device=self.tokens.device) < self.size[:, None]
+        for name in ("depth", "ancestors"):
+            wrong = (getattr(self, name) != getattr(fresh, name)).view(rows, nodes, -1).any(-1) & real
+            if wrong.any():
+                b, i = wrong.nonzero()[0].tolist()
+                raise ValueError(f"row {b}, node {i}: got {name} that its parents do not give; make the tree with DraftTree.build")
+
+
+class Topology:
+    """A static tree: the shape is known, only the tokens change from round to round.
+
+    parents, depth, rank [N] int64 (rank −1 at the root) · ancestors [N,W] int64 · num_nodes N, root included · max_depth K ·
+    paths: the rank paths of nodes 1..N−1, in node order. The leftmost chain (0), (0,0), … comes first, then the rest by
+    depth, so that parents precede children and the commonest accepted path needs no KV move.
+    """
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+        self.paths = paths
+        self.num_nodes = len(node)
+        self.max_depth = max((len(path) for path in paths), default=0)
+        self.parents = torch.tensor([-1] + [node[path[:-1]] for path in paths])
+        self.depth = torch.tensor([0] + [len(path) for path in paths])
+        self.rank = torch.tensor([-1] + [path[-1] for path in paths])
+        self.width = max((path[-1] + 1 for path in paths), default=0)  # candidates needed per depth
+        built = DraftTree.build(torch.zeros_like(self.parents)[None], self.parents[None], torch.tensor([self.num_nodes]))
+        self.ancestors = built.ancestors[0]
+        self._visible = built.visible()[0]
+        self._route = built.route()[0]
+        self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Topology":
+        """Rank paths to a topology; (0,1) is rank 0 at depth 1, then rank 1 at depth 2. The root is not listed.
+
+        Raises:
+            ValueError: naming a path that is empty, negative, listed twice, or whose prefix is missing.
+        """
+        given = [tuple(int(rank) for rank in path) for path in paths]
+        seen: set[Path] = set()
+        for path in given:
+            if not path or min(path) < 0 or path in seen:
+                raise ValueError(f"got path {path}; expected distinct, non-empty paths of ranks >= 0; remove or correct it")
+            seen.add(path)
+        for path in given:
+            if len(path) > 1 and path[:-1] not in seen:
+                raise ValueError(f"got path {path} without its prefix {path[:-1]}; expected every prefix listed; add {path[:-1]}")
+        return cls(tuple(sorted(given, key=lambda path: (any(path), len(path), path))))
+
+    @classmethod
+    def chain(cls, depth: int) -> "Topology":
+        """K nodes in a row under the root."""
+        return cls.from_paths([(0,) * k for k in range(1, depth + 1)])
+
+    @classmethod
+    def cartesian(cls, widths: Sequence[int]) -> "Topology":
+        """Every path of ranks below widths[k] at depth k+1."""
+        return cls.from_paths([path for k in range(1, len(widths) + 1) for path in product(*(range(width) for width in widths[:k]))])
+
+    def to(self, device: torch.device | str) -> "Topology":
+        """The same topology with its tensors on `device`."""
+        moved = Topology(self.paths)
+        for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route"):
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
+
+    def tree(self, root: Tensor, children: Tensor) -> DraftTree:
+        """root [B], children [B,K,R] -> the tree in which rank r at depth k+1 is children[b,k,r], whatever its parent.
+
+        Depth and ancestors are the precomputed ones, expanded over B.
+
+        Raises:
+            ValueError: fewer depths or ranks in `children` than the topology uses.
+        """
+        if children.shape[1] < self.max_depth or children.shape[2] < self.width:
+            raise ValueError(
+                f"got children for {children.shape[1]} depths and {children.shape[2]} ranks; expected at least "
+                f"{self.max_depth} and {self.width}; ask the drafter for more candidates or use a smaller tree"
+            )
+        index = self._expanded(root.shape[0], children.shape[2])[0]
+        return self.place(torch.cat((root[:, None], children.flatten(1).index_select(1, index)), 1), ranks=children.shape[2])
+
+    def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1) -> DraftTree:
+        """tokens [B,N] in node order, the root included, for drafters whose candidates depend on the parent -> the tree."""
+        _, parents, size, depth, ancestors, visible, route = self._expanded(tokens.shape[0], ranks)
+        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route)
+
+    def _expanded(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
+        if (rows, ranks) not in self._shared:
+            index = (self.depth[1:] - 1) * ranks + self.rank[1:]  # into children.flatten(1)
+            size = torch.full((rows,), self.num_nodes, dtype=torch.int64, device=self.parents.device)
+            wide = (tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route))
+            self._shared[rows, ranks] = (index, self.parents.expand(rows, -1), size, *wide)
+        return self._shared[rows, ranks]

@@ -1,0 +1,188 @@
+"""Medusa heads (Cai et al. 2024, https://arxiv.org/abs/2401.10774): K heads that read the target's last hidden state.
+
+Head k, from 0, at position t predicts token t+2+k: L blocks x + SiLU(W x + b), each with weights of its own, then an output
+layer, the head's own [V,H] or the target's. Tensors: `{k}.{j}.linear.weight` [H,H] and `.bias` [H] for block j < L,
+`{k}.{L}.weight` [V,H] (absent with share_head), the names that serving engines read.
+
+Letters: B rows · S positions · N tree nodes · V vocabulary · H hidden size · K heads · L blocks · R candidates per head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from draftsmith.inference.drafter import NodeOutput
+from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.verify import Verdict
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, ranked
+from draftsmith.models.target import Target
+
+
+class MedusaConfig(DrafterConfig):
+    """num_heads K, num_layers L (blocks per head), share_head: the target's head instead of one per Medusa head."""
+
+    model_type = "medusa"
+    num_heads: int = 4
+    num_layers: int = 1
+    share_head: bool = False
+
+    def __post_init__(self, **kwargs) -> None:
+        super().__post_init__(**kwargs)
+        if self.tree is None:
+            self.tree = default_paths(self.num_heads)
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise ValueError(f"got {self.num_heads} heads of {self.num_layers} blocks; expected at least one of each")
+        deepest = max((len(path) for path in self.tree), default=0)
+        if deepest > self.num_heads:
+            raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b); the identity while W and b are zero."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Output(nn.Module):
+    """[V,H] without bias; zero until `init_from` copies the target's head, so that building it costs nothing."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocab_size, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@dataclass(slots=True)
+class Rows:
+    """hidden [rows,H]: the target's hidden state at the last position in the cache · ready [rows]: whether there is one."""
+
+    hidden: Tensor
+    ready: Tensor
+    topology: Topology
+
+
+class MedusaModel(DrafterModel):
+    """K independent heads. A soft-capping of the target is not applied to own output layers: it never changes a ranking."""
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        for k in range(config.num_heads):
+            blocks: list[nn.Module] = [ResBlock(config.hidden_size) for _ in range(config.num_layers)]
+            output = [] if config.share_head else [Output(config.vocab_size, config.hidden_size)]
+            self.add_module(str(k), nn.ModuleList(blocks + output))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def init_from(self, target: Target) -> None:
+        """Own output layers start as the target's head, times the scale that the target applies after it."""
+        if not self.config.share_head:
+            for k in range(self.config.num_heads):
+                self.output_weight(k).copy_(target.head_weight).mul_(target.head_scale)
+
+    def output_weight(self, k: int) -> Tensor:
+        """Head k's output layer [V,H]; with share_head the target's."""
+        if self.config.share_head:
+            return self.target.head_weight
+        return self._head(k)[self.config.num_layers].get_parameter("weight")
+
+    def output(self, k: int) -> Tensor | Callable[[Tensor], Tensor]:
+        """Head k's output for the chunked losses: own weight [V,H], or with share_head the target's `logits` as a callable."""
+        return self._target_logits if self.config.share_head else self.output_weight(k)
+
+    def _target_logits(self, x: Tensor) -> Tensor:
+        return self.target.logits(x.to(self.target.dtype))
+
+    def hidden_of(self, k: int, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> [...,H] after the blocks of head k, in the drafter's dtype."""
+        blocks = [cast(ResBlock, self._head(k)[j]) for j in range(self.config.num_layers)]
+        x = hidden.to(blocks[0].linear.weight.dtype)
+        for block in blocks:
+            x = block(x)
+        return x
+
+    def _head(self, k: int) -> nn.ModuleList:
+        return cast(nn.ModuleList, self._modules[str(k)])
+
+    def hidden(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> [...,K,H], after the blocks and before the output."""
+        return torch.stack([self.hidden_of(k, hidden) for k in range(self.config.num_heads)], dim=-2)
+
+    def logits_of(self, k: int, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> head k's logits [...,V]."""
+        x = self.hidden_of(k, hidden)
+        if self.config.share_head:
+            return self._target_logits(x)
+        return F.linear(x, self.output_weight(k))
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> [...,K,V]; for few positions, training goes through the chunked losses."""
+        return torch.stack([self.logits_of(k, hidden) for k in range(self.config.num_heads)], dim=-2)
+
+    def position_logits(self, hidden: Tensor) -> Tensor:
+        """A chunk hidden [S,H] -> [S,K,V] for position records: entry (t,k) ranks token t+2+k."""
+        return self.head_logits(hidden)
+
+    forward = head_logits
+
+    # The Drafter protocol
+
+    def bind(self, target: Target, rows: int, context: int) -> None:
+        """Attach the target and allocate one hidden state per row; `context` is of no concern to heads."""
+        self.attach(target)
+        device = target.device
+        hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=device)
+        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.topology().to(device))
+
+    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
+        """rows [R], out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""
+        last = torch.tensor([len(prompt) - 2 for prompt in prompts]).to(rows.device)
+        self._state.ready[rows] = last >= 0
+        if out.hidden.shape[1]:
+            self._state.hidden[rows] = out.hidden[torch.arange(len(prompts), device=rows.device), last.clamp(min=0)]
+
+    @torch.no_grad()
+    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
+        """rows [B], root [B] -> the config's tree filled with the heads' best tokens; the root alone where a row has no state."""
+        state, topology = self._state, self._state.topology
+        if topology.max_depth == 0:
+            return DraftTree.root(root)
+        hidden = state.hidden[rows]
+        logits = torch.stack([self.logits_of(k, hidden) for k in range(topology.max_depth)], dim=1)  # [B,K,V]
+        tree = topology.tree(root, ranked(logits, topology.width))
+        tree.size = torch.where(state.ready[rows], tree.size, 1)
+        return tree
+
+    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: Tensor) -> None:
+        """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""
+        node = verdict.path.gather(1, (verdict.length - 1).clamp(min=0)[:, None]).clamp(min=0)  # [B,1]
+        fresh = out.hidden.gather(1, node[:, :, None].expand(-1, -1, out.hidden.shape[-1]))[:, 0]
+        moved = verdict.length > 0
+        self._state.hidden[rows] = torch.where(moved[:, None], fresh, self._state.hidden[rows])
+        self._state.ready[rows] |= moved
+
+    def drop(self, rows: Tensor) -> None:
+        self._state.ready[rows] = False
+
+
+Config = MedusaConfig
+Model = MedusaModel

@@ -1,0 +1,383 @@
+"""The frozen target: any Hugging Face causal LM, read for its hidden states, its taps and its own logits.
+
+Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T taps.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.configuration_utils import PretrainedConfig
+
+from draftsmith.inference.attention import check_supported
+from draftsmith.inference.drafter import TargetOutput
+from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
+
+__all__ = ["Target", "TargetIdentity", "check_folder", "check_loaded", "check_same", "resolve_path"]
+
+TINY = Path(__file__).parent / "tiny"
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+_FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+class Target:
+    """A frozen causal LM. Never trained: eval mode, no parameter requires a gradient.
+
+    Attributes: model, tokenizer (or None), config (the text config), device, dtype, vocab_size V (rows of the logits),
+    hidden_size H, num_layers L, max_positions, stop_ids, identity.
+
+    Use `load` for a path or a Hub id and `wrap` for a model in memory.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        self.config: PretrainedConfig = model.config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Module):
+            raise ValueError(f"target {name!r} ({type(model).__name__}) has no output head; give a causal language model")
+        self.head: nn.Module = head
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, name)
+        self.vocab_size: int = self.head_weight.shape[0]
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = len(self.layers)
+        self.max_positions: int = self.config.max_position_embeddings
+        self.stop_ids: frozenset[int] = _stop_ids(model, tokenizer)
+        self._hooked: set[int] = set()
+        self._wanted: frozenset[int] = frozenset()
+        self._caught: dict[int, Tensor] = {}
+        self._shell = _head_shell(model)
+        self._plain_head = self._head_is_plain()
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target from a folder, from the Hub, or "tiny", the model inside the package (no network).
+
+        Only safetensors are read. `dtype=None` keeps the checkpoint's own; `device="auto"` spreads layers over the GPUs.
+
+        Raises:
+            FileNotFoundError: no such folder, or not a whole model in it.
+            ValueError: only pickled weights, tensors missing or left over, or an architecture that cannot be tree-verified.
+        """
+        source = resolve_path(path)
+        local = os.path.isdir(source)
+        if local:
+            check_folder(source)
+        common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
+        config = AutoConfig.from_pretrained(source, revision=revision or "main", **common)
+        check_supported(config)
+        # Weights and tokenizer come from the very commit that the config came from.
+        commit = "" if local else _cached_commit(source, revision or "main")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            revision=commit or "main",
+            dtype=dtype or "auto",
+            device_map="auto" if str(device) == "auto" else None,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # check_loaded names them
+            **common,
+        )
+        model, info = loaded
+        check_loaded(path, info)
+        if str(device) != "auto":
+            model = model.to(device)
+        has_tokenizer = not local or any((Path(source) / name).exists() for name in _TOKENIZER_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main", **common) if has_tokenizer else None
+        return cls(model, tokenizer, path, commit)
+
+    @classmethod
+    def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory") -> "Target":
+        """Take a model that is already in memory; it is frozen in place."""
+        return cls(model, tokenizer, name, "")
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head's weight [V,H]; scaling and soft-capping after it are in `logits` only."""
+        return self.head.get_parameter("weight")
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return TargetIdentity(self.name, self.revision, dtype, config_hash(self.model.config), tokenizer_hash(self.tokenizer))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        tree: Any = None,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the base decoder, without the head, on input_ids [B,S].
+
+        Returns hidden [B,S,H] (after the final norm: what the head reads) and taps [B,S,T,H] (None without taps);
+        tap i is the output of decoder layer i, counted from 0.
+
+        Raises:
+            ValueError: a tap outside 0..L-1.
+            RuntimeError: a tap that did not arrive.
+        """
+        self.watch(taps)
+        extra = {} if tree is None else {"tree_attention": tree}
+        self._wanted, self._caught = frozenset(taps), {}
+        try:
+            output = self.decoder(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **extra,
+            )
+            caught = self._caught
+        finally:
+            self._wanted, self._caught = frozenset(), {}
+        missing = [tap for tap in taps if tap not in caught]
+        if missing:
+            raise RuntimeError(
+                f"taps {missing} of target {self.name!r} did not arrive: their layers did not run, or were compiled before "
+                "they were tapped; call target.watch(taps) before torch.compile"
+            )
+        hidden: Tensor = output.last_hidden_state
+        stacked = torch.stack([caught[tap].to(hidden.device) for tap in taps], dim=2) if taps else None
+        return TargetOutput(hidden=hidden, taps=stacked)
+
+    __call__ = forward
+
+    def watch(self, taps: Iterable[int]) -> None:
+        """Hook these decoder layers, once and for good. Call it before torch.compile: later hooks never fire.
+
+        Raises:
+            ValueError: a tap outside 0..L-1.
+        """
+        for tap in taps:
+            if tap in self._hooked:
+                continue
+            if not 0 <= tap < self.num_layers:
+                raise ValueError(f"tap {tap} of target {self.name!r}: expected a decoder layer 0..{self.num_layers - 1}")
+            self.layers[tap].register_forward_hook(self._catcher(tap))
+            self._hooked.add(tap)
+
+    def _catcher(self, tap: int) -> Callable[..., None]:
+        def catch(_module: nn.Module, _args: Any, output: Any) -> None:
+            if tap in self._wanted:
+                self._caught[tap] = output[0] if isinstance(output, tuple) else output
+
+        return catch
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> the model's own logits [...,V], scaling and soft-capping after the head included.
+
+        Differentiable with respect to hidden. Where the model only applies its head, so does this, without the model's wrapper.
+        """
+        if self._plain_head:
+            return self.head(hidden)
+        return self._model_logits(hidden)
+
+    @cached_property
+    def head_scale(self) -> float:
+        """What `logits` multiplies the bare head's output by (Cohere, Granite), soft-capping aside; 1.0 for most models."""
+        if self._plain_head:
+            return 1.0
+        weight = self.head_weight
+        # Small: soft-capping is the identity near 0.
+        hidden = (0.01 * torch.randn(1, 2, self.hidden_size, generator=torch.Generator().manual_seed(0))).to(weight.device, weight.dtype)
+        own, bare = self._model_logits(hidden).double(), self.head(hidden).double()
+        scale = float((own * bare).sum() / (bare * bare).sum())
+        return 1.0 if abs(scale - 1) < 0.01 else scale  # soft-capping alone: 1, but for rounding
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [...] -> input embeddings [...,H], as the model's embedding module gives them.
+
+        A scaling inside that module (Gemma's √H, from transformers 5) is included; one that the decoder's forward applies
+        afterwards (Granite's multiplier) is not.
+        """
+        return self.model.get_input_embeddings()(ids)
+
+    def _model_logits(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(1, hidden.shape[:-1].numel(), hidden.shape[-1])
+        # The class's forward, not the instance's: hooks on the model itself must see real forwards only.
+        output = type(self._shell).forward(self._shell, inputs_embeds=flat, use_cache=False, return_dict=True)
+        return output.logits.view(*hidden.shape[:-1], self.vocab_size)
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether the model's logits are its head's output, bit for bit; at scale 100 soft-capping cannot hide."""
+        weight = self.head_weight
+        probe = torch.randn(1, 2, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        for scale in (1.0, 100.0):
+            hidden = (probe * scale).to(weight.device, weight.dtype)
+            if not torch.equal(self._model_logits(hidden), self.head(hidden)):
+                return False
+        return True
+
+
+class _HeadInput:
+    """What a base model returns, as far as a head reads it: the hidden states, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Passthrough(nn.Module):
+    """Stands in for the base model: gives its input embeddings back as the hidden states."""
+
+    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _HeadInput:
+        return _HeadInput(inputs_embeds)
+
+
+def _head_shell(model: PreTrainedModel) -> PreTrainedModel:
+    """A shallow copy of `model` that shares its head and whose base model only passes hidden states through."""
+    if model.base_model is model:
+        raise ValueError(f"{type(model).__name__} has no base model apart from its head; give a causal language model")
+    shell = copy.copy(model)
+    shell.__dict__.pop("forward", None)  # a forward patched onto the instance would run the real base model
+    shell._modules = {**model._modules, model.base_model_prefix: _Passthrough()}
+    return shell
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
+    if len(lists) != 1:
+        raise ValueError(
+            f"target {name!r} ({type(decoder).__name__}): expected one list of {num_layers} decoder layers, found {len(lists)}; "
+            "this architecture cannot be tapped"
+        )
+    return lists[0]
+
+
+def resolve_path(path: str) -> str:
+    """ "tiny" -> the folder in the package; a local folder -> itself; anything else that can be one is a Hub id.
+
+    Raises:
+        FileNotFoundError: a path that looks local and does not exist, so that it never becomes a request to the Hub.
+        ValueError: a file where a folder is expected.
+    """
+    if path == "tiny":
+        path = str(TINY)
+    source = os.path.expanduser(path)
+    if os.path.isdir(source):
+        return source
+    if os.path.isfile(source):
+        raise ValueError(f"{path!r} is a file; give the folder of the model, or a Hub id")
+    looks_local = (
+        path.startswith((".", "~", os.sep))
+        or path.endswith((os.sep, *_FILE_ENDINGS))
+        or path.count("/") > 1
+        or (os.sep in path and os.path.isdir(os.path.dirname(path)))
+    )
+    if looks_local:
+        raise FileNotFoundError(f"no folder {path!r}; give a folder with config.json and safetensors, or a Hub id such as Qwen/Qwen3-0.6B")
+    return path
+
+
+def _cached_commit(repo: str, revision: str) -> str:
+    """The commit that `revision` stands for, from the folder that config.json was just cached in: snapshots/<commit>/."""
+    cached = try_to_load_from_cache(repo, "config.json", revision=revision)
+    return Path(cached).parent.name if isinstance(cached, str) else revision
+
+
+def check_folder(folder: str) -> None:
+    """Whether a local model folder is whole: config.json, and safetensors whose headers and lengths agree.
+
+    Raises:
+        FileNotFoundError: no config.json or no weights.
+        ValueError: only pickled weights, or a file that is cut off.
+    """
+    names = set(os.listdir(folder))
+    if "config.json" not in names:
+        raise FileNotFoundError(f"no config.json in {folder!r}; give the folder that save_pretrained wrote")
+    try:
+        json.loads((Path(folder) / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"config.json in {folder!r} is not JSON ({error}); it may be cut off: copy or save it again") from None
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+    if not weights and pickles:
+        raise ValueError(f"{folder!r} holds only pickled weights ({pickles[0]}); save it again with safetensors, pickles are never loaded")
+    if not weights:
+        raise FileNotFoundError(f"no weights in {folder!r}: expected model.safetensors; copy the whole model folder")
+    for name in weights:
+        try:
+            with safe_open(os.path.join(folder, name), framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{name} in {folder!r} is damaged or cut off ({error}); copy or save it again") from None
+
+
+def check_loaded(path: str, info: dict[str, Any]) -> None:
+    """Refuse a load that left tensors out; `info` is what transformers gives with output_loading_info=True.
+
+    Raises:
+        ValueError: naming the tensors that are missing, left over or of another shape (tied ones are none of these).
+    """
+    misshapen = [f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+    for word, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"]), ("misshapen", misshapen)):
+        if names:
+            shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    generation = model.generation_config
+    ids: Any = generation.eos_token_id if generation is not None else None
+    stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    if tokenizer is not None:
+        stops |= {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+    return frozenset(int(stop) for stop in stops if stop is not None)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after the assistant's words, if it writes one."""
+    if not tokenizer.chat_template:
+        return None
+    words = "Answer"
+    try:
+        text = str(
+            tokenizer.apply_chat_template([{"role": "user", "content": "Ask"}, {"role": "assistant", "content": words}], tokenize=False)
+        )
+    except TemplateError:
+        return None
+    after = tokenizer(text[text.rindex(words) + len(words) :].lstrip(), add_special_tokens=False)["input_ids"] if words in text else []
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

@@ -1,0 +1,217 @@
+"""What a person meets: training, evaluating and generating from the command line, and one clear line for every mistake."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.eval import acceptance, generate
+from draftsmith.train import cli, medusa, target
+from draftsmith.train.cli import guard
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "def parse_line(line):\n    return [part.strip() for part in line.split(',') if part]\n\n\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, target_folder):
+    """A folder with text to train on, prompts, and a short run's artifact."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "text.txt").write_text("<|endoftext|>".join(TEXT * 4 for _ in range(40)))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": TEXT[: 20 + i], "domain": "ab"[i % 2]}) + "\n" for i in range(8)))
+    train(folder, target_folder)
+    return folder
+
+
+def arguments(folder, target_folder, *overrides):
+    common = {
+        "target.path": target_folder,
+        "data.train": folder / "text.txt",
+        "data.cache": folder / "cache",
+        "data.seq_len": 32,
+        "train.output": folder / "run",
+        "train.steps": 4,
+        "train.warmup_steps": 1,
+        "train.eval_batches": 2,
+        "medusa.heads": 2,
+    }
+    return [str(ROOT / "recipes" / "medusa-tiny.yaml"), *(f"{key}={value}" for key, value in common.items()), *overrides]
+
+
+def train(folder, target_folder, *overrides):
+    guard(medusa.main, arguments(folder, target_folder, *overrides), "usage")
+
+
+def failing(capsys, main, words, usage=None):
+    """Run `main`, which must exit with 2 and one line on stderr; that line."""
+    with pytest.raises(SystemExit) as exit:
+        guard(main, [str(word) for word in words], usage)
+    assert exit.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_the_artifact_can_be_published_as_it_stands(place):
+    artifact = place / "run" / "artifact"
+    names = {file.name for file in artifact.iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "recipe.yaml", "run.json", "tokenizer.json"} <= names
+    assert not {name for name in names if name.endswith((".bin", ".pt", ".pkl"))}
+    assert set(load_file(artifact / "model.safetensors")) == {
+        f"{k}.{tensor}" for k in range(2) for tensor in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
+    assert json.loads((artifact / "config.json").read_text())["target"]["config_hash"]
+
+
+def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
+    artifact = place / "run" / "artifact"
+    words = [str(artifact), "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
+    guard(acceptance.main, words)
+    report = json.loads(capsys.readouterr().out)
+    assert report["answers"] == 8 and not report["divergences"]  # four prompts at two temperatures
+    card = (artifact / "README.md").read_text()
+    assert "| domain | T | τ |" in card and "Not measured yet" not in card
+    assert (artifact / "survival.png").read_bytes().startswith(b"\x89PNG")
+    rounds = [json.loads(line) for line in (artifact / "rounds.jsonl").read_text().splitlines()]
+    assert sum(r["committed"] for r in rounds if r["temperature"] == 0) == report["overall"]["0"]["tokens"]
+    assert json.loads((artifact / "config.json").read_text())["tree"] == report["tree"]
+
+
+def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, target_folder, capsys):
+    texts = []
+    for temperature in ("0", "0.9"):
+        for drafter in ("none", str(place / "run" / "artifact")):
+            for tree in ("saved", "chain"):
+                words = ["--target", str(target_folder), "--drafter", drafter, "--temperature", temperature, "--seed", "5", "--tree", tree]
+                guard(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
+                captured = capsys.readouterr()
+                assert captured.err == ""
+                texts.append((temperature, captured.out))
+    assert len(set(texts)) == 2
+    guard(generate.main, ["--drafter", str(place / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"8 tokens in \d rounds: τ \d\.\d\d, \d+ tokens/s\n", captured.err)
+
+
+def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
+    before = (place / "run" / "artifact" / "model.safetensors").read_bytes()
+    train(place, target_folder)
+    assert "resuming from" in capsys.readouterr().out
+    assert (place / "run" / "artifact" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.stepz=3", "unknown recipe key 'train.stepz'; the nearest is 'train.steps'"),
+        ("data.train={place}/nothing.txt", "nothing.txt' not found"),
+        ("data.train={place}/empty.jsonl", "the source is empty or too short"),
+        ("data.train={place}/chats.jsonl", "has no chat template"),
+        ("data.seq_len=999", "data.seq_len=999 is longer than the target's context of 128"),
+        ("target.path={place}/nowhere", "no folder"),
+        ("target.path={place}/pickled", "pickle"),
+        ("target.path={place}/mismatched", "has 258 entries, its model only 257 logits"),
+        ("target.path={place}/cut", "damaged or cut off"),
+    ],
+)
+def test_a_mistake_in_training_is_one_line_and_writes_nothing(place, target_folder, capsys, override, says):
+    (place / "empty.jsonl").write_text("")
+    (place / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n")
+    for name in ("pickled", "mismatched", "cut"):
+        shutil.rmtree(place / name, ignore_errors=True)
+        shutil.copytree(target_folder, place / name)
+    (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
+    weights = (place / "cut" / "model.safetensors").read_bytes()
+    (place / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    from conftest import byte_tokenizer
+
+    larger = byte_tokenizer()
+    larger.add_tokens(["extra"])
+    larger.save_pretrained(place / "mismatched")
+    fresh = place / "fresh"
+    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={fresh}", override.format(place=place)))
+    assert says in line
+    assert not fresh.exists()
+
+
+def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
+    artifact = place / "run" / "artifact"
+    assert "no folder" in failing(capsys, acceptance.main, [place / "no" / "such"])
+    assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", place / "no.jsonl"])
+    long = place / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "x" * 500, "id": "endless"}) + "\n")
+    assert "'endless' has 500 tokens" in failing(capsys, acceptance.main, [artifact, "--prompts", long])
+    assert "expected fewer than the context of 128" in failing(capsys, generate.main, ["--target", target_folder, "x" * 500])
+    assert "got no tokens" in failing(capsys, generate.main, ["--target", target_folder, ""])
+    assert "got temperature -1.0" in failing(capsys, generate.main, ["--target", target_folder, "--temperature=-1", "x"])
+    half = place / "half"
+    shutil.copytree(artifact, half)
+    (half / "model.safetensors").unlink()
+    assert "no weights" in failing(capsys, acceptance.main, [half])
+    tensors = load_file(artifact / "model.safetensors")
+    del tensors["1.1.weight"]
+    save_file(tensors, half / "model.safetensors", metadata={"format": "pt"})
+    assert "1 missing tensors: 1.1.weight" in failing(capsys, acceptance.main, [half])
+    other = place / "other"
+    shutil.copytree(target_folder, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    line = failing(capsys, acceptance.main, [artifact, "--target", other])
+    assert str(other) in line and str(target_folder) in line
+
+
+def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
+    copy = place / "copy"
+    shutil.copytree(place / "run", copy)
+    state = next((copy / "checkpoints").glob("step-*")) / "state.json"
+    state.write_text('{"step": ')
+    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}"))
+    assert "step-00000004 cannot be read" in line and "delete the folder" in line
+
+
+def test_help_and_unknown_words(capsys):
+    def command(*words):
+        return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *words], capture_output=True, text=True)
+
+    shown = command("--help")
+    assert shown.returncode == 0 and all(word in shown.stdout for word in (*cli.COMMANDS, "accelerate launch"))
+    unknown = command("evaluate")
+    assert unknown.returncode == 2 and "no command 'evaluate'; expected one of eval" in unknown.stderr
+    for main in (acceptance.main, generate.main):
+        with pytest.raises(SystemExit) as exit:
+            main(["--help"])
+        assert exit.value.code == 0 and "usage: draftsmith" in capsys.readouterr().out
+
+
+def test_importing_sets_up_nothing():
+    modules = sorted(
+        f"draftsmith.{folder}.{file.stem}"
+        for folder in ("train", "models", "data", "eval", "inference")
+        for file in (ROOT / folder).glob("*.py")
+        if file.stem != "__init__"
+    )
+    assert len(modules) > 30
+    script = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        "import torch\nassert not torch.distributed.is_initialized()\nbad = {'triton', 'wandb', 'deepspeed'} & set(sys.modules)\nassert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def test_a_small_target_from_scratch(tmp_path, capsys):
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    words = [f"architecture.{key}={value}" for key, value in sizes.items()] + ["architecture.compile=false"]
+    words += [f"train.output={tmp_path}", f"data.cache={tmp_path}", f"data.train={tmp_path}/text.txt", "data.seq_len=32"]
+    words += ["train.steps=2", "train.warmup_steps=0", "train.eval_batches=1"]
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(TEXT * 4 for _ in range(40)))
+    guard(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
+    assert re.search(r"2 steps, 256 tokens, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
+    tensors = load_file(tmp_path / "artifact" / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())

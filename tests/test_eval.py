@@ -1,0 +1,161 @@
+"""Evaluation: τ by its definition, trees from records against real decoding, and divergences judged right."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from zoo import tiny
+
+from draftsmith.data.prompts import Prompt
+from draftsmith.eval import acceptance, cost, lossless, summary, table, trees
+from draftsmith.eval.records import PositionRecord, RoundRecord, distinct_ngrams, rank_of
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+
+def record(prompt, committed, accepted, domain="d"):
+    return RoundRecord(prompt, domain, 0.0, 0, 8, committed, accepted, 0, 0, 0)
+
+
+def test_tau_survival_and_conditional_by_hand():
+    records = [record("a", 3, 2), record("a", 1, 0), record("b", 4, 3), record("b", 2, 2)]  # the last round was cut by the end
+    found = summary.acceptance(records, 3)
+    assert (found.prompts, found.rounds, found.tokens, found.tau) == (2, 4, 10, 2.5)
+    assert found.survival == (0.75, 0.75, 0.25)
+    assert found.conditional == (0.75, 1.0, pytest.approx(1 / 3))
+    assert 2.0 <= found.low <= 2.5 <= found.high <= 3.0  # the two prompts' own τ are 2 and 3
+
+
+def test_the_interval_is_over_prompts_not_rounds():
+    # 40 prompts whose rounds all agree within the prompt: as many as 40 independent numbers, not 4,000.
+    records = [record(str(p), 1 + p % 2, p % 2) for p in range(40) for _ in range(100)]
+    found = summary.acceptance(records, 1)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(40), rel=0.15)
+
+
+def test_distinct_ngrams_and_ranks():
+    assert distinct_ngrams([[1, 2, 3] * 6], 3) == 3 / 16
+    assert distinct_ngrams([[1]], 8) == 1.0
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]] * 4)
+    rank, log_prob = rank_of(logits, torch.tensor([0, 1, 2, 3]), 3)
+    assert rank.tolist() == [-1, 0, 1, 2]  # equal logits rank by id; beyond `keep` is −1
+    torch.testing.assert_close(log_prob, logits[0].log_softmax(-1))
+
+
+def random_records(seed, ranks=3, depth=3):
+    generator = torch.Generator().manual_seed(seed)
+    chance = torch.tensor([0.5, 0.25, 0.15, 0.1])[: ranks + 1]
+    draws = [torch.multinomial(chance, 30 * depth, True, generator=generator).view(30, depth) for _ in range(4)]
+    return [PositionRecord(str(i), "d", torch.where(draw == ranks, -1, draw), draw.float()) for i, draw in enumerate(draws)]
+
+
+def mean_tau(records, tree):
+    """Mean over all positions of 1 + accepted: what best-first growth maximises."""
+    values = [1 + max((len(p) for p in tree if list(p) == row[: len(p)]), default=0) for r in records for row in r.ranks.tolist()]
+    return sum(values) / len(values)
+
+
+def test_best_first_growth_is_optimal_for_every_size():
+    paths = [path for depth in (1, 2) for path in itertools.product(range(3), repeat=depth)]
+    for seed in range(3):
+        records = random_records(seed, depth=2)
+        order = trees.grow(records, 6)
+        for size in range(1, 5):
+            every = [t for t in itertools.combinations(paths, size) if all(len(p) == 1 or p[:1] in t for p in t)]
+            assert len(every) > 2
+            best = max(mean_tau(records, tree) for tree in every)
+            assert mean_tau(records, order[:size]) == pytest.approx(best, abs=1e-12)
+            assert all(len(p) == 1 or p[:-1] in order[:i] for i, p in enumerate(order))
+
+
+def test_the_chosen_tree_follows_the_price_of_nodes():
+    records = random_records(7)
+    free, _ = trees.choose(records, lambda nodes: 1.0, 16)
+    dear, taus = trees.choose(records, lambda nodes: float(nodes), 16)
+    assert dear == [] and len(free) >= 12  # more nodes never accept less
+    assert taus[1] == 1.0 and sorted(taus.values()) == list(taus.values())
+
+
+def test_cost_interpolates_and_never_falls():
+    c = cost.relative({1: 2.0, 2: 3.0, 4: 2.5, 8: 6.0})
+    assert [c(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [1.0, 1.5, 1.5, 1.5, 2.25, 3.0, 6.0]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = Target.wrap(tiny("llama"))
+    drafter = new_drafter("medusa", target, num_heads=3)
+    with torch.no_grad():  # heads that are right now and then
+        torch.manual_seed(0)
+        for k in range(3):
+            drafter.output_weight(k).add_(0.05 * torch.randn_like(drafter.output_weight(k)))
+    return target, drafter
+
+
+def test_tau_from_position_records_is_the_tau_of_real_decoding(pair):
+    target, drafter = pair
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(target.vocab_size, (length,), generator=generator).tolist() for length in (3, 9, 5, 2)]
+    cases = [acceptance.Case(Prompt(str(i), "d", ""), ids, i) for i, ids in enumerate(prompts)]
+    records = acceptance.positions(target, drafter, cases, 24)
+    accepted = set()
+    for tree in ([(0,)], [(0,), (1,), (0, 0)], trees.grow(records, 12)):
+        drafter.config.tree = [list(path) for path in tree]
+        decoder = Decoder(target, drafter)
+        rounds = [r for answer in decoder.generate(prompts, Sampling(), 24) for r in answer.rounds]
+        accepted |= {r.accepted for r in rounds}
+        assert trees.tau(records, tree) == pytest.approx(sum(r.length for r in rounds) / len(rounds), abs=1e-12)
+    assert len(accepted) >= 3
+
+
+def test_equal_answers_and_bugs_are_told_apart(pair):
+    target, _ = pair
+    prompt = [5, 6, 7]
+    plain = Decoder(target).generate([prompt], Sampling(), 8)[0].tokens
+    assert lossless.compare(target, "p", prompt, plain, list(plain), Sampling(), 0) is None
+    wrong = [*plain[:4], (plain[4] + 1) % target.vocab_size, *plain[5:]]
+    parted = lossless.compare(target, "p", prompt, plain, wrong, Sampling(), 0)
+    assert (parted.index, parted.expected, parted.got, parted.verdict) == (4, plain[4], wrong[4], "bug")
+    assert lossless.compare(target, "p", prompt, plain, plain[:-1], Sampling(), 0).verdict == "bug"
+    sampling = Sampling(temperature=0.8, top_k=5, seed=3)
+    drawn = Decoder(target).generate([prompt], sampling, 8, requests=[4])[0].tokens
+    other = [*drawn[:2], (drawn[2] + 1) % target.vocab_size, *drawn[3:]]
+    assert lossless.compare(target, "p", prompt, drawn, other, sampling, 4).verdict == "bug"
+
+
+def test_a_tie_is_a_tie():
+    target = Target.wrap(tiny("llama"))
+    with torch.no_grad():  # token 8 can never be told from token 7
+        target.head_weight[8] = target.head_weight[7]
+        target.head_weight[7:9] *= 50
+    prompt = next([i, j] for i in range(9, 48) for j in range(9, 48) if Decoder(target).generate([[i, j]], Sampling(), 1)[0].tokens == [7])
+    assert lossless.compare(target, "p", prompt, [7], [8], Sampling(), 0).verdict == "tie"
+
+
+def test_a_report_from_end_to_end(pair, capsys):
+    target, drafter = pair
+
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text):
+            return {"input_ids": [ord(c) % target.vocab_size for c in text]}
+
+    target.tokenizer = Tokenizer()
+    try:
+        prompts = [Prompt(f"{d}{i}", d, f"{d} number {i}") for d in ("x", "y") for i in range(4)]
+        report, rounds = acceptance.evaluate(target, drafter, prompts, max_new_tokens=10, temperatures=[0.0, 1.0], most_nodes=8)
+    finally:
+        target.tokenizer = None
+    assert set(report.domains) == {"x", "y"} and set(report.overall) == {"0", "1"}
+    assert report.answers == 8 and not report.divergences
+    assert report.overall["0"].rounds == sum(r.temperature == 0 for r in rounds)
+    assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
+    assert report.speed["tau"] == report.overall["0"].tau and report.speed["plain_over_transformers"] > 0
+    table.show(report)
+    printed = capsys.readouterr().out
+    assert "8 of 8 answers equal plain decoding's" in printed and "speedup" in printed
+    assert table.markdown(report).count("\n") == 5

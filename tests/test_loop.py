@@ -1,0 +1,230 @@
+"""The training loop: accumulation is exact, order is a function of (seed, epoch), and a run resumes to the last bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.loop import Loss
+from draftsmith.train.recipe import Recipe, TrainSection
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 7
+
+
+class Numbers:
+    """Rows of random numbers with a ragged mask: micro-batches of unequal weight, which a mean of means gets wrong."""
+
+    def __init__(self, rows: int = 22, length: int = 9) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(rows, length, 3, generator=generator, dtype=torch.float64)
+        self.mask = torch.rand(rows, length, generator=generator) < torch.linspace(0.1, 0.9, rows)[:, None]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, rows):
+        return {"x": self.x[rows], "loss_mask": self.mask[rows], "sample_id": rows}
+
+
+def objective(model, batch):
+    mask = batch["loss_mask"][:, 1:]
+    losses = (model(batch["x"])[:, 1:, 0] - batch["x"][:, 1:].sum(-1)).square()
+    return Loss((losses * mask).sum(), mask.sum(), {"small": ((losses < 1) & mask).sum()})
+
+
+def new_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def new_recipe(output, **train):
+    settings = {"output": str(output), "steps": STEPS, "batch_size": 8, "lr": 0.05, "clip": 0.5, "warmup_steps": 2, "precision": "fp32"}
+    return Recipe(train=TrainSection(**(settings | {"log_every": 1} | train)))
+
+
+def run(output, objective=objective, **train):
+    model = new_model()
+    loop.fit(new_recipe(output, **train), model, objective, Numbers(), Numbers())
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def by_hand(steps=STEPS, batch=8):
+    """The same training, written out with nothing but torch."""
+    model, data = new_model(), Numbers()
+    section = new_recipe("x").train
+    decayed = [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": list(group)} for group in decayed], weight_decay=0.0, betas=section.betas)
+    for step in range(steps):
+        rows = loop.sample_rows(len(data), 0, step * batch, batch)
+        loss = objective(model, data.batch(rows))
+        (loss.sum / loss.weight).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = loop.learning_rate(section, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_accumulation_equals_one_big_batch_and_the_loop_by_hand(tmp_path):
+    expected = by_hand()
+    assert not torch.allclose(expected, by_hand(steps=STEPS - 1), atol=1e-6)
+    for micro in (8, 4, 2, 1):
+        torch.testing.assert_close(run(tmp_path / str(micro), micro_batch_size=micro), expected, rtol=0, atol=1e-12)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="train.batch_size=8 cannot be cut into 1 rank"):
+        run(tmp_path, micro_batch_size=3)
+
+
+@pytest.mark.parametrize("stop", range(STEPS))
+def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
+    expected = run(tmp_path / "whole")
+    calls = 0
+
+    def interrupted(model, batch):
+        nonlocal calls
+        calls += model.training
+        if calls == stop + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return objective(model, batch)
+
+    with pytest.raises(SystemExit) as exit:
+        run(tmp_path / "cut", interrupted)
+        raise AssertionError("the signal was not heeded")
+    assert exit.value.code == 128 + signal.SIGTERM
+    assert torch.equal(run(tmp_path / "cut"), expected)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and set(steps) == set(range(1, STEPS + 1))
+
+
+def test_a_crash_between_checkpoints_resumes_to_the_last_bit(tmp_path):
+    expected = run(tmp_path / "whole", save_every=2)
+
+    def crashing(model, batch):
+        if crashing.calls == 5:
+            raise RuntimeError("power cut")
+        crashing.calls += 1
+        return objective(model, batch)
+
+    crashing.calls = 0
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path / "cut", crashing, save_every=2)
+    assert checkpoint.latest(tmp_path / "cut" / "checkpoints").name == "step-00000004"
+    assert torch.equal(run(tmp_path / "cut", save_every=2), expected)
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path):
+    run(tmp_path, schedule="constant", steps=3)
+    longer = run(tmp_path, schedule="constant", steps=6)
+    assert torch.equal(longer, run(tmp_path / "at-once", schedule="constant", steps=6))
+    with pytest.raises(ValueError, match="is at step 6, past train.steps=4"):
+        run(tmp_path, schedule="constant", steps=4)
+
+
+def test_another_recipe_does_not_continue_this_run(tmp_path):
+    run(tmp_path)
+    with pytest.raises(ValueError, match="was made with train.lr=0.05, this run has 0.1; give another train.output"):
+        run(tmp_path, lr=0.1)
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
+    run(tmp_path)
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    weights = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="step-00000007 cannot be read .*; delete the folder to start again, or restore it"):
+        run(tmp_path)
+    (newest / "model.safetensors").write_bytes(weights)
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "_sync", "write_text"])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing):
+    run(tmp_path, steps=2, schedule="constant")
+    kept = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
+
+    write_text = Path.write_text
+
+    def full(*arguments, **_options):
+        if failing == "write_text" and arguments[0].name != "state.json":
+            return write_text(*arguments)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path if failing == "write_text" else checkpoint, failing, full)
+        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is whole; make room"):
+            run(tmp_path, steps=3, schedule="constant")
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000002"
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    again = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    run(tmp_path, steps=3, schedule="constant")
+
+
+def test_a_disk_without_room_is_noticed_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
+    with pytest.raises(OSError, match="0.00 GB free, the checkpoints of this run need"):
+        run(tmp_path)
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_order_covers_every_row_once_an_epoch_and_does_not_depend_on_the_cut():
+    whole = loop.sample_rows(11, 5, 0, 33)
+    for epoch in range(3):
+        assert sorted(whole[epoch * 11 : epoch * 11 + 11].tolist()) == list(range(11))
+    assert whole[:11].tolist() != whole[11:22].tolist()
+    assert torch.equal(torch.cat([loop.sample_rows(11, 5, first, 3) for first in range(0, 33, 3)]), whole)
+    assert not torch.equal(loop.sample_rows(11, 6, 0, 33), whole)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.5, 1, 1, 1, 1, 1]), ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232]), ("wsd", [0.5, 1, 1, 1, 1, 1])],
+)
+def test_schedules(schedule, expected):
+    section = new_recipe("x", steps=6, lr=1.0, schedule=schedule, min_lr=0.1 if schedule == "cosine" else 0.0).train
+    assert [round(loop.learning_rate(section, step), 3) for step in range(6)] == expected
+    long = new_recipe("x", steps=102, lr=1.0, schedule="wsd").train
+    assert [round(loop.learning_rate(long, step), 2) for step in (76, 77, 89, 101)] == [1.0, 1.0, 0.52, 0.04]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(tmp_path):
+    expected = run(tmp_path / "one")
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "recipes" / "accelerate-cpu-2.yaml"),
+        "--main_process_port",
+        "0",
+    ]
+    done = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "tests" / "two_ranks.py"), str(tmp_path / "two")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ranks 2, MULTI_CPU" in done.stdout
+    torch.testing.assert_close(load_file(tmp_path / "two" / "weights.safetensors")["weights"], expected, rtol=0, atol=1e-12)

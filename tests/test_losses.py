@@ -1,0 +1,183 @@
+"""Chunked losses: exact against the plain form in float64, and no tensor near S·V in either direction."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.train import losses
+from draftsmith.train.losses import chunk_rows, chunked_cross_entropy, chunked_kl, chunked_kl_heads
+
+CAP = 3.0
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest floating tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.seen = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.numel())
+                self.seen += 1
+        return out
+
+
+def problem(positions, vocab, hidden=7, dtype=torch.float64, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(positions, hidden, generator=gen, dtype=dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=gen, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (positions,), generator=gen)
+    weight = torch.rand(positions, generator=gen, dtype=dtype)
+    weight[::3] = 0
+    return x, w, targets, weight
+
+
+def plain_ce(logits, targets, weight):
+    return (F.cross_entropy(logits, targets, reduction="none") * weight).sum()
+
+
+def plain_kl(student, teacher, weight, temperature):
+    terms = F.kl_div((student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1), reduction="none", log_target=True)
+    return (terms.sum(-1) * weight).sum() * temperature**2
+
+
+def heads(kind, w):
+    """The head as the losses take it, and the same as a plain function."""
+    if kind == "weight":
+        return w, lambda x: x @ w.T
+    capped = lambda x: CAP * torch.tanh(x @ w.T / CAP)  # noqa: E731
+    return capped, capped
+
+
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+@pytest.mark.parametrize("positions,vocab,budget", [(1, 5, 1), (37, 301, 900), (64, 1000, 1 << 23)])
+def test_cross_entropy_equals_the_plain_form(kind, positions, vocab, budget):
+    x, w, targets, weight = problem(positions, vocab)
+    head, function = heads(kind, w)
+    loss = chunked_cross_entropy(x, head, torch.where(weight > 0, targets, -100), weight, budget=budget)
+    got = torch.autograd.grad(loss.sum * 0.7, [x, w])
+    plain = plain_ce(function(x), targets, weight)
+    want = torch.autograd.grad(plain * 0.7, [x, w])
+    assert abs(loss.sum - plain) < 1e-10
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+    assert torch.equal(loss.hits, (function(x).argmax(-1) == targets) & (weight > 0))
+
+
+def test_on_a_device_every_position_is_visited(monkeypatch):
+    x, w, targets, weight = problem(37, 301)
+    monkeypatch.setattr(losses, "_used", lambda mask: torch.arange(len(mask)))
+    loss = chunked_cross_entropy(x, w, torch.where(weight > 0, targets, -100), weight)
+    got = torch.autograd.grad(loss.sum, [x, w])
+    want = torch.autograd.grad(plain_ce(x @ w.T, targets, weight), [x, w])
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+    assert torch.equal(loss.hits, ((x @ w.T).argmax(-1) == targets) & (weight > 0))
+
+
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_kl_equals_the_plain_form(kind, temperature):
+    x, w, _, weight = problem(45, 203)
+    teacher_x, teacher_w, _, _ = problem(45, 203, hidden=9, seed=1)
+    head, function = heads(kind, w)
+    teacher_head, teacher_function = heads(kind, teacher_w)
+    loss = chunked_kl(x, head, teacher_x, teacher_head, weight, temperature, budget=500)
+    got = torch.autograd.grad(loss.sum, [x, w])
+    plain = plain_kl(function(x), teacher_function(teacher_x).detach(), weight, temperature)
+    want = torch.autograd.grad(plain, [x, w])
+    assert abs(loss.sum - plain) < 1e-10
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+    assert torch.equal(loss.hits, (function(x).argmax(-1) == teacher_function(teacher_x).argmax(-1)) & (weight > 0))
+
+
+def test_kl_heads_share_the_teacher_rows_that_they_predict():
+    teacher_x, teacher_w, _, _ = problem(41, 97, hidden=5, seed=9)
+    parts = [problem(41, 97, seed=k) for k in range(3)]
+    shifts = [1, 2, 3]
+    shared = chunked_kl_heads([p[0] for p in parts], [p[1] for p in parts], teacher_x, teacher_w, [p[3] for p in parts], shifts, budget=300)
+    inputs = [t for p in parts for t in p[:2]]
+    got = torch.autograd.grad(sum(0.8**k * loss.sum for k, loss in enumerate(shared)), inputs)
+    teacher = (teacher_x @ teacher_w.T).detach()
+    plain, hits = [], []
+    for (x, w, _, weight), shift in zip(parts, shifts, strict=True):
+        logits = (x @ w.T)[:-shift]
+        plain.append(plain_kl(logits, teacher[shift:], weight[:-shift], 1.0))
+        hits.append(F.pad((logits.argmax(-1) == teacher[shift:].argmax(-1)) & (weight[:-shift] > 0), (0, shift)))
+    want = torch.autograd.grad(sum(0.8**k * loss for k, loss in enumerate(plain)), inputs)
+    for loss, value, hit in zip(shared, plain, hits, strict=True):
+        assert abs(loss.sum - value) < 1e-10
+        assert torch.equal(loss.hits, hit)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+def test_no_tensor_near_the_logits_of_all_positions(kind):
+    positions, vocab = 256, 2048
+    x, w, targets, weight = problem(positions, vocab, dtype=torch.float32)
+    weight += 1
+    head, function = heads(kind, w)
+    with Largest() as full:
+        plain_ce(function(x), targets, weight).backward()
+    assert full.elements >= positions * vocab  # the watch sees what it should
+    with Largest() as seen:
+        chunked_cross_entropy(x, head, targets, weight).sum.backward()
+        chunked_kl(x, head, x.detach().flip(0), head, weight).sum.backward()
+    assert seen.seen > 100
+    assert seen.elements < positions * vocab // 8
+
+
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+def test_all_weights_zero(kind):
+    x, w, targets, weight = problem(20, 50)
+    with torch.no_grad():
+        x[3] = torch.inf
+    head, _ = heads(kind, w)
+    for loss in (chunked_cross_entropy(x, head, targets, weight * 0), chunked_kl(x, head, x.detach(), head, weight * 0)):
+        assert loss.sum == 0 and not loss.hits.any()
+        for grad in torch.autograd.grad(loss.sum, [x, w]):
+            assert (grad == 0).all()
+
+
+def test_bfloat16_sums_in_float32():
+    x, w, targets, weight = problem(64, 500, dtype=torch.float32)
+    low_x, low_w = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
+    loss = chunked_cross_entropy(low_x, low_w, targets, weight)
+    loss.sum.backward()
+    assert loss.sum.dtype == torch.float32 and low_w.grad.dtype == torch.bfloat16
+    plain = plain_ce((low_x @ low_w.T).float(), targets, weight)
+    assert abs(loss.sum - plain) < 1e-5 * plain.abs()
+    want = torch.autograd.grad(plain_ce(x @ w.T, targets, weight), [w])[0]
+    assert (low_w.grad - want).norm() < 0.02 * want.norm()
+
+
+def test_autocast_is_obeyed():
+    x, w, targets, weight = problem(64, 500, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(x, w, targets, weight).sum
+        plain = plain_ce((x @ w.T).float(), targets, weight)
+    assert abs(loss - plain) < 1e-5 * plain.abs()
+    loss.backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+def test_no_grad_and_a_second_backward():
+    x, w, targets, weight = problem(20, 50)
+    with torch.no_grad():
+        assert not chunked_cross_entropy(x, w, targets, weight).sum.requires_grad
+    loss = chunked_cross_entropy(x, w, targets, weight).sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        loss.backward()
+
+
+def test_chunk_rows():
+    assert chunk_rows(4096, 128_000) * 128_000 <= 1 << 23
+    assert chunk_rows(5, 10) == 1

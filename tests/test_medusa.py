@@ -1,0 +1,120 @@
+"""Medusa heads as a drafter: the right tokens at the right offsets, and the state that rows keep."""
+
+import pytest
+import torch
+from test_drafter import randomise
+from test_target import random_model
+
+from draftsmith.inference.drafter import NodeOutput
+from draftsmith.inference.verify import Verdict
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+VOCAB, WIDTH = 67, 32
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.wrap(random_model("llama"))
+
+
+def prefill(target, prompts):
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([prompt[:-1] + [0] * (longest - len(prompt)) for prompt in prompts])
+    return NodeOutput(target.forward(ids).hidden if longest > 1 else torch.zeros(len(prompts), 0, WIDTH))
+
+
+def planted(target, text):
+    """Heads whose output layers are fitted so that head k at position t of `text` says text[t+2+k]."""
+    drafter = new_drafter("medusa", target, num_heads=3)
+    hidden = target.forward(torch.tensor([text])).hidden[0]
+    for k in range(3):
+        rows = len(text) - 2 - k
+        wanted = torch.full((rows, VOCAB), -1.0)
+        wanted[torch.arange(rows), torch.tensor(text[2 + k :])] = 1.0
+        solution = torch.linalg.lstsq(hidden[:rows].double(), wanted.double()).solution  # [H,V]
+        drafter.output_weight(k).data.copy_(solution.T)
+    return drafter
+
+
+def test_planted_heads_propose_the_tokens_that_follow(target):
+    text = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+    drafter = planted(target, text)
+    drafter.bind(target, 3, 64)
+    prompts = [text[:n] for n in (2, 9, 17)]
+    rows = torch.arange(3)
+    drafter.start(rows, prompts, prefill(target, prompts))
+    tree = drafter.propose(rows, torch.tensor([prompt[-1] for prompt in prompts]))
+    assert tree.tokens[:, 0].tolist() == [text[1], text[8], text[16]]
+    assert tree.tokens[:, 1:4].tolist() == [text[n : n + 3] for n in (2, 9, 17)]  # the leftmost chain comes first
+    logits = drafter.position_logits(target.forward(torch.tensor([text])).hidden[0])
+    assert logits.shape == (24, 3, VOCAB)
+    for k in range(3):
+        assert logits[: 22 - k, k].argmax(-1).tolist() == text[2 + k :]
+
+
+def test_acceptance_moves_to_the_last_accepted_node(target):
+    text = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+    drafter = planted(target, text)
+    drafter.bind(target, 4, 64)
+    hidden = target.forward(torch.tensor([text])).hidden[0]
+    rows = torch.tensor([2, 0, 3])
+    prompts = [text[:4], text[:6], text[:8]]
+    drafter.start(rows, prompts, prefill(target, prompts))
+    tree = drafter.propose(rows, torch.tensor([text[3], text[5], text[7]]))
+    # Nodes 0..3 are text[p-1..p+2]; row 0 keeps the root, row 1 the root and two, row 2 is idle.
+    nodes = torch.zeros(3, tree.tokens.shape[1], WIDTH)
+    for b, length in enumerate((4, 6, 8)):
+        nodes[b, :4] = hidden[length - 1 : length + 3]
+    path = torch.tensor([[0, -1, -1, -1], [0, 1, 2, -1], [-1, -1, -1, -1]])
+    verdict = Verdict(path=path, length=torch.tensor([1, 3, 0]), next_token=torch.tensor([text[4], text[8], 0]))
+    drafter.accept(tree, verdict, NodeOutput(nodes), rows)
+    again = drafter.propose(rows, torch.tensor([text[4], text[8], text[7]]))
+    assert again.tokens[:, 1:4].tolist() == [text[5:8], text[9:12], text[8:11]]
+    drafter.drop(rows[:1])
+    assert drafter.propose(rows, tree.tokens[:, 0]).size.tolist() == [1, tree.tokens.shape[1], tree.tokens.shape[1]]
+
+
+def test_a_prompt_of_one_token_has_nothing_to_go_by(target):
+    drafter = randomise(new_drafter("medusa", target, num_heads=2))
+    drafter.bind(target, 2, 64)
+    rows = torch.arange(2)
+    drafter.start(rows, [[5], [5]], prefill(target, [[5], [5]]))
+    tree = drafter.propose(rows, torch.tensor([5, 5]))
+    assert tree.size.tolist() == [1, 1]
+    tree.validate()
+    drafter.start(rows, [[5], [5, 6]], prefill(target, [[5], [5, 6]]))
+    assert drafter.propose(rows, torch.tensor([5, 6])).size.tolist() == [1, tree.tokens.shape[1]]
+    verdict = Verdict(path=torch.tensor([[0, -1, -1]]), length=torch.tensor([1]), next_token=torch.tensor([7]))
+    drafter.accept(tree, verdict, NodeOutput(torch.randn(1, tree.tokens.shape[1], WIDTH)), rows[:1])
+    assert drafter.propose(rows[:1], torch.tensor([7])).size.tolist() == [tree.tokens.shape[1]]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("tree", [None, [[0]], [[0], [2], [0, 0], [0, 1], [2, 3]], []])
+def test_propose_equals_a_slow_loop(target, share, tree):
+    drafter = randomise(new_drafter("medusa", target, num_heads=3, num_layers=2, share_head=share, tree=tree))
+    drafter.bind(target, 3, 64)
+    rows = torch.tensor([1, 2])
+    prompts = [[4, 5, 6], [7, 8, 9, 10]]
+    out = prefill(target, prompts)
+    drafter.start(rows, prompts, out)
+    proposed = drafter.propose(rows, torch.tensor([6, 10]))
+    proposed.validate()
+    paths = drafter.topology().paths
+    assert proposed.tokens.shape == (2, len(paths) + 1) == (2, drafter.max_nodes)
+    for b, last in enumerate((1, 2)):
+        for node, path in enumerate(paths, 1):
+            x = out.hidden[b, last]
+            state = drafter.state_dict()
+            for j in range(2):
+                block = f"{len(path) - 1}.{j}.linear"
+                z = state[f"{block}.weight"] @ x + state[f"{block}.bias"]
+                x = x + z * z.sigmoid()
+            weight = target.head_weight if share else state[f"{len(path) - 1}.2.weight"]
+            assert proposed.tokens[b, node] == (weight @ x).argsort(descending=True)[path[-1]]
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(target):
+    with pytest.raises(ValueError, match="3 deep for 2 heads"):
+        new_drafter("medusa", target, num_heads=2, tree=[[0], [0, 0], [0, 0, 0]])

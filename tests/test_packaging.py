@@ -1,0 +1,58 @@
+"""The wheel holds every module, recipe and file of the embedded target."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("train", "models", "data", "recipes", "eval", "inference")
+
+
+def test_every_folder_with_code_is_a_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert listed["packages"] == [f"draftsmith.{room}" for room in ROOMS]
+    assert listed["package-dir"] == {f"draftsmith.{room}": room for room in ROOMS}
+    for room in ROOMS:
+        assert (ROOT / room / "__init__.py").is_file()
+        nested = {file.parent for file in (ROOT / room).rglob("*.py")} - {ROOT / room}
+        assert not nested, f"{nested}: list it in pyproject.toml, or it is missing from the wheel"
+
+
+def test_analysers_see_the_rooms():
+    for room in ROOMS:
+        link = ROOT / ".typing" / "draftsmith" / room
+        assert link.is_symlink() and link.resolve() == ROOT / room
+
+
+@pytest.mark.slow
+def test_the_wheel_is_complete_and_resolves_the_target_offline(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {f"draftsmith/{file.relative_to(ROOT)}" for room in ROOMS for file in (ROOT / room).glob("*.py")}
+    wanted |= {f"draftsmith/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")}
+    wanted |= {f"draftsmith/models/tiny/{file.name}" for file in (ROOT / "models" / "tiny").iterdir()} | {"draftsmith/data/prompts-tiny.jsonl"}
+    assert len(wanted) > 40 and wanted <= names, sorted(wanted - names)
+    assert not [name for name in names if "/tests/" in name or name.startswith("tests")]
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        "from draftsmith.models import target\nassert target.__file__.startswith(sys.argv[1]), target.__file__\n"
+        "loaded = target.Target.load('tiny')\nprint(loaded.vocab_size, loaded.tokenizer.decode(loaded.tokenizer('def f').input_ids))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "site")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.stdout.split(maxsplit=1)[-1].strip() == "def f", run.stderr

@@ -1,0 +1,91 @@
+"""Recipes: every shipped one loads, every key has a reader, and a wrong word stops the run."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.train import recipe
+from draftsmith.train.medusa import MedusaRecipe
+from draftsmith.train.target import TargetRecipe
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMAS = {"medusa-tiny": MedusaRecipe, "target-tiny": TargetRecipe}
+
+
+def test_every_shipped_recipe_loads():
+    names = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if not file.stem.startswith("accelerate-"))
+    assert names == sorted(SCHEMAS)
+    for name in names:
+        loaded = recipe.load(SCHEMAS[name], name + ".yaml", [])
+        lines = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+        assert 5 < len(lines) <= 45
+        assert loaded.train.steps == lines["train.steps"]
+
+
+def test_every_key_is_read_somewhere():
+    source = "".join(file.read_text() for folder in ("train", "data", "eval") for file in (ROOT / folder).glob("*.py"))
+    seen = 0
+    for schema in SCHEMAS.values():
+        for key in recipe.keys(schema):
+            name = key.split(".")[1]
+            assert re.search(rf"(?<!\w)\w+\.{name}\b(?!\s*:)", source), f"no code reads {key}"
+            seen += 1
+    assert seen > 50
+
+
+def test_overrides_numbers_and_order(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text("train.output: out\ntrain.steps: 3\ntrain.batch_size: 2\ntrain.lr: 2e-3\ntrain.betas: [0.8, 0.9]\n")
+    loaded = recipe.load(MedusaRecipe, file, ["train.steps=20", "target.path=org/model", "train.lr=1e-4", "train.weight_decay=1"])
+    assert (loaded.train.steps, loaded.target.path, loaded.train.lr, loaded.train.betas) == (20, "org/model", 1e-4, (0.8, 0.9))
+    assert loaded.train.weight_decay == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.stepz=3", "unknown recipe key 'train.stepz'; the nearest is 'train.steps'"),
+        ("medusa.head=3", "the nearest is 'medusa.heads'"),
+        ("train.steps=many", "recipe key 'train.steps'"),
+        ("train.steps=2.5", "recipe key 'train.steps'"),
+        ("train.lr=-1", "greater than 0"),
+        ("train.schedule=linear", "'cosine', 'constant' or 'wsd'"),
+        ("train.steps", "not of the form key=value"),
+        ("medusa.share_head=1", "recipe key 'medusa.share_head'"),
+    ],
+)
+def test_a_wrong_word_stops_the_run(override, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        recipe.load(MedusaRecipe, "medusa-tiny.yaml", [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="'nothing.yaml' not found; give a YAML file, or one of: .*medusa-tiny"):
+        recipe.load(MedusaRecipe, "nothing.yaml", [])
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("train.steps: 3\ntrain.steps: 4\n")
+    with pytest.raises(ValueError, match="'train.steps' is given twice"):
+        recipe.load(MedusaRecipe, twice, [])
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1\n")
+    with pytest.raises(ValueError, match="not a YAML recipe"):
+        recipe.load(MedusaRecipe, broken, [])
+
+
+def test_what_ran_is_saved_and_can_be_run_again(tmp_path):
+    loaded = recipe.load(MedusaRecipe, "medusa-tiny.yaml", ["train.steps=7"])
+    recipe.save(loaded, tmp_path)
+    assert recipe.load(MedusaRecipe, tmp_path / "recipe.yaml", []) == loaded
+    assert {"argv", "git", "versions"} <= yaml.safe_load((tmp_path / "run.json").read_text()).keys()
+
+
+def test_scripts_shadow_no_module():
+    names = {file.stem for folder in ("train", "eval") for file in (ROOT / folder).glob("*.py")} - {"__init__"}
+    assert len(names) > 10
+    for name in names:
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)

@@ -1,0 +1,159 @@
+"""The sampler: kept sets equal to transformers' processors, noise from the published generator, the law by a fixed-seed chi-square."""
+
+import math
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from draftsmith.inference import sampler
+from draftsmith.inference.sampler import Sampling, gumbel, philox, sample, warp
+
+# Upper 0.1 % points of chi-square, by degrees of freedom (Abramowitz & Stegun, table 26.8).
+CHI2 = {2: 13.816, 4: 18.467, 24: 51.179}
+
+
+def processors(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """What transformers' sampling does to float32 logits [M,V], in its order."""
+    scores, ids = logits.float(), torch.zeros(logits.shape[0], 1, dtype=torch.int64)
+    if how.temperature != 1.0:
+        scores = TemperatureLogitsWarper(how.temperature)(ids, scores)
+    if how.top_k:
+        scores = TopKLogitsWarper(how.top_k)(ids, scores)
+    if how.top_p < 1.0:
+        scores = TopPLogitsWarper(how.top_p)(ids, scores)
+    if how.min_p:
+        scores = MinPLogitsWarper(how.min_p)(ids, scores)
+    return scores
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64, 501])
+def test_warp_equals_transformers(vocab, monkeypatch):
+    """Bit for bit. Which of several equal logits top-p drops is left open by transformers (its sort is not stable, and depends on
+    the processor); a stable sort settles it, lowest id first. Without that the kept values are the same, and their number.
+    """
+    unstable = torch.sort
+    generator = torch.Generator().manual_seed(vocab)
+    wide = torch.randn(20, vocab, generator=generator) * 3
+    ties = torch.randint(0, 3, (20, vocab), generator=generator).float()
+    flat = torch.zeros(2, vocab)
+    cut = kept_some = 0
+    for logits in (wide, ties, flat, wide.to(torch.bfloat16)):
+        for temperature in (0.3, 1.0):
+            for top_k in (0, 1, 7, 1000):
+                for top_p in (1.0, 0.9, 0.3, 1e-6):
+                    for min_p in (0.0, 0.05, 1.0):
+                        how = Sampling(temperature, top_k, top_p, min_p)
+                        got, loose = warp(logits, how), processors(logits, how)
+                        with monkeypatch.context() as patch:
+                            patch.setattr(torch, "sort", lambda scores, descending: unstable(scores, stable=True, descending=descending))
+                            expected = processors(logits, how)
+                        assert torch.equal(got, expected), how
+                        assert logits is not wide or torch.equal(got, loose), how
+                        assert torch.equal(got.sort().values, loose.sort().values), how
+                        cut += int(got.isinf().sum())
+                        kept_some += int((got.isfinite().sum(-1) > 1).sum())
+    assert vocab == 1 or (cut > 1000 and kept_some > 1000)
+    assert torch.equal(warp(wide.view(4, 5, vocab), how), warp(wide, how).view(4, 5, vocab)), "any batch shape"
+
+
+def test_philox_known_answers():
+    """Vectors of Random123 1.09, tests/kat_vectors, philox4x32 10."""
+    for counter, key, expected in (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        words = philox(key[0] | key[1] << 32, tuple(torch.tensor([word]) for word in counter))
+        assert tuple(int(word) for word in words) == expected
+
+
+def python_philox(seed: int, counter: list[int]) -> list[int]:
+    k0, k1 = seed % 2**32, seed >> 32
+    c = counter
+    for _ in range(10):
+        low, high = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [high >> 32 ^ c[1] ^ k0, high % 2**32, low >> 32 ^ c[3] ^ k1, low % 2**32]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c
+
+
+def test_counter_layout():
+    """Noise of a token = word token % 4 of Philox at (token // 4, position, request, 0) under the seed: the kernel's contract."""
+    seed = 2**63 + 12345
+    request, position = torch.tensor([[3], [2**32 - 1]]), torch.tensor([[0, 17, 2**31]]).expand(2, 3)
+    noise = gumbel(seed, request.expand(2, 3), position, 11)
+    assert noise.shape == (2, 3, 11) and noise.dtype == torch.float32
+    for r in range(2):
+        for p in range(3):
+            for token in range(11):
+                word = python_philox(seed, [token // 4, int(position[r, p]), int(request[r, 0]), 0])[token % 4]
+                expected = -math.log(-math.log((word + 0.5) / 2**32))
+                assert noise[r, p, token].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert torch.equal(gumbel(seed, request[:, 0], position[:, 1], 11), noise[:, 1]), "a function of the key, not of the shape"
+    assert torch.equal(gumbel(seed, request[:, 0], position[:, 1], 5), noise[:, 1, :5]), "nor of the vocabulary"
+
+
+def test_noise_is_finite_at_both_ends(monkeypatch):
+    ends = torch.tensor([[0, 2**32 - 1, 2**31, 1]])
+    monkeypatch.setattr(sampler, "philox", lambda seed, counter: tuple(ends[:, i].expand(1, 1) for i in range(4)))
+    noise = gumbel(0, torch.tensor([0]), torch.tensor([0]), 4)[0]
+    assert noise.isfinite().all()
+    assert noise[0] == pytest.approx(-math.log(33 * math.log(2)), rel=1e-6) and noise[1] == pytest.approx(33 * math.log(2), rel=1e-6)
+
+
+def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
+    expected = law.double() * counts.sum()
+    assert expected.min() >= 5
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_law_of_plain_sampling():
+    """One draw against its law, two consecutive draws against the product, and nothing outside the kept set."""
+    logits = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
+    draws = 40_000
+    position, request = torch.arange(draws), torch.full((draws,), 6)
+    for how, freedom in (
+        (Sampling(1.0, seed=3), 4),
+        (Sampling(0.7, seed=4), 4),
+        (Sampling(1.5, top_k=3, seed=5), 2),
+        (Sampling(1.0, top_p=0.75, seed=6), 2),
+    ):
+        y = sample(logits.expand(draws, 5), how, request, position)
+        law = processors(logits[None], how)[0].softmax(-1)
+        counts = torch.bincount(y, minlength=5).double()
+        kept = law > 0
+        assert kept.sum() == freedom + 1
+        assert counts[~kept].sum() == 0
+        assert chi_square(counts[kept], law[kept]) < CHI2[freedom], how
+    how = Sampling(1.0, seed=7)
+    law = logits.softmax(-1)
+    pair = law[:, None] * law
+    for key in ((request[::2], position[::2], request[1::2], position[1::2]), (position[::2], request[::2], position[1::2], request[1::2])):
+        first, second = (sample(logits.expand(draws // 2, 5), how, *key[i : i + 2]) for i in (0, 2))
+        counts = torch.bincount(first * 5 + second, minlength=25).double()
+        assert chi_square(counts, pair.flatten()) < CHI2[24]
+    other = sample(logits.expand(draws, 5), Sampling(1.0, seed=8), request, position)
+    same = sample(logits.expand(draws, 5), how, request, position)
+    assert chi_square(torch.bincount(same * 5 + other, minlength=25).double(), pair.flatten()) < CHI2[24]
+
+
+def test_greedy_takes_the_lowest_of_ties():
+    logits = torch.zeros(3, 500)
+    logits[0, [4, 9, 400]] = 2.0
+    logits[1, [499, 17]] = 1.0
+    where = torch.zeros(3, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert sample(logits.to(dtype), Sampling(top_k=1, seed=9), where, where).tolist() == [4, 17, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+     {"min_p": -0.1}, {"min_p": 1.1}, {"seed": -1}, {"seed": 2**64}],
+    ids=str,
+)  # fmt: skip
+def test_sampling_names_the_wrong_field(wrong):
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=f"got {name} {value}; expected"):
+        Sampling(**wrong)
