@@ -94,6 +94,7 @@ class TreeAttention:
 
 
 _UNSET: Any = object()
+_WINDOWS: "weakref.WeakKeyDictionary[nn.Module, int | None]" = weakref.WeakKeyDictionary()
 
 
 def tree_attention_forward(
@@ -129,7 +130,11 @@ def tree_attention_forward(
     batch, heads, nodes, _ = query.shape
     groups = heads // key.shape[1]
     assert key.shape[2] == tree_attention.reach + nodes, "keys must come from the TreeCache of the same forward"
-    window = _window(module) if sliding_window is _UNSET else sliding_window
+    if sliding_window is _UNSET:
+        if module not in _WINDOWS:
+            _WINDOWS[module] = _window(module)  # once: reading a config is slow
+        sliding_window = _WINDOWS[module]
+    window = sliding_window
     manual = softcap is not None or s_aux is not None
     packed = groups > 1 and (manual or nodes < _PACK_BELOW or query.is_cuda)
     mask = tree_attention.mask(window, groups if packed else 1, query.dtype, query.device)
@@ -213,7 +218,7 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
 def _find_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of the model's modules, outer before inner, once it is known that the model heeds the setting."""
     decoder = model.get_decoder()
-    before = model.config._attn_implementation
+    before: Any = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     heeded = decoder.config._attn_implementation
     model.set_attn_implementation(before)

@@ -158,7 +158,7 @@ class TreeCache(Cache):
             for buffer in (store.keys, store.values):
                 key = (buffer.shape[1], buffer.device)
                 if key not in indices:
-                    indices[key] = tuple(self._flat(slots, key[0]).to(buffer.device) for slots in (source, target))
+                    indices[key] = (self._flat(source, key[0]).to(buffer.device), self._flat(target, key[0]).to(buffer.device))
                 gather, scatter = indices[key]
                 flat = buffer.view(-1, buffer.shape[3])
                 # The gather is whole before the scatter begins: a slot may be both source and target.

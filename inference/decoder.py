@@ -122,11 +122,13 @@ class Decoder:
     ) -> list[Completion]:
         """Token ids per prompt -> completions in prompt order; arguments as for `stream`."""
         done = [Completion() for _ in prompts]
-        for steps in self.stream(prompts, sampling, max_new_tokens, stop_ids, requests):
-            for step in steps:
-                done[step.prompt_index].tokens += step.tokens
-                done[step.prompt_index].reason = step.reason
-                done[step.prompt_index].rounds.append(step.round)
+        stream = self.stream(prompts, sampling, max_new_tokens, stop_ids, requests)
+        with tree_attention(self.target.model):  # nobody else runs between these rounds: set once
+            for steps in stream:
+                for step in steps:
+                    done[step.prompt_index].tokens += step.tokens
+                    done[step.prompt_index].reason = step.reason
+                    done[step.prompt_index].rounds.append(step.round)
         return done
 
     def stream(
@@ -177,10 +179,10 @@ class Decoder:
             raise ValueError("got a second stream on a decoder that is decoding; expected one at a time; make another Decoder")
         self._busy = True
         live: list[_Request] = []
+        longest = max(len(request.prompt) for request in waiting)
+        limit = self.context or min(longest + max_new_tokens, self.target.max_positions)
+        limits = _Limits(limit, max_new_tokens, stops)
         try:
-            longest = max(len(request.prompt) for request in waiting)
-            limit = self.context or min(longest + max_new_tokens, self.target.max_positions)
-            limits = _Limits(limit, max_new_tokens, stops)
             cache = self._bind(limit)
             batch: _Batch | None = None
             while waiting or live:
@@ -199,9 +201,9 @@ class Decoder:
                         batch = None
                 yield steps
         finally:
-            if live:
+            if live and self._cache is not None:
                 with torch.inference_mode():
-                    self._release(cache, [request.row for request in live])
+                    self._release(self._cache, [request.row for request in live])
             self._busy = False
 
     def _bind(self, limit: int) -> TreeCache:

@@ -84,7 +84,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four counter words -> four words, all int64 tensors in [0, 2^32) that broadcast together.
 
-    The key is (low word of seed, high word of seed). Equals `triton.language.philox(seed, c0, c1, c2, c3)` bit for bit.
+    The key is (low word of seed, high word of seed), the layout of `triton.language.philox(seed, c0, c1, c2, c3)`.
     """
     key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = counter

@@ -1,6 +1,7 @@
 """Which architectures can be tree-verified; the others are refused by name before anything is loaded."""
 
 import inspect
+import sys
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
@@ -66,7 +67,7 @@ def _class_reason(text: PretrainedConfig, model: PreTrainedModel | None) -> str:
     if kind._is_stateful:
         return "keeps a recurrent state (linear attention or a state-space layer)"
     try:
-        source = inspect.getsource(inspect.getmodule(kind))
+        source = inspect.getsource(sys.modules[kind.__module__])
     except (OSError, TypeError):
         return ""
     if "ALL_ATTENTION_FUNCTIONS" not in source:

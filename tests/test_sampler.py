@@ -58,7 +58,7 @@ def test_warp_equals_transformers(vocab, monkeypatch):
 
 
 def test_philox_known_answers():
-    """Vectors of Random123 1.09, tests/kat_vectors, philox4x32 10."""
+    """Known answers of Random123 (kat_vectors, philox4x32 10)."""
     for counter, key, expected in (
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
