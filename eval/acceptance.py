@@ -184,7 +184,7 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
             round.position,
             round.size,
             round.length,
-            max(0, round.length - 1) if round.length < round.accepted else round.accepted - 1,
+            round.length - 1,
             round.draft_s,
             round.verify_s,
             round.other_s,

@@ -22,12 +22,13 @@ def open_pair(target: str | None, drafter: str | None, dtype: str) -> tuple[Targ
 
     Raises ValueError for a drafter of another target, naming both, and for a target without a tokenizer.
     """
-    machine.threads()
     name = target or (_made_for(drafter) if drafter else None) or "tiny"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = Target.load(name, dtype=dtype_of(dtype), device=device)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    some = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
+    machine.threads(lambda: loaded.forward(some))
     return loaded, load_drafter(drafter, loaded, dtype=loaded.dtype) if drafter else None
 
 

@@ -6,26 +6,37 @@ and bf16 is quick on CPUs with AMX and slow on most others.
 
 import functools
 import os
+import statistics
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 
-@functools.cache
-def threads() -> int:
-    """Set and return the number of threads that multiply small matrices soonest; OMP_NUM_THREADS decides where it is set."""
-    if not os.environ.get("OMP_NUM_THREADS"):
-        counts = sorted({1, 2, 4, 8, 16, torch.get_num_threads()} & set(range(1, (os.cpu_count() or 1) + 1)))
-        left, right = torch.randn(64, 512), torch.randn(512, 2048)
-        best = {count: _seconds(left, right, count) for count in counts}
+def threads(work: Callable[[], object] | None = None) -> int:
+    """Set and return the number of threads that do `work` soonest, a product of training's size by default.
+
+    OMP_NUM_THREADS decides where a person set it. (`accelerate launch` sets it to 1 itself when it starts a single process.)
+    """
+    launched_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if torch.cuda.is_available() or (told and not (told == "1" and launched_alone)):
+        return torch.get_num_threads()
+    if work is None:
+        left, right = torch.randn(512, 256), torch.randn(256, 1024)
+        work = functools.partial(torch.matmul, left, right)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= cores]
+    chosen, shortest = 1, float("inf")
+    for count in counts:
+        torch.set_num_threads(count)
+        seconds = _median(work)
         # A thread more must earn its place: what it gains on an idle machine it loses many times over on a busy one.
-        chosen = counts[0]
-        for count in counts[1:]:
-            if best[count] < 0.8 * best[chosen]:
-                chosen = count
-        torch.set_num_threads(chosen)
-    return torch.get_num_threads()
+        if seconds < 0.85 * shortest:
+            chosen, shortest = count, seconds
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 @functools.cache
@@ -34,19 +45,16 @@ def precision() -> Literal["fp32", "bf16"]:
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     left, right = torch.randn(256, 512), torch.randn(512, 1024)
-    plain = _seconds(left, right, torch.get_num_threads())
-    half = _seconds(left.bfloat16(), right.bfloat16(), torch.get_num_threads())
-    return "bf16" if 1.3 * half < plain else "fp32"
+    half_left, half_right = left.bfloat16(), right.bfloat16()
+    return "bf16" if 1.3 * _median(lambda: half_left @ half_right) < _median(lambda: left @ right) else "fp32"
 
 
-def _seconds(left: torch.Tensor, right: torch.Tensor, count: int, budget: float = 0.08) -> float:
-    """The shortest of the products that fit in `budget` seconds (at least three), with `count` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    shortest, tried, until = float("inf"), 0, time.perf_counter() + budget
-    while tried < 3 or time.perf_counter() < until:
+def _median(work: Callable[[], object], budget: float = 0.15) -> float:
+    """Median seconds of `work` over `budget` seconds, at least five times after two for warming up."""
+    times: list[float] = []
+    until = time.perf_counter() + budget
+    while len(times) < 7 or time.perf_counter() < until:
         start = time.perf_counter()
-        left @ right
-        shortest, tried = min(shortest, time.perf_counter() - start), tried + 1
-    torch.set_num_threads(before)
-    return shortest
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])

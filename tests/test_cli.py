@@ -212,6 +212,7 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     words += ["train.steps=2", "train.warmup_steps=0", "train.eval_batches=1"]
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(TEXT * 4 for _ in range(40)))
     guard(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
-    assert re.search(r"2 steps, 256 tokens, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
+    assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
+    assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())

@@ -8,6 +8,8 @@ from zoo import CONFIGS, VOCAB, reference, tiny
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.drafter import Drafter, Plain
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 LENGTHS = (1, 5, 19, 3, 11)
@@ -162,3 +164,17 @@ def test_two_streams_on_one_target_may_overlap():
             for step in steps:
                 tokens.setdefault(step.prompt_index, []).extend(step.tokens)
     assert [[tokens[i] for i in range(5)] for tokens in got] == [answers, answers]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_medusa_equals_plain(name):
+    target = Target.wrap(tiny(name))
+    drafter = new_drafter("medusa", target, num_heads=3, tree=[list(path) for path in Topology.cartesian((4, 2, 2)).paths])
+    greedy = [reference(target.model, prompt, NEW) for prompt in PROMPTS]
+    sampled = texts(Decoder(target, rows=2).generate(PROMPTS, SAMPLED, NEW, ()))
+    for sampling, answers in ((Sampling(), greedy), (SAMPLED, sampled)):
+        for rows in (1, 4):
+            out = Decoder(target, drafter, rows=rows, chunk=8).generate(PROMPTS, sampling, NEW, ())
+            assert texts(out) == answers, f"{name}, {rows} rows, {sampling}"
+            rounds = [round for answer in out for round in answer.rounds]
+            assert {round.accepted for round in rounds} >= {1, 2} and {round.size for round in rounds} >= {1, 29}

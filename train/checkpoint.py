@@ -33,7 +33,9 @@ def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.opti
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest(folder)
         kept = f"the checkpoint before it, {before}, is whole" if before else "there was none before it"
-        raise OSError(f"checkpoint {folder / name} could not be written ({error}); {kept}; make room and run the same command again") from None
+        raise OSError(
+            f"checkpoint {folder / name} could not be written ({error}); {kept}; make room and run the same command again"
+        ) from None
     shutil.rmtree(folder / name, ignore_errors=True)
     temporary.rename(folder / name)
     pointer = folder / "latest.part"
@@ -54,7 +56,9 @@ def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
     needed = 3 * (keep + 1) * sum(tensor.nbytes for tensor in _trained(module).values())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(f"{folder}: {free / 1e9:.2f} GB free, the checkpoints of this run need {needed / 1e9:.2f}; make room or give another train.output")
+        raise OSError(
+            f"{folder}: {free / 1e9:.2f} GB free, the checkpoints of this run need {needed / 1e9:.2f}; make room or give another train.output"
+        )
 
 
 def latest(folder: Path) -> Path | None:

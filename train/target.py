@@ -3,8 +3,9 @@
 accelerate launch train/target.py recipes/target-tiny.yaml
 """
 
-import json
 import math
+import os
+import platform
 import sys
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data import corpus, stdlib
+from draftsmith.data.corpus import Corpus
 from draftsmith.train import loop
 from draftsmith.train.cli import guard
 from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.progress import Bar
 from draftsmith.train.recipe import Recipe, Section, load
 
 
@@ -79,13 +82,50 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         eos_token_id=end,
         pad_token_id=end,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # what is added to the residual stream starts smaller the deeper the model is (GPT-2, section 2.3)
+        for layer in model.model.layers:
+            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                weight.div_(math.sqrt(2 * shape.num_layers))
+    return model
 
 
-def bits_per_byte(loss: float, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> float:
-    """`loss` in nats per token, over the tokens of `ids` [rows, S], as bits per byte of the text that they stand for."""
-    num_bytes = sum(len(tokenizer.decode(row).encode()) for row in ids)
-    return loss / math.log(2) * ids.numel() / num_bytes
+@torch.no_grad()
+def bits_per_byte(model: nn.Module, valid: Corpus, tokenizer: PreTrainedTokenizerFast) -> float:
+    """Mean loss over all held-out rows, in bits per byte of the text that the predicted tokens stand for."""
+    nats = num_bytes = 0.0
+    model.eval()
+    with Bar("held-out text", len(valid)) as bar:
+        for start in range(0, len(valid), 8):
+            batch = valid.batch(torch.arange(start, min(start + 8, len(valid))))
+            nats += objective(model, batch).sum.item()
+            num_bytes += sum(len(tokenizer.decode(row[1:]).encode()) for row in batch["input_ids"])
+            bar.update(start + len(batch["input_ids"]))
+    return nats / math.log(2) / num_bytes
+
+
+def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float) -> None:
+    """README.md beside the weights: what they were trained on, for how long, how good they are, how to make them again."""
+    tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "library_name: transformers",
+        "---",
+        "",
+        "# A tiny target",
+        "",
+        f"A Llama of {size:.1f}M parameters that continues Python source: large enough to be worth drafting for, small enough to ship. It knows",
+        "nothing else, and what it writes is not to be run.",
+        "",
+        f"- Data: {'the source of the standard library of CPython ' + platform.python_version() if recipe.data.train == 'stdlib' else recipe.data.train}"
+        " (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
+        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, fp32, on {os.cpu_count()} CPU cores; stored as bf16.",
+        f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
+        "- Make it again: `accelerate launch train/target.py recipes/target-tiny.yaml`, then copy `runs/target-tiny/artifact`.",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:
@@ -104,17 +144,14 @@ def main(arguments: list[str]) -> None:
     accelerator = loop.fit(recipe, model, objective, train, valid)
     if not accelerator.is_main_process:
         return
-    means = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][-1]
-    held_out = valid.ids[: recipe.train.eval_batches * (recipe.train.micro_batch_size or recipe.train.batch_size)]
     artifact = output / "artifact"
-    model.to(torch.bfloat16)
+    model.to("cpu", torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
     model.save_pretrained(artifact)
     tokenizer.save_pretrained(artifact)
-    steps, tokens = recipe.train.steps, recipe.train.steps * recipe.train.batch_size * data.seq_len
-    print(
-        f"{artifact}: {steps} steps, {tokens:,} tokens, held out {bits_per_byte(means['valid_loss'], held_out, tokenizer):.3f} bits per byte"
-    )
+    bits = bits_per_byte(model.float(), valid, tokenizer)
+    write_card(artifact, recipe, model, bits)
+    print(f"{artifact}: {recipe.train.steps} steps, held out {bits:.3f} bits per byte")
 
 
 if __name__ == "__main__":
