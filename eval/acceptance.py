@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class Report:
     settings: dict[str, Any]
     tree: list[list[int]]
     nodes: int
-    cost: dict[int, float]  # seconds of a forward over N nodes, by N
-    tau_by_nodes: dict[int, float]
+    cost: dict[int, float]  # seconds of a target forward over N nodes, by N
+    by_nodes: list[dict[str, float]]  # exact τ of the best tree of N nodes on the reported half, c(N), τ/c(N)
     overall: dict[str, Acceptance] = field(default_factory=dict)  # by temperature
     domains: dict[str, Acceptance] = field(default_factory=dict)  # greedy
     distinct: float = 1.0
@@ -71,23 +72,30 @@ def evaluate(
     temperatures: list[float],
     most_nodes: int,
     tree: list[list[int]] | None = None,
+    largest: bool = False,
 ) -> tuple[Report, list[RoundRecord]]:
-    """The report of `drafter` on `prompts`, and its round records. `tree` fixes the draft tree; None chooses it."""
+    """The report of `drafter` on `prompts`, and its round records.
+
+    `tree` fixes the draft tree. Otherwise half of the prompts choose it, the other half is reported: the best by τ/c(N), or with
+    `largest` the best of `most_nodes` nodes.
+    """
     cases = _cases(target, prompts, max_new_tokens)
     choosing, reporting = (cases[0::2], cases[1::2]) if tree is None else ([], cases)
-    if not reporting or (tree is None and not choosing):
+    if not reporting:
         raise ValueError("one prompt is too few: half of the prompts choose the tree, the other half is reported; give more, or --tree")
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
     seconds = cost.measure(target, context, most_nodes)
-    taus: dict[int, float] = {}
+    by_nodes: list[dict[str, float]] = []
     if tree is None:
-        records = positions(target, drafter, choosing, max_new_tokens)
-        paths, taus = trees.choose(records, cost.relative(seconds), most_nodes)
-        tree = [list(path) for path in paths]
+        records = positions(target, drafter, cases, max_new_tokens)
+        order = trees.grow(records[0::2], most_nodes - 1)
+        chosen = order if largest else trees.choose(records[0::2], cost.relative(seconds), most_nodes)
+        by_nodes = _by_nodes(records[1::2], order, cost.relative(seconds))
+        tree = [list(path) for path in chosen]
     drafter.config.tree = tree
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
-    report = Report(target.identity.to_dict(), drafter.config.model_type, settings, tree, len(tree) + 1, seconds, taus, answers=0)
+    report = Report(target.identity.to_dict(), drafter.config.model_type, settings, tree, len(tree) + 1, seconds, by_nodes)
     rounds: list[RoundRecord] = []
     for temperature in temperatures:
         found, answers, seconds_by = _decode(target, drafter, reporting, max_new_tokens, temperature, report)
@@ -124,6 +132,14 @@ def positions(target: Target, drafter: DrafterModel, cases: list[Case], max_new_
                     ranks[here, k], logs[here, k] = rank.cpu(), log.cpu()
         records.append(PositionRecord(case.prompt.id, case.prompt.domain, ranks, logs))
     return records
+
+
+def _by_nodes(records: list[PositionRecord], order: list[trees.Path], price: Callable[[int], float]) -> list[dict[str, float]]:
+    rows = []
+    for size in [size for size in (2, 4, 8, 12, 16, 24, 32, 48, 64, 128) if size <= len(order) + 1]:
+        tau = trees.tau(records, order[: size - 1])
+        rows.append({"nodes": size, "tau": tau, "c": price(size), "tau_over_c": tau / price(size)})
+    return rows
 
 
 def _cases(target: Target, prompts: list[Prompt], max_new_tokens: int) -> list[Case]:
@@ -234,7 +250,9 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--max-new-tokens", type=int, default=96)
     described.add_argument("--temperature", type=float, action="append", help="may be given more than once (default: 0 and 1)")
     described.add_argument("--nodes", type=int, default=64, help="most nodes of a draft tree, the root included (default 64)")
-    described.add_argument("--tree", help="`saved` for the tree in the artifact, or `chain`; by default the best is chosen by measurement")
+    described.add_argument(
+        "--tree", help="`saved` (the artifact's), `chain`, or `largest` (--nodes nodes); by default the one of the best τ/c(N)"
+    )
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
     return described
@@ -247,9 +265,9 @@ def main(arguments: list[str]) -> None:
     prompts = prompt_files.load(options.prompts, options.limit)
     target, drafter = session.open_pair(options.target, options.drafter, options.dtype)
     assert drafter is not None
-    tree = {None: None, "saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.config.num_heads + 1)]}
-    if options.tree not in tree:
-        raise ValueError(f"--tree {options.tree!r}: expected `saved` or `chain`")
+    fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.config.num_heads + 1)]}
+    if options.tree not in (None, "largest", *fixed):
+        raise ValueError(f"--tree {options.tree!r}: expected `saved`, `chain` or `largest`")
     report, rounds = evaluate(
         target,
         drafter,
@@ -257,7 +275,8 @@ def main(arguments: list[str]) -> None:
         max_new_tokens=options.max_new_tokens,
         temperatures=options.temperature or [0.0, 1.0],
         most_nodes=options.nodes,
-        tree=tree[options.tree],
+        tree=fixed.get(options.tree),
+        largest=options.tree == "largest",
     )
     folder = Path(options.drafter)
     if folder.is_dir():

@@ -41,7 +41,7 @@ def acceptance(records: list[RoundRecord], depth: int) -> Acceptance:
     drawn = sums[torch.randint(len(prompts), (RESAMPLES, len(prompts)), generator=generator)].sum(1)
     low, high = torch.quantile(drawn[:, 0] / drawn[:, 1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     survival = (total[2:] / total[1]).tolist()
-    before = [1.0, *survival[:-1]]
+    before = [1.0, *survival][:depth]
     conditional = [now / then if then else 0.0 for now, then in zip(survival, before, strict=True)]
     return Acceptance(
         len(prompts), int(total[1]), int(total[0]), float(total[0] / total[1]), low, high, tuple(survival), tuple(conditional)

@@ -56,6 +56,14 @@ def speed(report: "Report") -> list[str]:
     return lines
 
 
+def by_nodes(report: "Report") -> str:
+    """τ of the best tree of each size, its price, and what is left of it: one line of text for each."""
+    lines = ["best tree of N nodes (exact, from position records):      N     τ   c(N)   τ/c"]
+    for row in report.by_nodes:
+        lines.append(f"{'':55}{row['nodes']:4.0f}  {row['tau']:.2f}   {row['c']:.2f}  {row['tau_over_c']:.2f}")
+    return "\n".join(lines)
+
+
 def show(report: "Report") -> None:
     """Print the report for a person."""
     console = Console()
@@ -65,6 +73,10 @@ def show(report: "Report") -> None:
     for row in rows(report):
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     console.print(table)
+    if report.by_nodes:
+        print(by_nodes(report))
+    if report.nodes == 1:
+        print("No draft tree pays on this machine with this drafter: every τ/c(N) is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
     print(lossless(report) + f".  Distinct 8-grams in the greedy answers: {report.distinct:.0%}.")

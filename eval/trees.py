@@ -42,18 +42,20 @@ def grow(records: Sequence[PositionRecord], most: int) -> list[Path]:
     return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:most]
 
 
-def choose(records: Sequence[PositionRecord], cost: Callable[[int], float], most: int) -> tuple[list[Path], dict[int, float]]:
-    """The tree, of at most `most` nodes with the root, that maximises τ/c(N) on `records`; and τ by number of nodes.
+def choose(records: Sequence[PositionRecord], cost: Callable[[int], float], most: int) -> list[Path]:
+    """The tree, of at most `most` nodes with the root, that maximises τ/c(N) on `records`.
 
     `cost(N)` is c(N), what a round of N nodes takes over one of a single node. An empty tree (no drafting) is an answer too.
     """
     order = grow(records, most - 1)
-    sizes = sorted(
-        {size for size in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, most) if size <= len(order) + 1}
-    )
-    taus = {size: tau(records, order[: size - 1]) for size in sizes}
-    best = max(sizes, key=lambda size: taus[size] / cost(size))
-    return order[: best - 1], taus
+    best = max(sizes(len(order) + 1), key=lambda size: tau(records, order[: size - 1]) / cost(size))
+    return order[: best - 1]
+
+
+def sizes(most: int) -> list[int]:
+    """Tree sizes worth trying up to `most`, the root included: every one at first, then in steps of about a sixth."""
+    tried = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+    return [size for size in tried if size < most] + [most]
 
 
 def _accepted(ranks: list[int], tree: frozenset[Path]) -> int:

@@ -73,10 +73,11 @@ def test_best_first_growth_is_optimal_for_every_size():
 
 def test_the_chosen_tree_follows_the_price_of_nodes():
     records = random_records(7)
-    free, _ = trees.choose(records, lambda nodes: 1.0, 16)
-    dear, taus = trees.choose(records, lambda nodes: float(nodes), 16)
-    assert dear == [] and len(free) >= 12  # more nodes never accept less
-    assert taus[1] == 1.0 and sorted(taus.values()) == list(taus.values())
+    assert trees.choose(records, lambda nodes: float(nodes), 16) == []
+    order = trees.grow(records, 15)
+    taus = {size: trees.tau(records, order[: size - 1]) for size in trees.sizes(16)}
+    assert taus[1] == 1.0 and sorted(taus.values()) == list(taus.values()) and len(taus) == 12  # more nodes never accept less
+    assert taus[len(trees.choose(records, lambda nodes: 1.0, 16)) + 1] == max(taus.values())
 
 
 def test_cost_interpolates_and_never_falls():
@@ -135,8 +136,10 @@ def test_a_tie_is_a_tie():
     assert lossless.compare(target, "p", prompt, [7], [8], Sampling(), 0).verdict == "tie"
 
 
-def test_a_report_from_end_to_end(pair, capsys):
+@pytest.mark.parametrize("price", [0.0, 5.0])  # of a node: all trees pay, or none does
+def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
     target, drafter = pair
+    monkeypatch.setattr(acceptance.cost, "measure", lambda *_: {size: 1 + price * (size - 1) for size in (1, 2, 4, 8)})
 
     class Tokenizer:
         chat_template = None
@@ -155,7 +158,9 @@ def test_a_report_from_end_to_end(pair, capsys):
     assert report.overall["0"].rounds == sum(r.temperature == 0 for r in rounds)
     assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
     assert report.speed["tau"] == report.overall["0"].tau and report.speed["plain_over_transformers"] > 0
+    assert [row["nodes"] for row in report.by_nodes] == [2, 4, 8]
     table.show(report)
     printed = capsys.readouterr().out
+    assert (report.nodes > 1) == (price == 0.0) == ("No draft tree pays" not in printed)
     assert "8 of 8 answers equal plain decoding's" in printed and "speedup" in printed
     assert table.markdown(report).count("\n") == 5
