@@ -29,4 +29,4 @@ def encode(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
 def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, generation: bool) -> list[int]:
     # The template writes BOS itself where the model wants one: tokenising its text with special tokens would double it.
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation) if messages else ""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.encode(str(text), add_special_tokens=False)

@@ -108,10 +108,12 @@ def _rows(
     documents: Iterator[str | list[dict]], tokenizer: PreTrainedTokenizerBase, seq_len: int
 ) -> Iterator[tuple[list[int], list[bool]]]:
     end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ValueError("the target's tokenizer has no end-of-text token, which separates documents; set its eos_token")
     buffer: list[int] = []
     for document in documents:
         if isinstance(document, str):
-            buffer += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + [end]
+            buffer += tokenizer.encode(document, add_special_tokens=False, verbose=False) + [end]
             whole = len(buffer) // seq_len * seq_len
             yield from ((buffer[i : i + seq_len], [True] * seq_len) for i in range(0, whole, seq_len))
             buffer = buffer[whole:]

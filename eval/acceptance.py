@@ -14,18 +14,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import card, cost, plot, session, table, trees
-from draftsmith.eval.lossless import Divergence, compare
-from draftsmith.eval.records import PositionRecord, RoundRecord, distinct_ngrams, rank_of, write_jsonl
-from draftsmith.eval.summary import Acceptance, acceptance
+from draftsmith.eval.lossless import compare
+from draftsmith.eval.records import PositionRecord, Report, RoundRecord, distinct_ngrams, rank_of, write_jsonl
+from draftsmith.eval.summary import acceptance
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import DrafterModel
@@ -42,25 +42,6 @@ class Case:
     prompt: Prompt
     ids: list[int]
     key: int
-
-
-@dataclass(slots=True)
-class Report:
-    """Everything that `draftsmith eval` found, as JSON-able fields."""
-
-    target: dict[str, str]
-    method: str
-    settings: dict[str, Any]
-    tree: list[list[int]]
-    nodes: int
-    cost: dict[int, float]  # seconds of a target forward over N nodes, by N
-    by_nodes: list[dict[str, float]]  # exact τ of the best tree of N nodes on the reported half, c(N), τ/c(N)
-    overall: dict[str, Acceptance] = field(default_factory=dict)  # by temperature
-    domains: dict[str, Acceptance] = field(default_factory=dict)  # greedy
-    distinct: float = 1.0
-    divergences: list[Divergence] = field(default_factory=list)
-    answers: int = 0
-    speed: dict[str, float] = field(default_factory=dict)
 
 
 def evaluate(
@@ -119,7 +100,7 @@ def positions(target: Target, drafter: DrafterModel, cases: list[Case], max_new_
             hidden = target.forward(ids[None]).hidden[0]
             # A round whose root is at i reads the hidden state at i − 1; its draft at depth d is token i + d.
             roots = range(max(1, len(case.ids) - 1), len(ids) - 1)
-            depth = drafter.config.num_heads
+            depth = drafter.depth_limit
             ranks = torch.full((len(roots), depth), -1)
             logs = torch.full((len(roots), depth), -torch.inf)
             for start in range(0, len(roots), 64):
@@ -212,7 +193,7 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
 def _generate(target: Target, ids: list[int], max_new_tokens: int) -> None:
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        target.model.generate(
+        cast(Any, target.model).generate(
             torch.tensor([ids], device=target.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=target.device),
             max_new_tokens=max_new_tokens,
@@ -265,7 +246,7 @@ def main(arguments: list[str]) -> None:
     prompts = prompt_files.load(options.prompts, options.limit)
     target, drafter = session.open_pair(options.target, options.drafter, options.dtype)
     assert drafter is not None
-    fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.config.num_heads + 1)]}
+    fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.depth_limit + 1)]}
     if options.tree not in (None, "largest", *fixed):
         raise ValueError(f"--tree {options.tree!r}: expected `saved`, `chain` or `largest`")
     report, rounds = evaluate(
@@ -275,7 +256,7 @@ def main(arguments: list[str]) -> None:
         max_new_tokens=options.max_new_tokens,
         temperatures=options.temperature or [0.0, 1.0],
         most_nodes=options.nodes,
-        tree=fixed.get(options.tree),
+        tree=fixed.get(options.tree or ""),
         largest=options.tree == "largest",
     )
     folder = Path(options.drafter)

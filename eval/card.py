@@ -1,16 +1,13 @@
 """The model card of an artifact: what it is for, how it was trained, and the acceptance that was measured."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from draftsmith.eval import table
+from draftsmith.eval.records import Report
 from draftsmith.models.drafter import DrafterConfig
 
-if TYPE_CHECKING:
-    from draftsmith.eval.acceptance import Report
 
-
-def write(folder: Path, config: DrafterConfig, report: "Report | None") -> None:
+def write(folder: Path, config: DrafterConfig, report: Report | None) -> None:
     """Write README.md; without a report it says that nothing was measured yet."""
     target = config.target or {}
     name = target.get("name", "")
@@ -42,7 +39,7 @@ def write(folder: Path, config: DrafterConfig, report: "Report | None") -> None:
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _measured(report: "Report") -> list[str]:
+def _measured(report: Report) -> list[str]:
     settings = report.settings
     return [
         f"{settings['prompts']} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {report.nodes} nodes a round "

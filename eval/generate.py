@@ -8,6 +8,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import session
 from draftsmith.inference.decoder import Decoder
@@ -54,18 +56,18 @@ def text_pieces(target: Target, ids: Iterator[tuple[int, bool]]) -> Iterator[tup
     pending: list[int] = []
     for token, drafted in ids:
         pending.append(token)
-        text = tokenizer.decode(pending, skip_special_tokens=True)
+        text = str(tokenizer.decode(pending, skip_special_tokens=True))
         if text and not text.endswith("�"):
             # A leading space is lost when a token is decoded alone; a neighbour in front keeps it.
             yield _after(tokenizer, pending), drafted
             pending = []
     if pending:
-        yield tokenizer.decode(pending, skip_special_tokens=True), False
+        yield str(tokenizer.decode(pending, skip_special_tokens=True)), False
 
 
-def _after(tokenizer, pending: list[int]) -> str:
-    anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole, head = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (anchor + pending, anchor))
+def _after(tokenizer: PreTrainedTokenizerBase, pending: list[int]) -> str:
+    anchor = tokenizer.encode("a", add_special_tokens=False)
+    whole, head = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (anchor + pending, anchor))
     return whole[len(head) :]
 
 
@@ -75,9 +77,9 @@ def main(arguments: list[str]) -> None:
     drafter_name = None if options.drafter == "none" else options.drafter
     target, drafter = session.open_pair(options.target, drafter_name, options.dtype)
     if drafter is not None and options.tree == "chain":
-        drafter.config.tree = [[0] * k for k in range(1, drafter.config.num_heads + 1)]
+        drafter.config.tree = [[0] * k for k in range(1, drafter.depth_limit + 1)]
     messages = ({"role": "user", "content": text},) if options.chat else ()
-    if options.chat and not target.tokenizer.chat_template:
+    if options.chat and not (target.tokenizer and target.tokenizer.chat_template):
         raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
     ids = session.encode(target, Prompt("prompt", "all", text, messages))
     counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}

@@ -4,34 +4,15 @@ Two forwards of different width round differently, so that two near-equal scores
 Letters: V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from draftsmith.eval.records import Divergence
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.sampler import Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.target import Target
-
-ALLOWANCE = 4.0  # times the noise measured at the very position: one sample of it is a low guess at its maximum
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first place where two answers part: index in the answer, the score margin between the two tokens, the noise."""
-
-    prompt: str
-    index: int
-    expected: int
-    got: int
-    margin: float
-    noise: float
-
-    @property
-    def verdict(self) -> str:
-        return "tie" if self.margin <= ALLOWANCE * self.noise else "bug"
 
 
 def compare(

@@ -1,13 +1,12 @@
 """Survival by depth, as a picture."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from draftsmith.eval.acceptance import Report
+from draftsmith.eval.records import Report
 
 
-def survival(report: "Report", path: Path) -> None:
+def survival(report: Report, path: Path) -> None:
     """S_k, the share of rounds in which at least k drafted tokens were accepted: a line for each domain, one for all."""
     import matplotlib
 
@@ -17,7 +16,7 @@ def survival(report: "Report", path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=150)
     first = next(iter(report.overall))
-    lines = [(domain, found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()]
+    lines: list[tuple[str, Any, dict[str, Any]]] = [(domain, found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()]
     lines += [
         (f"all, T={temperature}", found, {"lw": 2.4, "color": "black", "ls": "-" if temperature == first else "--"})
         for temperature, found in report.overall.items()

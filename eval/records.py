@@ -5,11 +5,14 @@ Letters: S positions · K draft depth.
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+ALLOWANCE = 4.0  # times the noise measured at the very position: one sample of it is a low guess at its maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,55 @@ class PositionRecord:
     domain: str
     ranks: Tensor
     log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """tau with its 95 % interval; survival[k] = P(at least k+1 accepted); conditional[k] = survival[k] / survival[k−1]."""
+
+    prompts: int
+    rounds: int
+    tokens: int
+    tau: float
+    low: float
+    high: float
+    survival: tuple[float, ...]
+    conditional: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where two answers part: index in the answer, the score margin between the two tokens, the noise."""
+
+    prompt: str
+    index: int
+    expected: int
+    got: int
+    margin: float
+    noise: float
+
+    @property
+    def verdict(self) -> str:
+        return "tie" if self.margin <= ALLOWANCE * self.noise else "bug"
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that `draftsmith eval` found, as JSON-able fields."""
+
+    target: dict[str, str]
+    method: str
+    settings: dict[str, Any]
+    tree: list[list[int]]
+    nodes: int
+    cost: dict[int, float]  # seconds of a target forward over N nodes, by N
+    by_nodes: list[dict[str, float]]  # exact τ of the best tree of N nodes on the reported half, c(N), τ/c(N)
+    overall: dict[str, Acceptance] = field(default_factory=dict)  # by temperature
+    domains: dict[str, Acceptance] = field(default_factory=dict)  # greedy
+    distinct: float = 1.0
+    divergences: list[Divergence] = field(default_factory=list)
+    answers: int = 0
+    speed: dict[str, float] = field(default_factory=dict)
 
 
 def write_jsonl(path: Path, records: Iterable[RoundRecord]) -> None:

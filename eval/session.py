@@ -38,8 +38,8 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     assert tokenizer is not None, "open_pair refuses a target without one"
     if prompt.messages and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer(prompt.text)["input_ids"]
+        return tokenizer.encode(str(text), add_special_tokens=False)
+    return tokenizer.encode(prompt.text)
 
 
 def _made_for(drafter: str) -> str | None:

@@ -3,27 +3,11 @@
 τ = Σ committed / Σ rounds, pooled. Rounds of one prompt are correlated, so the bootstrap draws prompts, not rounds.
 """
 
-from dataclasses import dataclass
-
 import torch
 
-from draftsmith.eval.records import RoundRecord
+from draftsmith.eval.records import Acceptance, RoundRecord
 
 RESAMPLES = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """tau with its 95 % interval; survival[k] = P(at least k+1 accepted); conditional[k] = survival[k] / survival[k−1]."""
-
-    prompts: int
-    rounds: int
-    tokens: int
-    tau: float
-    low: float
-    high: float
-    survival: tuple[float, ...]
-    conditional: tuple[float, ...]
 
 
 def acceptance(records: list[RoundRecord], depth: int) -> Acceptance:

@@ -1,17 +1,14 @@
 """The report as tables: for a terminal, and as Markdown for a model card."""
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from draftsmith.eval.acceptance import Report
+from draftsmith.eval.records import Report
 
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 
 
-def rows(report: "Report") -> list[tuple[str, ...]]:
+def rows(report: Report) -> list[tuple[str, ...]]:
     """One row for each domain (greedy), then one for each temperature over all prompts."""
     first = next(iter(report.overall))
     named = [(domain, first, found) for domain, found in report.domains.items()]
@@ -29,7 +26,7 @@ def rows(report: "Report") -> list[tuple[str, ...]]:
     ]
 
 
-def lossless(report: "Report") -> str:
+def lossless(report: Report) -> str:
     """One sentence on whether the answers are plain decoding's."""
     bugs = [parted for parted in report.divergences if parted.verdict == "bug"]
     same = report.answers - len(report.divergences)
@@ -39,7 +36,7 @@ def lossless(report: "Report") -> str:
     return text + (" (NOT LOSSLESS)" if bugs else "")
 
 
-def speed(report: "Report") -> list[str]:
+def speed(report: Report) -> list[str]:
     """The measured speed, line by line."""
     if not report.speed:
         return []
@@ -56,7 +53,7 @@ def speed(report: "Report") -> list[str]:
     return lines
 
 
-def by_nodes(report: "Report") -> str:
+def by_nodes(report: Report) -> str:
     """τ of the best tree of each size, its price, and what is left of it: one line of text for each."""
     lines = ["best tree of N nodes (exact, from position records):      N     τ   c(N)   τ/c"]
     for row in report.by_nodes:
@@ -64,7 +61,7 @@ def by_nodes(report: "Report") -> str:
     return "\n".join(lines)
 
 
-def show(report: "Report") -> None:
+def show(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
     table = Table(title=f"Acceptance of {report.method} on held-out prompts, {report.nodes} nodes a round")
@@ -82,7 +79,7 @@ def show(report: "Report") -> None:
     print(lossless(report) + f".  Distinct 8-grams in the greedy answers: {report.distinct:.0%}.")
 
 
-def markdown(report: "Report") -> str:
+def markdown(report: Report) -> str:
     """The same for a model card."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows(report)]

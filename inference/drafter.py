@@ -70,10 +70,14 @@ class Drafter(Protocol):
     max_nodes: N at most, root included · max_depth: K at most.
     """
 
-    capturable: bool
-    taps: tuple[int, ...]
-    max_nodes: int
-    max_depth: int
+    @property
+    def capturable(self) -> bool: ...
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def max_nodes(self) -> int: ...
+    @property
+    def max_depth(self) -> int: ...
 
     def bind(self, target: Target, rows: int, context: int) -> None:
         """Take the target by reference and allocate state for `rows` rows of `context` positions."""

@@ -13,14 +13,16 @@ import re
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.drafter import NodeOutput
+from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 
 
@@ -91,12 +93,38 @@ class DrafterModel(PreTrainedModel):
         return Topology.from_paths(self.config.tree or [])
 
     @property
+    def depth_limit(self) -> int:
+        """K at most, whatever the tree: how far ahead this drafter can look."""
+        raise NotImplementedError
+
+    def position_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S,H] of the target along a text -> [S,K,V]: entry (t,k) ranks token t+2+k. For position records."""
+        raise NotImplementedError
+
+    @property
     def max_nodes(self) -> int:
         return len(self.config.tree or []) + 1
 
     @property
     def max_depth(self) -> int:
         return max((len(path) for path in self.config.tree or []), default=0)
+
+    # The Drafter protocol, which a subclass implements; shapes are said there.
+
+    def bind(self, target: Target, rows: int, context: int) -> None:
+        raise NotImplementedError
+
+    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
+        raise NotImplementedError
+
+    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
+        raise NotImplementedError
+
+    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def drop(self, rows: Tensor) -> None:
+        raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +140,7 @@ class DrafterModel(PreTrainedModel):
             check_folder(source)
         with_info = kwargs.pop("output_loading_info", False)
         strict = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, info = super().from_pretrained(source, *args, **{**kwargs, **strict})
+        model, info = cast(Any, super()).from_pretrained(source, *args, **{**kwargs, **strict})
         check_loaded(path, info)
         return (model, info) if with_info else model
 
@@ -194,7 +222,7 @@ def load_drafter(
     config = load_config(path, revision)
     model = architecture(config.model_type).Model
     drafter: DrafterModel = model.from_pretrained(str(path), config=config, dtype=dtype or "auto", revision=revision or "main")
-    drafter.to(device if device is not None else target.device if target is not None else "cpu")
+    torch.nn.Module.to(drafter, device if device is not None else target.device if target is not None else "cpu")
     if target is not None:
         drafter.attach(target)
     return drafter.eval()

@@ -138,6 +138,10 @@ class MedusaModel(DrafterModel):
         """hidden [...,H] -> [...,K,V]; for few positions, training goes through the chunked losses."""
         return torch.stack([self.logits_of(k, hidden) for k in range(self.config.num_heads)], dim=-2)
 
+    @property
+    def depth_limit(self) -> int:
+        return self.config.num_heads
+
     def position_logits(self, hidden: Tensor) -> Tensor:
         """A chunk hidden [S,H] -> [S,K,V] for position records: entry (t,k) ranks token t+2+k."""
         return self.head_logits(hidden)

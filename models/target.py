@@ -364,7 +364,7 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None)
     ids: Any = generation.eos_token_id if generation is not None else None
     stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
     if tokenizer is not None:
-        stops |= {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+        stops.update((tokenizer.eos_token_id, _end_of_turn(tokenizer)))
     return frozenset(int(stop) for stop in stops if stop is not None)
 
 

@@ -24,7 +24,7 @@ def begin(recipe: Recipe, method: str, **architecture: Any) -> tuple[Target, Dra
     target = Target.load(
         section.path,
         dtype=dtype_of(section.dtype),
-        device=state.device,
+        device=str(state.device),
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
@@ -55,6 +55,7 @@ def finish(recipe: Recipe, drafter: DrafterModel, target: Target) -> Path:
         "tokens": recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len,
     }
     drafter.save_pretrained(folder)
+    assert target.tokenizer is not None, "begin refuses a target without one"
     target.tokenizer.save_pretrained(folder)
     save(recipe, folder)
     card.write(folder, drafter.config, None)

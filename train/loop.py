@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -46,7 +46,7 @@ class Rows(Protocol):
     def batch(self, rows: Tensor) -> Batch: ...
 
 
-Objective = Callable[[nn.Module, Batch], Loss]
+Objective = Callable[[Any, Batch], Loss]
 
 
 class _Step(nn.Module):
@@ -221,7 +221,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 
 
 def _means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    stacked = accelerator.reduce(torch.stack(list(sums.values())), "sum")
+    stacked = cast(Tensor, accelerator.reduce(torch.stack(list(sums.values())), "sum"))
     values = dict(zip(sums, stacked.tolist(), strict=True))
     weight = max(values.pop("weight"), 1.0)
     return {name: value / weight for name, value in values.items()}
@@ -243,7 +243,7 @@ def _agreed(caught: list[int], accelerator: Accelerator) -> int:
     own = caught[0] if caught else 0
     if accelerator.num_processes == 1:
         return own
-    return int(accelerator.gather(torch.tensor([own], device=accelerator.device)).max())
+    return int(cast(Tensor, accelerator.gather(torch.tensor([own], device=accelerator.device))).max())
 
 
 class _Log:
@@ -265,7 +265,7 @@ class _Log:
             self.sums[name] = self.sums.get(name, 0) + value.detach().float()
 
     def training(self, step: int, lr: float, accelerator: Accelerator) -> str:
-        tokens = accelerator.reduce(self.sums["weight"].clone(), "sum").item()
+        tokens = cast(Tensor, accelerator.reduce(self.sums["weight"].clone(), "sum")).item()
         means = _means(self.sums, accelerator)
         speed = tokens / (time.perf_counter() - self.since)
         self.sums, self.since = {}, time.perf_counter()

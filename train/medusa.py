@@ -7,6 +7,7 @@ accelerate launch train/medusa.py recipes/medusa-tiny.yaml target.path=Qwen/Qwen
 import sys
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -21,12 +22,12 @@ from draftsmith.train.recipe import Recipe, Section, load
 
 
 class MedusaSection(Section):
-    heads: int = Field(4, ge=1, description="K: how many tokens ahead; head k predicts token t+2+k")
-    layers: int = Field(1, ge=1, description="residual blocks of each head")
-    share_head: bool = Field(False, description="use the target's output layer instead of one for each head")
-    decay: float = Field(0.8, gt=0, le=1, description="weight of head k in the loss is decay^k")
+    heads: int = Field(default=4, ge=1, description="K: how many tokens ahead; head k predicts token t+2+k")
+    layers: int = Field(default=1, ge=1, description="residual blocks of each head")
+    share_head: bool = Field(default=False, description="use the target's output layer instead of one for each head")
+    decay: float = Field(default=0.8, gt=0, le=1, description="weight of head k in the loss is decay^k")
     distill: float = Field(
-        0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
+        default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
 
 
@@ -51,7 +52,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
         parts.append((section.distill, chunked_kl_heads(states, outputs, hidden, target.logits, weights, shifts)))
     if section.distill < 1:
         parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
-    total = sum(share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses))
+    total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
     hits = {f"head{k + 1}": loss.hits.sum() for k, loss in enumerate(parts[-1][1])}
     return Loss(total, loop.loss_tokens(batch), hits)
 

@@ -20,37 +20,41 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    path: str = Field("tiny", description="Hugging Face id or folder of the frozen target; `tiny` is the one shipped here")
-    revision: str | None = Field(None, description="branch, tag or commit on the Hub")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
-    trust_remote_code: bool = Field(False, description="run model code from the Hub; off unless you ask for it")
+    path: str = Field(default="tiny", description="Hugging Face id or folder of the frozen target; `tiny` is the one shipped here")
+    revision: str | None = Field(default=None, description="branch, tag or commit on the Hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
+    )
+    trust_remote_code: bool = Field(default=False, description="run model code from the Hub; off unless you ask for it")
 
 
 class DataSection(Section):
-    train: str = Field("stdlib", description="`stdlib`, or a .txt / .jsonl file, also .gz (`messages` or `text` on each line)")
-    valid: str | None = Field(None, description="held-out file; when absent, a fixed 1 in 20 of the documents of `train`")
-    seq_len: int = Field(256, ge=8, description="tokens of a training sequence")
-    cache: str = Field("runs/cache", description="folder for tokenised data")
+    train: str = Field(default="stdlib", description="`stdlib`, or a .txt / .jsonl file, also .gz (`messages` or `text` on each line)")
+    valid: str | None = Field(default=None, description="held-out file; when absent, a fixed 1 in 20 of the documents of `train`")
+    seq_len: int = Field(default=256, ge=8, description="tokens of a training sequence")
+    cache: str = Field(default="runs/cache", description="folder for tokenised data")
 
 
 class TrainSection(Section):
     output: str = Field(description="folder for checkpoints, metrics and the artifact")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="sequences of one optimizer step, over all ranks and accumulation")
-    micro_batch_size: int | None = Field(None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it"
+    )
     lr: float = Field(gt=0)
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    min_lr: float = Field(0.0, ge=0, description="the last learning rate, as a fraction of lr")
-    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0, description="the last learning rate, as a fraction of lr")
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = Field(1.0, gt=0, description="norm that gradients are clipped to")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 where a probe finds it faster")
+    clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
+    precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
     seed: int = 0
-    eval_every: int = Field(0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
-    eval_batches: int = Field(8, ge=1)
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
-    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
+    eval_batches: int = Field(default=8, ge=1)
+    save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
+    log_every: int = Field(default=10, ge=1)
 
 
 class Recipe(Section):

@@ -33,7 +33,7 @@ class ArchitectureSection(Section):
     num_layers: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     num_kv_heads: int = Field(ge=1)
-    compile: bool = Field(False, description="torch.compile the model; a minute at the start, a third faster after")
+    compile: bool = Field(default=False, description="torch.compile the model; a minute at the start, a third faster after")
 
 
 class TargetRecipe(Recipe):
@@ -69,6 +69,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
     shape = recipe.architecture
     torch.manual_seed(recipe.train.seed)
     end = tokenizer.eos_token_id
+    assert isinstance(end, int), "train_tokenizer sets it"
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -84,8 +85,8 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():  # what is added to the residual stream starts smaller the deeper the model is (GPT-2, section 2.3)
-        for layer in model.model.layers:
-            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.div_(math.sqrt(2 * shape.num_layers))
     return model
 
@@ -99,7 +100,7 @@ def bits_per_byte(model: nn.Module, valid: Corpus, tokenizer: PreTrainedTokenize
         for start in range(0, len(valid), 8):
             batch = valid.batch(torch.arange(start, min(start + 8, len(valid))))
             nats += objective(model, batch).sum.item()
-            num_bytes += sum(len(tokenizer.decode(row[1:]).encode()) for row in batch["input_ids"])
+            num_bytes += sum(len(str(tokenizer.decode(row[1:])).encode()) for row in batch["input_ids"])
             bar.update(start + len(batch["input_ids"]))
     return nats / math.log(2) / num_bytes
 
@@ -145,7 +146,7 @@ def main(arguments: list[str]) -> None:
     if not accelerator.is_main_process:
         return
     artifact = output / "artifact"
-    model.to("cpu", torch.bfloat16)
+    model.cpu().bfloat16()
     model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
     model.save_pretrained(artifact)
     tokenizer.save_pretrained(artifact)
