@@ -62,12 +62,15 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}:{number}: not a JSON object ({error.msg})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{file}:{number}: expected an object with `prompt`, `turns` or `messages`, got {line.strip()[:40]}")
     name, domain = str(row.get("id", number)), str(row.get("domain") or row.get("category") or "all")
     if isinstance(row.get("prompt"), str) and row["prompt"]:
         return Prompt(name, domain, row["prompt"])
-    if isinstance(row.get("turns"), list) and row["turns"]:
+    if isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
         return Prompt(name, domain, row["turns"][0], ({"role": "user", "content": row["turns"][0]},))
-    if isinstance(row.get("messages"), list) and row["messages"]:
+    turns = row.get("messages")
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns):
         return Prompt(name, domain, row["messages"][-1]["content"], tuple(row["messages"]))
     raise ValueError(f"{file}:{number}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}")
 

@@ -7,30 +7,29 @@ Half of the prompts choose the draft tree, the other half is reported. Every ans
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from transformers import GenerationConfig
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import card, cost, plot, session, table, trees
 from draftsmith.eval.lossless import compare
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, distinct_ngrams, rank_of, write_jsonl
+from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, distinct_ngrams, rank_of, write_jsonl
 from draftsmith.eval.summary import acceptance
 from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
-from draftsmith.train.progress import Bar
 
 RANKS_KEPT = 32
 
@@ -61,17 +60,16 @@ def evaluate(
     `largest` the best of `most_nodes` nodes.
     """
     cases = _cases(target, prompts, max_new_tokens)
-    choosing, reporting = (cases[0::2], cases[1::2]) if tree is None else ([], cases)
-    if not reporting:
-        raise ValueError("one prompt is too few: half of the prompts choose the tree, the other half is reported; give more, or --tree")
+    choosing, reporting = ([], cases) if tree is not None else _halves(cases)
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
     seconds = cost.measure(target, context, most_nodes)
     by_nodes: list[dict[str, float]] = []
     if tree is None:
-        records = positions(target, drafter, cases, max_new_tokens)
-        order = trees.grow(records[0::2], most_nodes - 1)
-        chosen = order if largest else trees.choose(records[0::2], cost.relative(seconds), most_nodes)
-        by_nodes = _by_nodes(records[1::2], order, cost.relative(seconds))
+        records = positions(target, drafter, choosing + reporting, max_new_tokens)
+        chosen_on, reported_on = records[: len(choosing)], records[len(choosing) :]
+        order = trees.grow(chosen_on, most_nodes - 1)
+        chosen = order if largest else trees.choose(chosen_on, cost.relative(seconds), most_nodes)
+        by_nodes = _by_nodes(reported_on, order, cost.relative(seconds))
         tree = [list(path) for path in chosen]
     drafter.config.tree = tree
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
@@ -92,7 +90,13 @@ def evaluate(
 
 def positions(target: Target, drafter: DrafterModel, cases: list[Case], max_new_tokens: int) -> list[PositionRecord]:
     """Run the drafter along the target's own greedy answers, from every position at once."""
-    answers = Decoder(target, rows=8).generate([case.ids for case in cases], Sampling(), max_new_tokens)
+    answers = [Completion() for _ in cases]
+    with Bar("the target's own answers", len(cases)) as bar:
+        for steps in Decoder(target, rows=8).stream([case.ids for case in cases], Sampling(), max_new_tokens):
+            for step in steps:
+                answers[step.prompt_index].tokens += step.tokens
+                answers[step.prompt_index].reason = step.reason
+            bar.update(sum(bool(answer.reason) for answer in answers))
     records = []
     for case, answer in zip(cases, answers, strict=True):
         ids = torch.tensor(case.ids + answer.tokens, device=target.device)
@@ -131,9 +135,17 @@ def _cases(target: Target, prompts: list[Prompt], max_new_tokens: int) -> list[C
                 f"prompt {case.prompt.id!r} has {len(case.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's "
                 f"context of {target.max_positions}; shorten it or lower --max-new-tokens"
             )
-    # Alternate within each domain, so that both halves have all of them.
-    order = {domain: [case for case in cases if case.prompt.domain == domain] for domain in dict.fromkeys(p.domain for p in prompts)}
-    return [case for domain in order.values() for case in domain[: len(domain) // 2 * 2 or 1]]
+    return cases
+
+
+def _halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
+    """Every other prompt of each domain to choose the tree on, the rest to report; a domain's only prompt is reported."""
+    domains = {domain: [case for case in cases if case.prompt.domain == domain] for domain in dict.fromkeys(c.prompt.domain for c in cases)}
+    choosing = [case for found in domains.values() if len(found) > 1 for case in found[0::2]]
+    reporting = [case for found in domains.values() for case in (found[1::2] if len(found) > 1 else found)]
+    if not choosing:
+        raise ValueError("one prompt of a domain is too few: half of them choose the tree, the others are reported; give more, or --tree")
+    return choosing, reporting
 
 
 def _decode(
@@ -142,20 +154,22 @@ def _decode(
     """Each prompt plainly, drafted and (greedy) by transformers, one after the other in turning order, alone in its batch."""
     sampling = Sampling(temperature=temperature)
     context = max(len(case.ids) for case in cases) + max_new_tokens
-    decoders = {"plain": Decoder(target, context=context), "drafted": Decoder(target, drafter, context=context)}
+    decoders = {"plain": Decoder(target, context=context, timed=True), "drafted": Decoder(target, drafter, context=context, timed=True)}
     seconds: dict[str, list[float]] = {name: [] for name in decoders} | ({"transformers": []} if temperature == 0 else {})
     seconds |= {"plain_verify": [], "drafted_verify": []}
     records, answers = [], []
     for name in decoders:  # warm up
         decoders[name].generate([cases[0].ids], sampling, 4)
+    _generate(target, cases[0].ids, 4)
     with Bar(f"decoding at T={temperature:g}", len(cases)) as bar:
         for turn, case in enumerate(cases):
             done: dict[str, Completion] = {}
+            theirs: list[int] | None = None
             runners = [name for name in seconds if not name.endswith("_verify")]
             for name in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
                 start = time.perf_counter()
                 if name == "transformers":
-                    _generate(target, case.ids, max_new_tokens)
+                    theirs = _generate(target, case.ids, max_new_tokens)
                 else:
                     done[name] = decoders[name].generate([case.ids], sampling, max_new_tokens, requests=[case.key])[0]
                 seconds[name].append(time.perf_counter() - start)
@@ -164,6 +178,8 @@ def _decode(
             plain, answer = done["plain"].tokens, done["drafted"].tokens
             parted = compare(target, case.prompt.id, case.ids, plain, answer, sampling, case.key)
             report.answers += 1
+            report.compared += theirs is not None
+            report.like_transformers += theirs == plain
             if parted:
                 report.divergences.append(parted)
             answers.append(answer)
@@ -190,17 +206,16 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
     ]
 
 
-def _generate(target: Target, ids: list[int], max_new_tokens: int) -> None:
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cast(Any, target.model).generate(
-            torch.tensor([ids], device=target.device),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=target.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(target.stop_ids) or None,
-            pad_token_id=min(target.stop_ids, default=0),
-        )
+def _generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
+    """transformers' own greedy answer, whatever else the target's generation_config asks for."""
+    stops = sorted(target.stop_ids)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0
+    )
+    prompt = torch.tensor([ids], device=target.device)
+    with torch.inference_mode():
+        answer = cast(Any, target.model).generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    return answer[0, len(ids) :].tolist()
 
 
 def _speed(seconds: dict[str, list[float]], records: list[RoundRecord], tau: float) -> dict[str, float]:
@@ -232,8 +247,12 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--temperature", type=float, action="append", help="may be given more than once (default: 0 and 1)")
     described.add_argument("--nodes", type=int, default=64, help="most nodes of a draft tree, the root included (default 64)")
     described.add_argument(
-        "--tree", help="`saved` (the artifact's), `chain`, or `largest` (--nodes nodes); by default the one of the best τ/c(N)"
+        "--tree",
+        choices=["best", "largest", "saved", "chain"],
+        default="best",
+        help="best: by τ/c(N), and written to the artifact (default); largest: of --nodes nodes; saved: the artifact's",
     )
+    described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
     return described
@@ -241,38 +260,54 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    if options.nodes < 2 or options.max_new_tokens < 2:
-        raise ValueError(f"--nodes {options.nodes} and --max-new-tokens {options.max_new_tokens}: expected at least 2 of each")
+    temperatures = list(dict.fromkeys(options.temperature or [0.0, 1.0]))
+    checks = (
+        ("--nodes", options.nodes, 2, 256),
+        ("--max-new-tokens", options.max_new_tokens, 2, 1 << 20),
+        ("--limit", 1 if options.limit is None else options.limit, 1, 1 << 20),
+        ("--temperature", min(temperatures), 0, float("inf")),
+    )
+    for name, value, low, high in checks:
+        if not low <= value <= high:
+            raise ValueError(f"{name} {value}: expected {low} to {high}")
     prompts = prompt_files.load(options.prompts, options.limit)
-    target, drafter = session.open_pair(options.target, options.drafter, options.dtype)
+    target, drafter = session.open_pair(options.target, options.drafter, options.dtype, options.trust_remote_code)
     assert drafter is not None
     fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.depth_limit + 1)]}
-    if options.tree not in (None, "largest", *fixed):
-        raise ValueError(f"--tree {options.tree!r}: expected `saved`, `chain` or `largest`")
     report, rounds = evaluate(
         target,
         drafter,
         prompts,
         max_new_tokens=options.max_new_tokens,
-        temperatures=options.temperature or [0.0, 1.0],
+        temperatures=temperatures,
         most_nodes=options.nodes,
-        tree=fixed.get(options.tree or ""),
+        tree=fixed.get(options.tree),
         largest=options.tree == "largest",
     )
-    folder = Path(options.drafter)
-    if folder.is_dir():
-        drafter.config.save_pretrained(folder)
-        write_jsonl(folder / "rounds.jsonl", rounds)
-        (folder / "acceptance.json").write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
-        plot.survival(report, folder / "survival.png")
-        card.write(folder, drafter.config, report)
     if options.json:
-        print(json.dumps(dataclasses.asdict(report)))
-        return
-    table.show(report)
-    if folder.is_dir():
-        print(f"\nWritten to {folder}: README.md (model card), acceptance.json, rounds.jsonl, survival.png")
-        print(f'Try it:  draftsmith generate --drafter {folder} --show-accepted "def parse_"')
+        print(as_json(report), flush=True)
+    else:
+        table.show(report)
+    folder = Path(options.drafter)
+    if folder.is_dir() and options.tree == "best":
+        _keep(folder, drafter, report, rounds)
+        if not options.json:
+            print(f"\nWritten to {folder}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, survival.png")
+            print(f'Try it:  {session.command()} generate --drafter {folder} --show-accepted "def parse_"')
+    if any(parted.verdict == "bug" for parted in report.divergences):
+        raise SystemExit(1)
+
+
+def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[RoundRecord]) -> None:
+    """Write the measurements and the chosen tree into the artifact; the rest of its config stays as it is."""
+    config = json.loads((folder / "config.json").read_text()) | {"tree": report.tree}
+    part = folder / "config.json.part"
+    part.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    part.replace(folder / "config.json")
+    write_jsonl(folder / "rounds.jsonl", rounds)
+    (folder / "acceptance.json").write_text(as_json(report) + "\n")
+    plot.survival(report, folder / "survival.png")
+    card.write(folder, drafter.config, report)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _measured(report: Report) -> list[str]:
         "",
         *(f"- {line}" for line in table.speed(report)),
         f"- {table.lossless(report)}.",
-        f"- Distinct 8-grams in the greedy answers: {report.distinct:.0%}.",
+        f"- Distinct 8-grams in the answers at T={next(iter(report.overall))}: {report.distinct:.0%}.",
         "",
         "![survival by depth](survival.png)",
     ]

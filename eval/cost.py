@@ -16,7 +16,8 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 def measure(target: Target, context: int, most: int, repeats: int = 7) -> dict[int, float]:
     """Median seconds of forward + head for N in SIZES up to `most`, one row at context length C, sizes in alternation."""
-    sizes = [size for size in SIZES if size <= most]
+    sizes = [size for size in SIZES if size < most] + [most]
+    context = min(context, target.max_positions - 1)
     times: dict[int, list[float]] = {size: [] for size in sizes}
     with torch.inference_mode(), tree_attention(target.model):
         cache = TreeCache(1, context + most, target.device)
@@ -32,7 +33,7 @@ def measure(target: Target, context: int, most: int, repeats: int = 7) -> dict[i
 
 
 def relative(seconds: dict[int, float]) -> Callable[[int], float]:
-    """c(N) between the measured sizes by straight lines, never falling with N."""
+    """c(N) between the measured sizes by straight lines, never falling with N; the largest size is the last that is known."""
     sizes = sorted(seconds)
     values = []
     for size in sizes:
@@ -42,7 +43,7 @@ def relative(seconds: dict[int, float]) -> Callable[[int], float]:
         for (left, low), (right, high) in zip(zip(sizes, values, strict=True), zip(sizes[1:], values[1:], strict=True), strict=False):
             if nodes <= right:
                 return low + (high - low) * (nodes - left) / (right - left)
-        return values[-1] * nodes / sizes[-1]
+        raise ValueError(f"c({nodes}) was not measured; expected at most {sizes[-1]} nodes")
 
     return cost
 
@@ -56,7 +57,8 @@ def _forward(target: Target, cache: TreeCache, tree: DraftTree) -> float:
     _wait(target.device)
     start = time.perf_counter()
     attention = TreeAttention.tree(cache, tree)
-    output = target.forward(tree.tokens, position_ids=attention.positions(), cache=cache, tree=attention)
+    positions = attention.positions().clamp(max=target.max_positions - 1)
+    output = target.forward(tree.tokens, position_ids=positions, cache=cache, tree=attention)
     target.logits(output.hidden)
     _wait(target.device)
     return time.perf_counter() - start

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--max-new-tokens", type=int, default=200)
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--tree", choices=["saved", "chain"], default="saved", help="the artifact's draft tree, or a chain")
+    described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
     return described
 
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     drafter_name = None if options.drafter == "none" else options.drafter
-    target, drafter = session.open_pair(options.target, drafter_name, options.dtype)
+    target, drafter = session.open_pair(options.target, drafter_name, options.dtype, options.trust_remote_code)
     if drafter is not None and options.tree == "chain":
         drafter.config.tree = [[0] * k for k in range(1, drafter.depth_limit + 1)]
     messages = ({"role": "user", "content": text},) if options.chat else ()

@@ -4,6 +4,7 @@ Letters: S positions · K draft depth.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class Divergence:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that `draftsmith eval` found, as JSON-able fields."""
+    """Everything that `draftsmith eval` found."""
 
     target: dict[str, str]
     method: str
@@ -92,7 +93,17 @@ class Report:
     distinct: float = 1.0
     divergences: list[Divergence] = field(default_factory=list)
     answers: int = 0
+    like_transformers: int = 0  # greedy answers of plain decoding that equal transformers' generate
+    compared: int = 0  # with transformers
     speed: dict[str, float] = field(default_factory=dict)
+
+
+def as_json(report: Report) -> str:
+    """The report as one line of JSON; an infinite margin is null, a divergence says its verdict."""
+    fields = asdict(report)
+    for row, parted in zip(fields["divergences"], report.divergences, strict=True):
+        row |= {"verdict": parted.verdict, "margin": parted.margin if math.isfinite(parted.margin) else None}
+    return json.dumps(fields, allow_nan=False)
 
 
 def write_jsonl(path: Path, records: Iterable[RoundRecord]) -> None:

@@ -1,6 +1,7 @@
 """τ, survival and conditional acceptance from round records, with intervals over prompts.
 
-τ = Σ committed / Σ rounds, pooled. Rounds of one prompt are correlated, so the bootstrap draws prompts, not rounds.
+τ = Σ committed / Σ rounds, pooled; a round that the end of the text cut has accepted one token less than it committed, so that
+τ = 1 + Σ survival holds without exception. Rounds of one prompt are correlated, so the bootstrap draws prompts, not rounds.
 """
 
 import torch

@@ -33,7 +33,8 @@ def lossless(report: Report) -> str:
     text = f"{same} of {report.answers} answers equal plain decoding's, token for token"
     if report.divergences:
         text += f"; {len(report.divergences) - len(bugs)} part at a tie within measured noise, {len(bugs)} for no such reason"
-    return text + (" (NOT LOSSLESS)" if bugs else "")
+    text += " (NOT LOSSLESS)" if bugs else ""
+    return text + (f"; {report.like_transformers} of {report.compared} equal transformers' generate" if report.compared else "")
 
 
 def speed(report: Report) -> list[str]:
@@ -76,7 +77,7 @@ def show(report: Report) -> None:
         print("No draft tree pays on this machine with this drafter: every τ/c(N) is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
-    print(lossless(report) + f".  Distinct 8-grams in the greedy answers: {report.distinct:.0%}.")
+    print(lossless(report) + f".  Distinct 8-grams in the answers at T={next(iter(report.overall))}: {report.distinct:.0%}.")
 
 
 def markdown(report: Report) -> str:

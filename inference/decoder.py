@@ -212,6 +212,7 @@ class Decoder:
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = None  # free the old one first
             self._cache = TreeCache(self.rows, capacity, self.target.device)
+        self._cache.reset()  # a prefill that failed leaves its slots behind
         # Each time: another decoder may have bound the same drafter meanwhile.
         self.drafter.bind(self.target, self.rows, limit)
         return self._cache
@@ -355,6 +356,8 @@ def _told(tree: DraftTree, verdict: Verdict) -> list[_Told]:
 def _settle(request: _Request, told: _Told, limits: _Limits) -> Step:
     """Cut the tokens at the limits and at the first stop token, and move the request on."""
     left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
+    if told.length == 0:
+        raise ValueError("the drafter proposed an empty tree for a row that is decoding; expected size 1 at least: the root alone")
     tokens, reason = told.tokens[: min(left, space)], ""
     stop = next((i for i, token in enumerate(tokens) if token in limits.stops), None)
     if stop is not None:

@@ -79,7 +79,7 @@ class Drafter(Protocol):
     @property
     def max_depth(self) -> int: ...
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
+    def bind(self, target: Any, rows: int, context: int) -> None:
         """Take the target by reference and allocate state for `rows` rows of `context` positions."""
         ...
 

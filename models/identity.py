@@ -57,7 +57,7 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
 
 def config_hash(config: PretrainedConfig) -> str:
     """SHA-256 of the config as canonical JSON, without what does not change the model (see `_VOLATILE`) and without nulls."""
-    return _sha256(_canonical(config.to_dict()))
+    return _sha256(_canonical(config.to_diff_dict()))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import acceptance, generate
-from draftsmith.train import cli, medusa, target
+from draftsmith.train import cli, medusa, recipe, target
 from draftsmith.train.cli import guard
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,12 +76,17 @@ def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     guard(acceptance.main, words)
     report = json.loads(capsys.readouterr().out)
     assert report["answers"] == 8 and not report["divergences"]  # four prompts at two temperatures
+    assert report["like_transformers"] == report["compared"] == 4
     card = (artifact / "README.md").read_text()
     assert "| domain | T | τ |" in card and "Not measured yet" not in card
     assert (artifact / "survival.png").read_bytes().startswith(b"\x89PNG")
     rounds = [json.loads(line) for line in (artifact / "rounds.jsonl").read_text().splitlines()]
     assert sum(r["committed"] for r in rounds if r["temperature"] == 0) == report["overall"]["0"]["tokens"]
-    assert json.loads((artifact / "config.json").read_text())["tree"] == report["tree"]
+    config = json.loads((artifact / "config.json").read_text())
+    assert config["tree"] == report["tree"]
+    guard(acceptance.main, [*words, "--tree", "chain"])
+    assert len(json.loads(capsys.readouterr().out)["tree"]) == 2
+    assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
 
 def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, target_folder, capsys):
@@ -101,10 +106,12 @@ def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, 
 
 
 def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
-    before = (place / "run" / "artifact" / "model.safetensors").read_bytes()
+    artifact = place / "run" / "artifact"
+    before = {file.name: file.read_bytes() for file in artifact.iterdir()}
     train(place, target_folder)
-    assert "resuming from" in capsys.readouterr().out
-    assert (place / "run" / "artifact" / "model.safetensors").read_bytes() == before
+    out = capsys.readouterr().out
+    assert "resuming from" in out and "there already" in out
+    assert {file.name: file.read_bytes() for file in artifact.iterdir()} == before  # measurements included
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,9 @@ def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
         ("data.train={place}/nothing.txt", "nothing.txt' not found"),
         ("data.train={place}/empty.jsonl", "the source is empty or too short"),
         ("data.train={place}/chats.jsonl", "has no chat template"),
+        ("data.train={place}/roles.jsonl", "roles.jsonl:1: expected every message to be an object with `role`"),
+        ("train.betas=[0.9", "override train.betas=[0.9: not a YAML value"),
+        ("train.seed=-1", "greater than or equal to 0"),
         ("data.seq_len=999", "data.seq_len=999 is longer than the target's context of 128"),
         ("target.path={place}/nowhere", "no folder"),
         ("target.path={place}/pickled", "pickle"),
@@ -123,7 +133,8 @@ def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
 )
 def test_a_mistake_in_training_is_one_line_and_writes_nothing(place, target_folder, capsys, override, says):
     (place / "empty.jsonl").write_text("")
-    (place / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n")
+    (place / "chats.jsonl").write_text((json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n") * 20)
+    (place / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "x"}]}) + "\n")
     for name in ("pickled", "mismatched", "cut"):
         shutil.rmtree(place / name, ignore_errors=True)
         shutil.copytree(target_folder, place / name)
@@ -145,6 +156,9 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     artifact = place / "run" / "artifact"
     assert "no folder" in failing(capsys, acceptance.main, [place / "no" / "such"])
     assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", place / "no.jsonl"])
+    assert "expected the folder of a trained drafter" in failing(capsys, generate.main, ["--drafter", "medusa", "x"])
+    for option, value in (("--limit", "0"), ("--nodes", "1"), ("--temperature", "-1"), ("--max-new-tokens", "1")):
+        assert f"{option} {value}" in failing(capsys, acceptance.main, [artifact, f"{option}={value}"]).replace(".0", "")
     long = place / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 500, "id": "endless"}) + "\n")
     assert "'endless' has 500 tokens" in failing(capsys, acceptance.main, [artifact, "--prompts", long])
@@ -167,6 +181,22 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     assert str(other) in line and str(target_folder) in line
 
 
+def test_other_data_does_not_continue_a_run(place, target_folder, capsys):
+    copy, text = place / "again", place / "copy.txt"
+    shutil.copy(place / "text.txt", text)
+    train(place, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
+    text.write_text(text.read_text() + "and more")
+    capsys.readouterr()
+    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}", f"data.train={text}"))
+    assert "was made with data=" in line and "give another train.output" in line
+
+
+def test_a_book_is_one_document_and_is_held_out_in_part(place, target_folder):
+    (place / "book.txt").write_text("It was a dark and stormy night. " * 200)
+    train(place, target_folder, f"train.output={place / 'book'}", f"data.train={place / 'book.txt'}")
+    assert (place / "book" / "artifact" / "model.safetensors").is_file()
+
+
 def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
     copy = place / "copy"
     shutil.copytree(place / "run", copy)
@@ -180,6 +210,10 @@ def test_help_and_unknown_words(capsys):
     def command(*words):
         return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *words], capture_output=True, text=True)
 
+    with pytest.raises(SystemExit) as exit:
+        guard(medusa.main, ["--help"], recipe.usage(medusa.MedusaRecipe, medusa.__doc__))
+    printed = capsys.readouterr().out
+    assert exit.value.code == 0 and "medusa.heads" in printed and "train.output" in printed and "required" in printed
     shown = command("--help")
     assert shown.returncode == 0 and all(word in shown.stdout for word in (*cli.COMMANDS, "accelerate launch"))
     unknown = command("evaluate")

@@ -21,11 +21,11 @@ def record(prompt, committed, accepted, domain="d"):
 
 
 def test_tau_survival_and_conditional_by_hand():
-    records = [record("a", 3, 2), record("a", 1, 0), record("b", 4, 3), record("b", 2, 2)]  # the last round was cut by the end
+    records = [record("a", 3, 2), record("a", 1, 0), record("b", 4, 3), record("b", 2, 1)]  # the last round was cut by the end
     found = summary.acceptance(records, 3)
     assert (found.prompts, found.rounds, found.tokens, found.tau) == (2, 4, 10, 2.5)
-    assert found.survival == (0.75, 0.75, 0.25)
-    assert found.conditional == (0.75, 1.0, pytest.approx(1 / 3))
+    assert found.survival == (0.75, 0.5, 0.25) and found.tau == 1 + sum(found.survival)
+    assert found.conditional == (0.75, pytest.approx(2 / 3), 0.5)
     assert 2.0 <= found.low <= 2.5 <= found.high <= 3.0  # the two prompts' own τ are 2 and 3
 
 
@@ -82,7 +82,9 @@ def test_the_chosen_tree_follows_the_price_of_nodes():
 
 def test_cost_interpolates_and_never_falls():
     c = cost.relative({1: 2.0, 2: 3.0, 4: 2.5, 8: 6.0})
-    assert [c(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [1.0, 1.5, 1.5, 1.5, 2.25, 3.0, 6.0]
+    assert [c(n) for n in (1, 2, 3, 4, 6, 8)] == [1.0, 1.5, 1.5, 1.5, 2.25, 3.0]
+    with pytest.raises(ValueError, match="was not measured"):
+        c(9)
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +151,12 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
 
     target.tokenizer = Tokenizer()
     try:
-        prompts = [Prompt(f"{d}{i}", d, f"{d} number {i}") for d in ("x", "y") for i in range(4)]
+        prompts = [Prompt(f"{d}{i}", d, f"{d} number {i}") for d in ("x", "y") for i in range(4)] + [Prompt("z", "z", "alone")]
         report, rounds = acceptance.evaluate(target, drafter, prompts, max_new_tokens=10, temperatures=[0.0, 1.0], most_nodes=8)
     finally:
         target.tokenizer = None
-    assert set(report.domains) == {"x", "y"} and set(report.overall) == {"0", "1"}
-    assert report.answers == 8 and not report.divergences
+    assert set(report.domains) == {"x", "y", "z"} and set(report.overall) == {"0", "1"}
+    assert report.answers == 10 and not report.divergences and report.like_transformers == report.compared == 5
     assert report.overall["0"].rounds == sum(r.temperature == 0 for r in rounds)
     assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
     assert report.speed["tau"] == report.overall["0"].tau and report.speed["plain_over_transformers"] > 0
@@ -162,5 +164,5 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
     table.show(report)
     printed = capsys.readouterr().out
     assert (report.nodes > 1) == (price == 0.0) == ("No draft tree pays" not in printed)
-    assert "8 of 8 answers equal plain decoding's" in printed and "speedup" in printed
-    assert table.markdown(report).count("\n") == 5
+    assert "10 of 10 answers equal plain decoding's" in printed and "speedup" in printed
+    assert table.markdown(report).count("\n") == 6

@@ -53,16 +53,8 @@ def new_recipe(output, **train):
 
 def run(output, objective=objective, **train):
     model = new_model()
-    loop.fit(new_recipe(output, **train), model, objective, Numbers(), Numbers())
+    loop.fit(new_recipe(output, **train), model, objective, Numbers(), Numbers(), {"data": "numbers"})
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def by_hand(steps=STEPS, batch=8):
@@ -103,7 +95,7 @@ def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
     def interrupted(model, batch):
         nonlocal calls
         calls += model.training
-        if calls == stop + 1:
+        if model.training and calls == stop + 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return objective(model, batch)
 
@@ -144,6 +136,29 @@ def test_another_recipe_does_not_continue_this_run(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match="was made with train.lr=0.05, this run has 0.1; give another train.output"):
         run(tmp_path, lr=0.1)
+    with pytest.raises(ValueError, match="was made with data=numbers, this run has letters"):
+        loop.fit(new_recipe(tmp_path), new_model(), objective, Numbers(), Numbers(), {"data": "letters"})
+
+
+def test_what_a_probe_decided_stays_decided(tmp_path):
+    before = torch.get_num_threads()
+    run(tmp_path, steps=2, schedule="constant")
+    torch.set_num_threads(before + 1)
+    try:
+        run(tmp_path, steps=3, schedule="constant")
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_signals_are_given_back_and_a_second_one_acts(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    run(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(KeyboardInterrupt), loop._Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.caught == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):

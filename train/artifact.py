@@ -9,9 +9,9 @@ from accelerate import PartialState
 from draftsmith.data import corpus
 from draftsmith.data.corpus import Corpus
 from draftsmith.eval import card
-from draftsmith.eval.session import dtype_of
+from draftsmith.eval.session import command, dtype_of
 from draftsmith.inference import machine
-from draftsmith.models.drafter import DrafterModel, new_drafter
+from draftsmith.models.drafter import DrafterModel, load_config, new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.recipe import Recipe, save
 
@@ -46,9 +46,24 @@ def begin(recipe: Recipe, method: str, **architecture: Any) -> tuple[Target, Dra
     return target, drafter, train, valid
 
 
+def facts(target: Target, train: Corpus) -> dict[str, str]:
+    """What a run must find again to be continued: its data and its target."""
+    identity = target.identity
+    return {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
+
+
 def finish(recipe: Recipe, drafter: DrafterModel, target: Target) -> Path:
-    """Write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card without a table yet."""
+    """Write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card without a table yet.
+
+    An artifact of the same steps is left as it is, its measurements with it.
+    """
     folder = Path(recipe.train.output) / "artifact"
+    advice = f"measure it with\n    {command()} eval {folder}"
+    if _steps(folder) == recipe.train.steps:
+        print(f"{folder}: there already; {advice}", flush=True)
+        return folder
+    for name in ("acceptance.json", "rounds.jsonl", "survival.png"):  # of other weights
+        (folder / name).unlink(missing_ok=True)
     drafter.config.training = {
         "positions": recipe.data.seq_len,
         "steps": recipe.train.steps,
@@ -59,5 +74,11 @@ def finish(recipe: Recipe, drafter: DrafterModel, target: Target) -> Path:
     target.tokenizer.save_pretrained(folder)
     save(recipe, folder)
     card.write(folder, drafter.config, None)
-    print(f"{folder}: trained for {recipe.train.steps} steps; measure it with\n    draftsmith eval {folder}", flush=True)
+    print(f"{folder}: trained for {recipe.train.steps} steps; {advice}", flush=True)
     return folder
+
+
+def _steps(folder: Path) -> int | None:
+    if not (folder / "README.md").is_file():  # written last
+        return None
+    return (load_config(folder).training or {}).get("steps")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
-def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int = 2) -> None:
-    """Write `module`, `optimizer` and the loop's `state` as checkpoint `step` below `folder`; keep the newest `keep`."""
+def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int = 2) -> None:
+    """Write `module`, `optimizer` and the loop's state (`facts` and the step) as checkpoint `step` below `folder`; keep the newest `keep`."""
     name = f"step-{step:08d}"
     temporary = folder / f".{name}.part"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -25,7 +25,7 @@ def save(folder: Path, step: int, module: torch.nn.Module, optimizer: torch.opti
     try:
         save_file(_trained(module), temporary / "model.safetensors")
         save_file(_optimizer_tensors(optimizer), temporary / "optimizer.safetensors")
-        (temporary / "state.json").write_text(json.dumps(state | {"step": step}))
+        (temporary / "state.json").write_text(json.dumps(facts | {"step": step}))
         for file in temporary.iterdir():
             _sync(file)
         _sync(temporary)
@@ -53,7 +53,8 @@ def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
     Raises OSError with both sizes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    needed = 3 * (keep + 1) * sum(tensor.nbytes for tensor in _trained(module).values())
+    there = len(list(folder.glob("step-*")))
+    needed = 3 * max(1, keep + 1 - there) * sum(tensor.nbytes for tensor in _trained(module).values())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -67,18 +68,24 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text().strip() if pointer.is_file() else None
 
 
-def load(checkpoint: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore `module` and `optimizer` in place and return the loop's state.
+def state(checkpoint: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint. Raises ValueError, naming the folder and the remedy, where it cannot be read."""
+    try:
+        return json.loads((checkpoint / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise _unreadable(checkpoint, error) from None
+
+
+def load(checkpoint: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore `module` and `optimizer` in place.
 
     Raises ValueError, naming the folder and the remedy, for a checkpoint that is damaged or of another model.
     """
-    remedy = "delete the folder to start again, or restore it"
     try:
-        state = json.loads((checkpoint / "state.json").read_text())
         weights = load_file(checkpoint / "model.safetensors")
         moments = load_file(checkpoint / "optimizer.safetensors")
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {checkpoint} cannot be read ({' '.join(str(error).split())}); {remedy}") from None
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(checkpoint, error) from None
     own = _trained(module)
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
         odd = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
@@ -91,7 +98,11 @@ def load(checkpoint: Path, module: torch.nn.Module, optimizer: torch.optim.Optim
         index, key = name.split(".")
         parameter = parameters[int(index)]
         optimizer.state[parameter][key] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
-    return state
+
+
+def _unreadable(checkpoint: Path, error: Exception) -> ValueError:
+    remedy = "delete the folder to start again, or restore it"
+    return ValueError(f"checkpoint {checkpoint} cannot be read ({' '.join(str(error).split())}); {remedy}")
 
 
 def _trained(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,10 @@ def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | 
     if usage is not None and (not arguments or arguments[0] in ("-h", "--help")):
         print(usage.strip())
         raise SystemExit(0 if arguments else 2)
-    from transformers.utils import logging  # here, so that --help stays quick
+    import torch  # here, so that --help stays quick
+    from jinja2 import TemplateError
+    from safetensors import SafetensorError
+    from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
@@ -38,7 +41,7 @@ def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | 
         raise SystemExit(141) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError, TemplateError, EOFError, torch.OutOfMemoryError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 

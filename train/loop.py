@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftsmith.inference import machine
+from draftsmith.inference.progress import Bar
 from draftsmith.train import checkpoint
 from draftsmith.train import recipe as recipes
-from draftsmith.train.progress import Bar
 from draftsmith.train.recipe import Recipe, TrainSection
 
 Batch = dict[str, Tensor]
@@ -43,6 +43,7 @@ class Rows(Protocol):
     """A data set: a length, and batches by row number."""
 
     def __len__(self) -> int: ...
+
     def batch(self, rows: Tensor) -> Batch: ...
 
 
@@ -90,48 +91,50 @@ def loss_tokens(batch: Batch) -> Tensor:
     return batch["loss_mask"][:, 1:].sum().double()
 
 
-def fit(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, valid: Rows) -> Accelerator:
+def fit(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, valid: Rows, facts: dict[str, Any]) -> Accelerator:
     """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
 
-    Continues from the newest checkpoint there. SIGINT and SIGTERM save and exit with 128 + signal. Returns the Accelerator.
+    Continues from the newest checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
+    the same recipe. SIGINT and SIGTERM save and exit with 128 + signal. Returns the Accelerator.
     """
-    section = recipe.train
-    folder = Path(section.output)
-    precision = machine.precision() if section.precision == "auto" else section.precision
+    section, folder = recipe.train, Path(recipe.train.output)
+    newest = checkpoint.latest(folder / "checkpoints")
+    before = checkpoint.state(newest) if newest else {}
+    # What a probe of a busy machine decided stays decided: other threads or another precision would round differently.
+    torch.set_num_threads(before.get("threads", torch.get_num_threads()))
+    precision = before.get("precision") or (machine.precision() if section.precision == "auto" else section.precision)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bf16" else "no")
     micro, accumulation = _split(section, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = accumulation
     optimizer = _adamw(model, section)
     model.to(accelerator.device)
+    fixed = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision}
+    if newest:
+        _check_same(newest, before, fixed, section)
+        checkpoint.load(newest, model, optimizer)
+    done: int = before.get("step", 0)
     if accelerator.is_main_process:
-        checkpoint.check_room(folder / "checkpoints", model)
-    done = _resume(recipe, folder, model, optimizer, accelerator)
-    module, optimizer = accelerator.prepare(_Step(model, objective), optimizer)
-    caught = _catch_signals()
+        if done < section.steps:
+            checkpoint.check_room(folder / "checkpoints", model)
+        recipes.save(recipe, folder)
+    step_module = _Step(model, objective)
+    module, optimizer = accelerator.prepare(step_module, optimizer)
     log = _Log(folder, accelerator.is_main_process, done)
-
-    def save(step: int) -> None:
-        if accelerator.is_main_process:
-            state = {"recipe": _flat(recipe), "samples": step * section.batch_size}
-            checkpoint.save(folder / "checkpoints", step, model, optimizer, state)
-        accelerator.wait_for_everyone()
-
-    # Saturated softmaxes underflow to denormals, which CPUs multiply in microcode: backward passes up to 1.8 × slower, measured.
-    torch.set_flush_denormal(True)
-    module.train()
-    with Bar("training", section.steps, done, accelerator.is_main_process) as bar:
+    log.say(
+        f"resuming from {newest}" if newest else f"{torch.get_num_threads()} threads, {precision}, {accelerator.num_processes} process(es)"
+    )
+    with _Signals() as signals, Bar("training", section.steps, done, accelerator.is_main_process) as bar:
         for step in range(done, section.steps):
             rows = sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
             total = loss_tokens(train.batch(rows)).item()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(section, step)
-            parts = rows.view(accumulation, accelerator.num_processes, micro)[:, accelerator.process_index]
-            for part in parts:
+            module.train()
+            for part in rows.view(accumulation, accelerator.num_processes, micro)[:, accelerator.process_index]:
                 with accelerator.accumulate(module), accelerator.autocast():
                     loss = module(_to(train.batch(part), accelerator.device))
                     # Accelerate divides by the accumulation steps and DDP by the ranks: undo both, then divide by what counts.
-                    scale = accumulation * accelerator.num_processes / max(total, 1.0)
-                    accelerator.backward(loss.sum * scale)
+                    accelerator.backward(loss.sum * (accumulation * accelerator.num_processes / max(total, 1.0)))
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), section.clip)
                     optimizer.step()
@@ -141,10 +144,12 @@ def fit(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, val
             if (step + 1) % section.log_every == 0 or last:
                 bar.update(step + 1, log.training(step + 1, learning_rate(section, step), accelerator))
             if last or (section.eval_every and (step + 1) % section.eval_every == 0):
-                log.held_out(step + 1, evaluate(module, valid, section, micro, accelerator))
-            stop = _agreed(caught, accelerator)
+                log.held_out(step + 1, evaluate(step_module, valid, section, micro, accelerator))
+            stop = signals.agreed(accelerator)
             if last or stop or (section.save_every and (step + 1) % section.save_every == 0):
-                save(step + 1)
+                if accelerator.is_main_process:
+                    checkpoint.save(folder / "checkpoints", step + 1, model, optimizer, fixed)
+                accelerator.wait_for_everyone()
             if stop:
                 log.say(f"stopped by signal {stop} after step {step + 1}; the same command goes on from there")
                 raise SystemExit(128 + stop)
@@ -152,17 +157,19 @@ def fit(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, val
 
 
 def evaluate(module: nn.Module, valid: Rows, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
-    """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks."""
+    """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks.
+
+    `module` is not wrapped: ranks may have unequal numbers of batches, and DDP would wait for the missing ones.
+    """
     count = min(len(valid), section.eval_batches * micro)
     starts = range(accelerator.process_index * micro, count, accelerator.num_processes * micro)
     module.eval()
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), accelerator.autocast():
-        for start in starts:
+        for start in starts or (0,):  # a rank without rows runs one batch for the names of the metrics, and counts it zero times
             loss = module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device))
             for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
-                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float()
-    module.train()
+                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float() * bool(starts)
     return _means(sums, accelerator)
 
 
@@ -188,28 +195,18 @@ def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
     return micro, accumulation
 
 
-def _resume(recipe: Recipe, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> int:
-    """Restore the newest checkpoint, if there is one; the number of steps it has taken."""
-    newest = checkpoint.latest(folder / "checkpoints")
-    if newest is None:
-        if accelerator.is_main_process:
-            recipes.save(recipe, folder)
-        return 0
-    state = checkpoint.load(newest, model, optimizer)
-    now, then = _flat(recipe), state["recipe"]
-    for key in sorted((now.keys() | then.keys()) - MAY_CHANGE):
-        if now.get(key) != then.get(key):
-            raise ValueError(
-                f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; give another train.output, or delete that folder"
-            )
-    if state["step"] > recipe.train.steps:
-        raise ValueError(
-            f"{newest} is at step {state['step']}, past train.steps={recipe.train.steps}; raise train.steps or give another train.output"
-        )
-    if accelerator.is_main_process:
-        recipes.save(recipe, folder)
-        print(f"resuming from {newest}", flush=True)
-    return state["step"]
+def _check_same(newest: Path, before: dict[str, Any], fixed: dict[str, Any], section: TrainSection) -> None:
+    """Refuse to continue a checkpoint of another recipe, other data or another target, naming the first difference."""
+    for name in ("recipe", "facts"):
+        then, now = before[name], fixed[name]
+        for key in sorted((now.keys() | then.keys()) - MAY_CHANGE):
+            if now.get(key) != then.get(key):
+                raise ValueError(
+                    f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; "
+                    "give another train.output, or delete that folder"
+                )
+    if before["step"] > section.steps:
+        raise ValueError(f"{newest} is at step {before['step']}, past train.steps={section.steps}; raise it or give another train.output")
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
@@ -227,23 +224,27 @@ def _means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float
     return {name: value / weight for name, value in values.items()}
 
 
-def _catch_signals() -> list[int]:
-    caught: list[int] = []
+class _Signals:
+    """Within it the first SIGINT or SIGTERM is noted, for the loop to stop after its step; a second one acts as ever."""
 
-    def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+    def __enter__(self) -> "_Signals":
+        self.caught = 0
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-    return caught
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.caught = number
+        self.__exit__()
 
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
-def _agreed(caught: list[int], accelerator: Accelerator) -> int:
-    """The signal that any rank has caught, 0 if none: all ranks must stop at the same step."""
-    own = caught[0] if caught else 0
-    if accelerator.num_processes == 1:
-        return own
-    return int(cast(Tensor, accelerator.gather(torch.tensor([own], device=accelerator.device))).max())
+    def agreed(self, accelerator: Accelerator) -> int:
+        """The signal that any rank has caught, 0 if none: all ranks must stop at the same step."""
+        if accelerator.num_processes == 1:
+            return self.caught
+        return int(cast(Tensor, accelerator.gather(torch.tensor([self.caught], device=accelerator.device))).max())
 
 
 class _Log:

@@ -18,7 +18,7 @@ from draftsmith.train import artifact, loop
 from draftsmith.train.cli import guard
 from draftsmith.train.loop import Batch, Loss
 from draftsmith.train.losses import chunked_cross_entropy, chunked_kl_heads
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
 class MedusaSection(Section):
@@ -53,8 +53,10 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     if section.distill < 1:
         parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
-    hits = {f"head{k + 1}": loss.hits.sum() for k, loss in enumerate(parts[-1][1])}
-    return Loss(total, loop.loss_tokens(batch), hits)
+    weight = loop.loss_tokens(batch)
+    # Head k has k + 1 fewer tokens to predict in a row than `weight` counts: scaled, hits / weight is its share of them.
+    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / weights[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
+    return Loss(total, weight, hits)
 
 
 def _ahead(rows: Tensor, count: int) -> Tensor:
@@ -67,10 +69,11 @@ def main(arguments: list[str]) -> None:
     target, drafter, train, valid = artifact.begin(
         recipe, "medusa", num_heads=recipe.medusa.heads, num_layers=recipe.medusa.layers, share_head=recipe.medusa.share_head
     )
-    accelerator = loop.fit(recipe, drafter, partial(objective, target=target, section=recipe.medusa), train, valid)
+    facts = artifact.facts(target, train)
+    accelerator = loop.fit(recipe, drafter, partial(objective, target=target, section=recipe.medusa), train, valid, facts)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target)
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], __doc__)
+    guard(main, sys.argv[1:], usage(MedusaRecipe, __doc__))

@@ -3,6 +3,8 @@
 import difflib
 import json
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -50,7 +53,7 @@ class TrainSection(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
     precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
     eval_batches: int = Field(default=8, ge=1)
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
@@ -68,15 +71,24 @@ class Recipe(Section):
 R = TypeVar("R", bound=Recipe)
 
 
-def keys(schema: type[BaseModel]) -> dict[str, str]:
-    """Every `section.key` of a recipe with its description."""
+def keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Every `section.key` of a recipe, with what is known of it."""
     found = {}
     for name, field in schema.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= {f"{name}.{key}": text for key, text in keys(field.annotation).items()}
+            found |= {f"{name}.{key}": inner for key, inner in keys(field.annotation).items()}
         else:
-            found[name] = field.description or ""
+            found[name] = field
     return found
+
+
+def usage(schema: type[Recipe], text: str | None) -> str:
+    """A script's --help: its docstring and every key of its recipe."""
+    lines = []
+    for key, field in keys(schema).items():
+        default = "required" if field.is_required() else f"default {field.default}"
+        lines.append(f"  {key:28} {field.description + '; ' if field.description else ''}{default}")
+    return "\n".join([(text or "").strip(), "", "Keys of the recipe, each of which can follow it as key=value:", *lines])
 
 
 def load(schema: type[R], path: str | Path, overrides: list[str]) -> R:
@@ -90,13 +102,12 @@ def load(schema: type[R], path: str | Path, overrides: list[str]) -> R:
     if not file.is_file():
         shipped = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
         raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {shipped}")
-    values = _flatten(_parse(file))
+    values, known = _flatten(_parse(file)), keys(schema)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r} is not of the form key=value, for example train.steps=20")
-        values[key] = yaml.safe_load(text) if text else None
-    known = keys(schema)
+        values[key] = _value(key, text, known)
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
@@ -114,7 +125,9 @@ def save(recipe: Recipe, folder: Path) -> None:
     """Write the resolved recipe and what it ran on: `recipe.yaml`, `run.json` (argv, git commit, versions)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_flatten(recipe.model_dump(mode="json")), sort_keys=False))
-    commit = subprocess.run(["git", "-C", str(RECIPES), "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    git = shutil.which("git")
+    command = [git or "git", "-C", str(RECIPES), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""
     packages = ("draftsmith", "torch", "transformers", "accelerate", "safetensors")
     run = {
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -124,6 +137,18 @@ def save(recipe: Recipe, folder: Path) -> None:
         "machine": platform.processor() or platform.machine(),
     }
     (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+
+
+def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
+    """What `text` means on the command line: text stays text where the key wants text."""
+    field = known.get(key)
+    if field is not None and field.annotation in (str, str | None):
+        return None if text in ("", "null") else text
+    try:
+        value = yaml.load(text, Loader=_Loader) if text else None
+    except yaml.YAMLError:
+        raise ValueError(f"override {key}={text}: not a YAML value") from None
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _parse(file: Path) -> dict[str, Any]:
@@ -137,7 +162,12 @@ def _parse(file: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 2e-3 as a string; a recipe means a number. A key given twice is an error."""
+    """YAML as a recipe means it: 2e-3 is a number, 2025-11-21 is text, and a key that is given twice is an error."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = [self.construct_object(key, deep) for key, _ in node.value]
@@ -147,21 +177,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}$"), list("-+0123456789"))
+
+
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: _number(value)}
+        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: tuple(value) if isinstance(value, list) else value}
     return flat
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return float(value) if value[:1].isdigit() and "e" in value.lower() else value
-        except ValueError:
-            return value
-    return tuple(_number(item) for item in value) if isinstance(value, list) else value
 
 
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
@@ -171,5 +195,5 @@ def _nest(values: dict[str, Any]) -> dict[str, Any]:
         place = nested
         for section in sections:
             place = place.setdefault(section, {})
-        place[name] = _number(value)
+        place[name] = value
     return nested

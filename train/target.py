@@ -7,23 +7,25 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data import corpus, stdlib
+from draftsmith.data import corpus
 from draftsmith.data.corpus import Corpus
+from draftsmith.inference import machine
+from draftsmith.inference.progress import Bar
 from draftsmith.train import loop
 from draftsmith.train.cli import guard
 from draftsmith.train.loop import Batch, Loss
-from draftsmith.train.progress import Bar
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.losses import chunked_cross_entropy
+from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
 class ArchitectureSection(Section):
@@ -40,24 +42,23 @@ class TargetRecipe(Recipe):
     architecture: ArchitectureSection
 
 
-def objective(model: nn.Module, batch: Batch) -> Loss:
+def objective(model: LlamaForCausalLM, batch: Batch) -> Loss:
     """Next-token cross-entropy."""
-    ids, mask = batch["input_ids"], batch["loss_mask"][:, 1:]
-    logits = model(input_ids=ids).logits[:, :-1]
-    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    hits = (logits.argmax(-1) == ids[:, 1:]) & mask
-    return Loss((losses * mask).sum(), mask.sum(), {"top1": hits.sum()})
+    hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)  # [B·(S−1),H]
+    tokens, mask = batch["input_ids"][:, 1:].flatten(), batch["loss_mask"][:, 1:].flatten()
+    loss = chunked_cross_entropy(hidden, model.lm_head.weight, tokens, mask)
+    return Loss(loss.sum, mask.sum(), {"top1": loss.hits.sum()})
 
 
-def train_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `size` entries from the corpus; `<|endoftext|>` begins, ends and pads."""
+def train_tokenizer(size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` entries from `texts`; `<|endoftext|>` begins, ends and pads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[corpus.SEPARATOR], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator((text for _, text in stdlib.modules("train")), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     end = corpus.SEPARATOR
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
@@ -100,7 +101,7 @@ def bits_per_byte(model: nn.Module, valid: Corpus, tokenizer: PreTrainedTokenize
         for start in range(0, len(valid), 8):
             batch = valid.batch(torch.arange(start, min(start + 8, len(valid))))
             nats += objective(model, batch).sum.item()
-            num_bytes += sum(len(str(tokenizer.decode(row[1:])).encode()) for row in batch["input_ids"])
+            num_bytes += sum(len(str(tokenizer.decode(row[1:], skip_special_tokens=True)).encode()) for row in batch["input_ids"])
             bar.update(start + len(batch["input_ids"]))
     return nats / math.log(2) / num_bytes
 
@@ -108,6 +109,7 @@ def bits_per_byte(model: nn.Module, valid: Corpus, tokenizer: PreTrainedTokenize
 def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float) -> None:
     """README.md beside the weights: what they were trained on, for how long, how good they are, how to make them again."""
     tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     lines = [
         "---",
@@ -122,7 +124,7 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
         "",
         f"- Data: {'the source of the standard library of CPython ' + platform.python_version() if recipe.data.train == 'stdlib' else recipe.data.train}"
         " (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
-        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, fp32, on {os.cpu_count()} CPU cores; stored as bf16.",
+        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, on {device}; stored as bf16.",
         f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
         "- Make it again: `accelerate launch train/target.py recipes/target-tiny.yaml`, then copy `runs/target-tiny/artifact`.",
     ]
@@ -132,17 +134,20 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
 def main(arguments: list[str]) -> None:
     recipe = load(TargetRecipe, arguments[0], arguments[1:])
     output = Path(recipe.train.output)
+    machine.threads()
     saved = output / "tokenizer"
     data = recipe.data
     with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
         if not saved.is_dir():
-            train_tokenizer(recipe.architecture.vocab_size).save_pretrained(saved)
+            texts = (str(text) for text in corpus.documents(data.train, "train", whole=bool(data.valid)))
+            train_tokenizer(recipe.architecture.vocab_size, texts).save_pretrained(part := output / "tokenizer.part")
+            part.rename(saved)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
         train, valid = (corpus.load(data.train, data.valid, part, tokenizer, data.seq_len, data.cache) for part in ("train", "valid"))
     model = build(recipe, tokenizer)
     if recipe.architecture.compile:
-        model.compile()
-    accelerator = loop.fit(recipe, model, objective, train, valid)
+        model.model.compile()
+    accelerator = loop.fit(recipe, model, objective, train, valid, {"data": train.key})
     if not accelerator.is_main_process:
         return
     artifact = output / "artifact"
@@ -156,4 +161,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], __doc__)
+    guard(main, sys.argv[1:], usage(TargetRecipe, __doc__))

@@ -1,4 +1,4 @@
-"""Peak memory and time of the chunked losses beside the plain ones: python -m draftsmith.eval.bench_losses
+"""Peak memory and time of the chunked losses beside the plain ones: python -m draftsmith.train.bench_losses
 
 Each measurement is a process of its own, forms alternating: the peak is what the loss adds to the resident set of that process
 (on a GPU: to the allocator's), inputs not counted; the gradient of the head's weight is, in both forms.
@@ -73,7 +73,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {form: [] for form in FORMS}
         for _ in range(options.repeats):
             for form in FORMS:
-                command = [sys.executable, "-m", "draftsmith.eval.bench_losses", *arguments, "--worker", loss, form]
+                command = [sys.executable, "-m", "draftsmith.train.bench_losses", *arguments, "--worker", loss, form]
                 output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 runs[form].append(json.loads(output.splitlines()[-1]))
         median = {form: {key: statistics.median(run[key] for run in runs[form]) for key in runs[form][0]} for form in FORMS}
