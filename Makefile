@@ -11,7 +11,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 .PHONY: quickstart test lint set-up
 
 quickstart: $(READY)
-	$(BIN)/accelerate launch train/medusa.py recipes/medusa-tiny.yaml
+	$(BIN)/accelerate launch -q --config_file recipes/accelerate-one.yaml train/medusa.py recipes/medusa-tiny.yaml
 	$(BIN)/draftsmith eval runs/medusa-tiny/artifact --limit 12 --max-new-tokens 64
 
 test: $(READY)
@@ -30,7 +30,9 @@ $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; give another one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 ifdef CPU_ONLY
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0+cpu' || $(BIN)/pip install -q 'torch==2.13.0+cpu' --index-url $(CPU_INDEX)
+	@echo "installing torch (CPU build) and the rest; two minutes or so"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0+cpu' 2>/dev/null \
+	  || $(BIN)/pip install -q 'torch==2.13.0+cpu' --index-url $(CPU_INDEX) || $(BIN)/pip install -q 'torch==2.13.0'
 else
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0'
 endif

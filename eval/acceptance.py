@@ -23,7 +23,7 @@ from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import card, cost, plot, session, table, trees
 from draftsmith.eval.lossless import compare
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, distinct_ngrams, rank_of, write_jsonl
+from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, distinct_ngrams, rank_of, write_positions, write_rounds
 from draftsmith.eval.summary import acceptance
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.progress import Bar
@@ -53,8 +53,8 @@ def evaluate(
     most_nodes: int,
     tree: list[list[int]] | None = None,
     largest: bool = False,
-) -> tuple[Report, list[RoundRecord]]:
-    """The report of `drafter` on `prompts`, and its round records.
+) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
+    """The report of `drafter` on `prompts`, its round records and (where the tree was chosen) position records.
 
     `tree` fixes the draft tree. Otherwise half of the prompts choose it, the other half is reported: the best by τ/c(N), or with
     `largest` the best of `most_nodes` nodes.
@@ -64,6 +64,7 @@ def evaluate(
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
     seconds = cost.measure(target, context, most_nodes)
     by_nodes: list[dict[str, float]] = []
+    records: list[PositionRecord] = []
     if tree is None:
         records = positions(target, drafter, choosing + reporting, max_new_tokens)
         chosen_on, reported_on = records[: len(choosing)], records[len(choosing) :]
@@ -85,7 +86,7 @@ def evaluate(
             for domain in dict.fromkeys(case.prompt.domain for case in reporting):
                 report.domains[domain] = acceptance([record for record in found if record.domain == domain], drafter.max_depth)
             report.speed = _speed(seconds_by, found, report.overall[f"{temperature:g}"].tau)
-    return report, rounds
+    return report, rounds, records
 
 
 def positions(target: Target, drafter: DrafterModel, cases: list[Case], max_new_tokens: int) -> list[PositionRecord]:
@@ -274,7 +275,7 @@ def main(arguments: list[str]) -> None:
     target, drafter = session.open_pair(options.target, options.drafter, options.dtype, options.trust_remote_code)
     assert drafter is not None
     fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.depth_limit + 1)]}
-    report, rounds = evaluate(
+    report, rounds, records = evaluate(
         target,
         drafter,
         prompts,
@@ -290,21 +291,24 @@ def main(arguments: list[str]) -> None:
         table.show(report)
     folder = Path(options.drafter)
     if folder.is_dir() and options.tree == "best":
-        _keep(folder, drafter, report, rounds)
+        _keep(folder, drafter, report, rounds, records)
         if not options.json:
-            print(f"\nWritten to {folder}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, survival.png")
+            print(
+                f"\nWritten to {folder}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
+            )
             print(f'Try it:  {session.command()} generate --drafter {folder} --show-accepted "def parse_"')
     if any(parted.verdict == "bug" for parted in report.divergences):
         raise SystemExit(1)
 
 
-def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[RoundRecord]) -> None:
+def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[RoundRecord], records: list[PositionRecord]) -> None:
     """Write the measurements and the chosen tree into the artifact; the rest of its config stays as it is."""
     config = json.loads((folder / "config.json").read_text()) | {"tree": report.tree}
     part = folder / "config.json.part"
     part.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     part.replace(folder / "config.json")
-    write_jsonl(folder / "rounds.jsonl", rounds)
+    write_rounds(folder / "rounds.jsonl", rounds)
+    write_positions(folder / "positions.jsonl", records)
     (folder / "acceptance.json").write_text(as_json(report) + "\n")
     plot.survival(report, folder / "survival.png")
     card.write(folder, drafter.config, report)

@@ -106,8 +106,18 @@ def as_json(report: Report) -> str:
     return json.dumps(fields, allow_nan=False)
 
 
-def write_jsonl(path: Path, records: Iterable[RoundRecord]) -> None:
+def write_rounds(path: Path, records: Iterable[RoundRecord]) -> None:
+    """One JSON line for each round."""
     path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+
+
+def write_positions(path: Path, records: Iterable[PositionRecord]) -> None:
+    """One JSON line for each prompt: ranks and log-probabilities [S][K]; null where the text had ended."""
+    with path.open("w") as file:
+        for record in records:
+            logs = [[round(log, 4) if math.isfinite(log) else None for log in row] for row in record.log_probs.tolist()]
+            row = {"prompt": record.prompt, "domain": record.domain, "ranks": record.ranks.tolist(), "log_probs": logs}
+            file.write(json.dumps(row) + "\n")
 
 
 def distinct_ngrams(texts: list[list[int]], n: int = 8) -> float:

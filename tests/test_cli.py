@@ -81,6 +81,8 @@ def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     assert "| domain | T | τ |" in card and "Not measured yet" not in card
     assert (artifact / "survival.png").read_bytes().startswith(b"\x89PNG")
     rounds = [json.loads(line) for line in (artifact / "rounds.jsonl").read_text().splitlines()]
+    positions = [json.loads(line) for line in (artifact / "positions.jsonl").read_text().splitlines()]
+    assert len(positions) == 8 and all(len(row["ranks"]) == len(row["log_probs"]) > 0 for row in positions)
     assert sum(r["committed"] for r in rounds if r["temperature"] == 0) == report["overall"]["0"]["tokens"]
     config = json.loads((artifact / "config.json").read_text())
     assert config["tree"] == report["tree"]

@@ -152,7 +152,7 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
     target.tokenizer = Tokenizer()
     try:
         prompts = [Prompt(f"{d}{i}", d, f"{d} number {i}") for d in ("x", "y") for i in range(4)] + [Prompt("z", "z", "alone")]
-        report, rounds = acceptance.evaluate(target, drafter, prompts, max_new_tokens=10, temperatures=[0.0, 1.0], most_nodes=8)
+        report, rounds, records = acceptance.evaluate(target, drafter, prompts, max_new_tokens=10, temperatures=[0.0, 1.0], most_nodes=8)
     finally:
         target.tokenizer = None
     assert set(report.domains) == {"x", "y", "z"} and set(report.overall) == {"0", "1"}
@@ -160,6 +160,7 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
     assert report.overall["0"].rounds == sum(r.temperature == 0 for r in rounds)
     assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
     assert report.speed["tau"] == report.overall["0"].tau and report.speed["plain_over_transformers"] > 0
+    assert len(records) == 9 and all(record.ranks.shape == (10, 3) for record in records)
     assert [row["nodes"] for row in report.by_nodes] == [2, 4, 8]
     table.show(report)
     printed = capsys.readouterr().out

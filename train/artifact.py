@@ -62,7 +62,7 @@ def finish(recipe: Recipe, drafter: DrafterModel, target: Target) -> Path:
     if _steps(folder) == recipe.train.steps:
         print(f"{folder}: there already; {advice}", flush=True)
         return folder
-    for name in ("acceptance.json", "rounds.jsonl", "survival.png"):  # of other weights
+    for name in ("acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"):  # of other weights
         (folder / name).unlink(missing_ok=True)
     drafter.config.training = {
         "positions": recipe.data.seq_len,
