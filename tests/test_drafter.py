@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,8 +152,24 @@ def test_architectures_are_found_by_file_name(target, artifact):
         load_drafter(artifact)
 
 
-def test_the_hub_surface_is_transformers_own():
-    assert DrafterModel.push_to_hub is not None and DrafterModel.save_pretrained.__module__.startswith("transformers")
+def test_what_push_to_hub_uploads_is_the_artifact(target, tmp_path, monkeypatch):
+    uploaded = {}
+
+    def upload(self, working_dir, repo_id, *_args, **_options):
+        uploaded[repo_id] = {file.name: file.read_bytes() for file in Path(working_dir).iterdir()}
+
+    class Hub:
+        repo_id = "someone/drafter"
+        save = create_repo = lambda self, *_args, **_options: self
+
+    monkeypatch.setattr(DrafterModel, "_upload_modified_files", upload)
+    for name in ("hf_api", "create_repo", "create_and_tag_model_card"):  # the first by transformers 5.23, the second by 5.17
+        monkeypatch.setattr(f"transformers.utils.hub.{name}", lambda *_args, **_options: Hub(), raising=False)
+    drafter = new_drafter("medusa", target, num_heads=2)
+    drafter.push_to_hub("someone/drafter")
+    assert set(uploaded["someone/drafter"]) == {"config.json", "model.safetensors"}
+    drafter.save_pretrained(tmp_path)
+    assert uploaded["someone/drafter"]["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("depth", [1, 4, 5, 20])
