@@ -6,12 +6,14 @@ READY := $(VENV)/.ready
 
 # Without a GPU take the CPU build of torch: the other one brings several GB of CUDA libraries.
 CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname -s))),,yes)
+# Two processes of one thread beat one of two on small matrices.
+LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: quickstart test lint set-up
 
 quickstart: $(READY)
-	$(BIN)/accelerate launch -q --config_file recipes/accelerate-one.yaml train/medusa.py recipes/medusa-tiny.yaml
+	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml
 	$(BIN)/draftsmith eval runs/medusa-tiny/artifact --limit 12 --max-new-tokens 64
 
 test: $(READY)
