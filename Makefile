@@ -13,8 +13,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 .PHONY: quickstart test lint set-up
 
 quickstart: $(READY)
-	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml
-	$(BIN)/draftsmith eval runs/medusa-tiny/artifact --limit 12 --max-new-tokens 64
+	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
+	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
 test: $(READY)
 	$(BIN)/ruff check .
