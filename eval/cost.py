@@ -14,7 +14,7 @@ from draftsmith.models.target import Target
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
-def measure(target: Target, context: int, most: int, repeats: int = 7) -> dict[int, float]:
+def measure(target: Target, context: int, most: int, repeats: int = 25) -> dict[int, float]:
     """Median seconds of forward + head for N in SIZES up to `most`, one row at context length C, sizes in alternation."""
     sizes = [size for size in SIZES if size < most] + [most]
     context = min(context, target.max_positions - 1)
