@@ -1,7 +1,8 @@
 """Attention of tree nodes over a ragged cache, plugged into transformers under the name "tree".
 
 No mask is registered for that name, so transformers hands every layer None and the data come through **kwargs as
-`tree_attention`. Letters: B rows · N queries · R = reach + N keys · G query heads per KV head.
+`tree_attention`. Letters: B rows · N queries · M slots after the committed ones (N, and what was drafted before) · R = reach + M keys ·
+G query heads per KV head.
 """
 
 import weakref
@@ -30,18 +31,24 @@ _PACK_BELOW = 9
 class TreeAttention:
     """What one forward needs to know; its masks are made once and shared by the layers.
 
-    A node sees the committed slots of its row and, of the slots written by this forward, its ancestors and itself (tree) or
-    those up to its own (causal chunk). Sliding windows compare positions, length + depth, never slots.
+    A node sees the committed slots of its row and, of the M slots after them, its ancestors and itself (tree) or those up to its
+    own (causal chunk). Sliding windows compare positions, length + depth, never slots.
     """
 
-    def __init__(self, cache: TreeCache, depth: Tensor, visible: Tensor | None) -> None:
-        """depth [B,N] int64; visible [B,N,N] bool, or None for a causal chunk, where depth is 0 … N−1."""
+    def __init__(
+        self, cache: TreeCache, depth: Tensor, visible: Tensor | None, key_depth: Tensor | None = None, open: bool = False
+    ) -> None:
+        """depth [B,N] int64; visible [B,N,M] bool, or None for a causal chunk, where depth is 0 … N−1; key_depth [B,M], depth by default;
+        open: the host knows that visible is true everywhere."""
         self.length = cache.current  # [B]
         self.reach = cache.reach
         self.exact = cache.exact
         self.depth = depth
         self.visible = visible
+        self.key_depth = depth if key_depth is None else key_depth
         self.nodes = depth.shape[1]
+        self.span = self.key_depth.shape[1]
+        self.open = open or self.span == 1
         self._masks: dict[Any, Tensor | None] = {}
 
     @classmethod
@@ -64,9 +71,9 @@ class TreeAttention:
 
         window: query and key less than `window` positions apart; None for no limit.
         """
-        if window is not None and self.reach + self.nodes <= window:
+        if window is not None and self.reach + self.span <= window:
             window = None
-        if window is None and self.exact and self.nodes == 1:
+        if window is None and self.exact and self.open:
             return None
         key = (window, copies, dtype, device)
         if key not in self._masks:
@@ -79,14 +86,14 @@ class TreeAttention:
         if self.exact and window is None and self.visible is not None:
             prefix = self.visible.new_ones(*self.depth.shape, self.reach)
             return torch.cat((prefix, self.visible), -1)
-        relative = torch.arange(self.reach + self.nodes, device=self.length.device) - self.length[:, None]  # [B,R]; node j is at j
+        relative = torch.arange(self.reach + self.span, device=self.length.device) - self.length[:, None]  # [B,R]; node j is at j
         if self.visible is None:
             key_depth = relative
             allowed = relative[:, None, :] <= self.depth[:, :, None]
         else:
-            prefix, node = relative < 0, relative.clamp(0, self.nodes - 1)
-            key_depth = torch.where(prefix, relative, self.depth.gather(1, node))
-            seen = self.visible.gather(2, node[:, None, :].expand(-1, self.nodes, -1)) & (relative < self.nodes)[:, None, :]
+            prefix, node = relative < 0, relative.clamp(0, self.span - 1)
+            key_depth = torch.where(prefix, relative, self.key_depth.gather(1, node))
+            seen = self.visible.gather(2, node[:, None, :].expand(-1, self.nodes, -1)) & (relative < self.span)[:, None, :]
             allowed = prefix[:, None, :] | seen
         if window is not None:
             allowed = allowed & (self.depth[:, :, None] - key_depth[:, None, :] < window)
@@ -129,7 +136,7 @@ def tree_attention_forward(
         raise ValueError(f"got a mask or position bias from {name}; expected none; this architecture cannot be tree-verified")
     batch, heads, nodes, _ = query.shape
     groups = heads // key.shape[1]
-    assert key.shape[2] == tree_attention.reach + nodes, "keys must come from the TreeCache of the same forward"
+    assert key.shape[2] == tree_attention.reach + tree_attention.span, "keys must come from the TreeCache of the same forward"
     if sliding_window is _UNSET:
         if module not in _WINDOWS:
             _WINDOWS[module] = _window(module)  # once: reading a config is slow

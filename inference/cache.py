@@ -33,7 +33,7 @@ class TreeCache(Cache):
     them at the start, and writes query j of a row at slot length + j.
 
     The bound is exact as long as every commit and advance is told the counts; `exact` says that and that the selected rows
-    are equally long.
+    are equally long. A draft model writes its tree level by level: `drafted` slots after each row's length hold earlier levels.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -63,7 +63,8 @@ class TreeCache(Cache):
         bounds = [self._bound[row] for row in self.selected]
         self.reach = max(bounds)
         self.exact = min(bounds) == self.reach and all(self._sure[row] for row in self.selected)
-        self._slots: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.drafted = 0
+        self._slots: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest selected row; rows are ragged, so models must be given position_ids."""
@@ -73,7 +74,7 @@ class TreeCache(Cache):
         raise ValueError("a mask was asked of TreeCache; it works with tree attention only; run inside `with tree_attention(model)`")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys [B,heads,N,dim] and values [B,heads,N,dim'], return views of the first reach + N slots.
+        """Write keys [B,heads,N,dim] and values [B,heads,N,dim'], return views of the first reach + drafted + N slots.
 
         Raises:
             ValueError: the context is full, or the batch is not the selected rows.
@@ -81,9 +82,9 @@ class TreeCache(Cache):
         count, nodes = key_states.shape[0], key_states.shape[2]
         if count != len(self.selected):
             raise ValueError(f"got a batch of {count} rows; expected the {len(self.selected)} selected ones; call select first")
-        if self.reach + nodes > self.capacity:
+        if self.reach + self.drafted + nodes > self.capacity:
             raise ValueError(
-                f"the context is full: got {nodes} tokens after {self.reach} cached ones, expected at most {self.capacity} slots; "
+                f"the context is full: got {nodes} tokens after {self.reach + self.drafted} cached ones, expected at most {self.capacity} slots; "
                 "give a larger context"
             )
         store = self._stores.get(layer_idx)
@@ -99,13 +100,13 @@ class TreeCache(Cache):
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         nodes = states.shape[2]
         if self.exact and self._range is not None:
-            first, count = self._range
-            buffer[first : first + count, :, self.reach : self.reach + nodes] = states
+            (first, count), start = self._range, self.reach + self.drafted
+            buffer[first : first + count, :, start : start + nodes] = states
             return
         heads = states.shape[1]
-        key = (nodes, heads, states.device)
+        key = (nodes, heads, self.drafted, states.device)
         if key not in self._slots:
-            offsets = torch.arange(nodes, device=self.length.device)
+            offsets = torch.arange(self.drafted, self.drafted + nodes, device=self.length.device)
             self._slots[key] = self._flat(self.current[:, None] + offsets, heads).to(states.device)
         buffer.view(-1, buffer.shape[3]).index_copy_(0, self._slots[key], states.reshape(-1, states.shape[3]))
 
@@ -115,7 +116,7 @@ class TreeCache(Cache):
         return ((self._index[:, None, None] * heads + head) * self.capacity + slots[:, None, :]).flatten()
 
     def _read(self, buffer: Tensor, nodes: int) -> Tensor:
-        end = self.reach + nodes
+        end = self.reach + self.drafted + nodes
         if self._range is not None:
             first, count = self._range
             return buffer[first : first + count, :, :end]
@@ -129,29 +130,36 @@ class TreeCache(Cache):
             self._bound[row] += count
         self._changed()
 
+    def draft(self, count: int) -> None:
+        """Leave the slots just written where they are; the next forward writes after them. Until the rows' lengths change."""
+        self.drafted += count
+
     def commit(self, verdict: "Verdict", kept: Sequence[int] | None = None, in_place: bool = False) -> None:
         """Keep the accepted path: its K/V move to the first slots after each row's length, which grows by verdict.length.
 
         kept: verdict.length where the host knows it, which keeps the bound exact; else the bound grows by P.
         in_place: the host knows that every path is 0, 1, 2, …, so that nothing has to move.
         """
-        path = verdict.path
-        if not in_place and path.shape[1] > 1:
-            self._move(path)
+        # The root stays where it is.
+        self.keep(verdict.path[:, 1:], verdict.length, kept, in_place or verdict.path.shape[1] == 1, first=1)
+
+    def keep(self, slots: Tensor, count: Tensor, kept: Sequence[int] | None = None, in_place: bool = False, first: int = 0) -> None:
+        """Slot slots[b,j] after a row's length moves to slot first + j, −1 stays; the length grows by count [B]. slots[b,j] ≥ first + j."""
+        if not in_place:
+            self._move(slots, first)
         if self._all:
-            self.length += verdict.length
+            self.length += count
         else:
-            self.length.index_add_(0, self._index, verdict.length)
+            self.length.index_add_(0, self._index, count)
         for place, row in enumerate(self.selected):
-            self._bound[row] += path.shape[1] if kept is None else kept[place]
+            self._bound[row] += first + slots.shape[1] if kept is None else kept[place]
             self._sure[row] = self._sure[row] and kept is not None
         self._changed()
 
-    def _move(self, path: Tensor) -> None:
-        # Slot length + path[j] goes to length + j. The root (j = 0) stays; where the path has ended a slot is copied onto itself.
-        step = torch.arange(1, path.shape[1], device=path.device)
-        accepted = path[:, 1:]
-        source = self.current[:, None] + torch.where(accepted < 0, step, accepted)
+    def _move(self, slots: Tensor, first: int) -> None:
+        step = torch.arange(first, first + slots.shape[1], device=slots.device)
+        # Where the path has ended a slot is copied onto itself.
+        source = self.current[:, None] + torch.where(slots < 0, step, slots)
         target = self.current[:, None] + step
         indices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         for store in self._stores.values():

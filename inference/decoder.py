@@ -4,7 +4,7 @@ Plain decoding is this loop with the drafter `Plain`; no other loop exists. Lett
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, Target, TargetOutput
+from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput
+from draftsmith.inference.governor import Governor
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import Verdict, draw, judge
+from draftsmith.inference.verify import Told, Verdict, verify
 
 __all__ = ["Completion", "Decoder", "Round", "Step"]
 
@@ -77,7 +78,8 @@ class Decoder:
 
     rows: sequences in flight · context: prompt and answer together, at most; None takes what the prompts and max_new_tokens
     of each call need · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise around the parts of a round so
-    that their times are true (the loop itself reads the device once per round).
+    that their times are true (the loop itself reads the device once per round) · governor: decides how deep to draft; without one
+    every round drafts as deep as the drafter can.
 
     Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
 
@@ -94,6 +96,7 @@ class Decoder:
         context: int | None = None,
         chunk: int = 256,
         timed: bool = False,
+        governor: Governor | None = None,
     ) -> None:
         for name, value in (("rows", rows), ("context", context), ("chunk", chunk)):
             if value is not None and value < 1:
@@ -107,9 +110,12 @@ class Decoder:
         self.context = context
         self.chunk = chunk
         self.timed = timed and target.device.type == "cuda"
+        self.governor = governor
         self.target_forwards = self.prefill_chunks = self.rounds = 0
         self.prefill_s = 0.0
         self._cache: TreeCache | None = None
+        self._bare: DraftTree | None = None
+        self._depth = 0  # K of the drafter, as bound
         self._busy = False
 
     def generate(
@@ -215,6 +221,9 @@ class Decoder:
         self._cache.reset()  # a prefill that failed leaves its slots behind
         # Each time: another decoder may have bound the same drafter meanwhile.
         self.drafter.bind(self.target, self.rows, limit)
+        self._depth = self.drafter.max_depth
+        if self.governor:
+            self.governor.bind(self._depth)
         return self._cache
 
     def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> None:
@@ -261,7 +270,7 @@ class Decoder:
         if self.drafter.taps and not taps:
             taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
         out = NodeOutput(features, torch.cat(taps, 1) if taps else None)
-        self.drafter.start(torch.tensor(rows, device=self.target.device), prompts, out)
+        self.drafter.start(rows, prompts, out)
 
     def _batch(self, cache: TreeCache, live: list[_Request]) -> "_Batch":
         """Put the live rows on the device and select them in the cache."""
@@ -275,9 +284,12 @@ class Decoder:
         return self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.drafter.taps)
 
     def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: "_Limits") -> list[Step]:
-        drafter, depth = self.drafter, self.drafter.max_depth
+        drafter, governor = self.drafter, self.governor
+        rows = cache.selected
         begin = self._clock()
-        tree = drafter.propose(batch.rows, batch.root)
+        depth = min(self._depth, governor.depth(rows)) if governor else self._depth
+        ask = Ask(rows, batch.rows, batch.root, cache.current, batch.request, sampling, depth)
+        tree = drafter.propose(ask) if depth else self._root_alone(batch.root)
         proposed = self._clock()
         attention = TreeAttention.tree(cache, tree)
         positions = attention.positions()
@@ -285,24 +297,32 @@ class Decoder:
             # Nodes past the last position yield only tokens past the limit, but their index must exist.
             positions = positions.clamp(max=self.target.max_positions - 1)
         out = self._forward(tree.tokens, positions, cache, attention)
-        y = draw(self.target.logits(out.hidden), tree.depth, sampling, batch.request, cache.current, depth)
-        verdict = judge(tree, y, depth)
-        told = _told(tree, verdict)
+        verdict = _verify(tree, self.target.logits(out.hidden), ask)
+        told = verdict.told(tree)
         verified = self._clock()
-        drafter.accept(tree, verdict, NodeOutput(out.hidden, out.taps, y if sampling.greedy else None), batch.rows)
+        drafter.accept(ask, tree, verdict, NodeOutput(out.hidden, out.taps))
         accepted = self._clock()
         cache.commit(verdict, [row.length for row in told], all(row.in_place for row in told))
         batch.root = verdict.next_token
         steps = [_settle(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
         self.rounds += 1
         draft_s, verify_s = proposed - begin + accepted - verified, verified - proposed
-        other_s = self._clock() - begin - draft_s - verify_s
+        total = self._clock() - begin
         for step in steps:
-            step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, other_s
+            step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, total - draft_s - verify_s
+        if governor:
+            governor.learn(rows, told, total)
         return steps
 
+    def _root_alone(self, root: Tensor) -> DraftTree:
+        if self._bare is None or self._bare.tokens.shape[0] != root.shape[0]:
+            self._bare = DraftTree.root(root)
+        return replace(self._bare, tokens=root[:, None])
+
     def _release(self, cache: TreeCache, rows: list[int]) -> None:
-        self.drafter.drop(torch.tensor(rows, device=self.target.device))
+        self.drafter.drop(rows)
+        if self.governor:
+            self.governor.drop(rows)
         cache.reset(rows)
 
     def _clock(self) -> float:
@@ -328,32 +348,14 @@ class _Batch:
     root: Tensor
 
 
-@dataclass(slots=True)
-class _Told:
-    """What the host learns of one row: verdict length, tree size, whether the path is 0, 1, 2, …, and the emitted tokens."""
-
-    length: int
-    size: int
-    in_place: bool
-    tokens: list[int]
+def _verify(tree: DraftTree, logits: Tensor, ask: Ask) -> Verdict:
+    """On the device of the head, which need not be that of the first layer."""
+    there, here = logits.device, ask.root.device
+    verdict = verify(tree.to(there), logits, ask.sampling, ask.request.to(there), ask.position.to(there), ask.depth)
+    return verdict if there == here else Verdict(verdict.path.to(here), verdict.length.to(here), verdict.next_token.to(here))
 
 
-def _told(tree: DraftTree, verdict: Verdict) -> list[_Told]:
-    """The round's one transfer from device to host."""
-    path = verdict.path
-    width = path.shape[1]
-    heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
-    if width == 1:
-        return [_Told(length, size, True, [token]) for length, size, token in torch.cat(heads, 1).tolist()]
-    kept = tree.tokens.gather(1, path.clamp(min=0))
-    told = []
-    for length, size, token, *rest in torch.cat((*heads, path, kept), 1).tolist():
-        in_place = rest[:length] == list(range(length))
-        told.append(_Told(length, size, in_place, rest[width + 1 : width + length] + [token]))
-    return told
-
-
-def _settle(request: _Request, told: _Told, limits: _Limits) -> Step:
+def _settle(request: _Request, told: Told, limits: _Limits) -> Step:
     """Cut the tokens at the limits and at the first stop token, and move the request on."""
     left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
     if told.length == 0:

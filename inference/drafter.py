@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["Drafter", "NodeOutput", "Plain", "Target", "TargetOutput"]
+__all__ = ["Ask", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput"]
 
 
 @dataclass(slots=True)
@@ -27,11 +28,25 @@ class TargetOutput:
 
 @dataclass(slots=True)
 class NodeOutput:
-    """What a drafter sees of a forward: hidden [B,N,H], taps [B,N,T,H] or None, argmax [B,N] (greedy decoding only) or None."""
+    """What a drafter sees of a forward: hidden [B,N,H], taps [B,N,T,H] or None."""
 
     hidden: Tensor
     taps: Tensor | None = None
-    argmax: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Ask:
+    """What a round asks for: rows, B of them, on the host, and `index` [B], the same on the device · root [B], the last committed
+    tokens · position [B], their absolute index · request [B], noise keys · sampling, which says how children are to be chosen ·
+    depth: draft no deeper than this (at least 1)."""
+
+    rows: list[int]
+    index: Tensor
+    root: Tensor
+    position: Tensor
+    request: Tensor
+    sampling: Sampling
+    depth: int
 
 
 class Target(Protocol):
@@ -83,24 +98,25 @@ class Drafter(Protocol):
         """Take the target by reference and allocate state for `rows` rows of `context` positions."""
         ...
 
-    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
-        """Rows [R] begin. The cache holds prompt[:-1]; node 0 of the first tree is prompt[-1].
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        """These R rows begin. The cache holds prompt[:-1]; node 0 of the first tree is prompt[-1].
 
         `out` is [R,S−1,·], S the longest of these prompts, and row r is valid for len(prompts[r]) − 1 positions: none for a
         prompt of one token, for which feature drafters propose the root only.
         """
         ...
 
-    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
-        """rows [B], root [B] (last committed tokens) -> the trees of this round; node 0 is the root."""
+    def propose(self, ask: Ask) -> DraftTree:
+        """The trees of this round for the rows asked for; node 0 is the root."""
         ...
 
-    def accept(self, tree: DraftTree, verdict: "Verdict", out: NodeOutput, rows: Tensor) -> None:
-        """Learn what was kept of the tree proposed for rows [B]; `out` holds all N nodes."""
+    def accept(self, ask: Ask, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
+        """Learn what was kept of `tree`, the one proposed or, where the decoder did not ask, the root alone. `out` holds all N
+        nodes; `verdict.told(tree)` is on the host already."""
         ...
 
-    def drop(self, rows: Tensor) -> None:
-        """Rows [R] ended; their state is free."""
+    def drop(self, rows: list[int]) -> None:
+        """These rows ended; their state is free."""
         ...
 
 
@@ -113,19 +129,16 @@ class Plain:
     max_depth = 0
 
     def bind(self, target: Target, rows: int, context: int) -> None:
-        self._shape: DraftTree | None = None
-
-    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
-    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
-        if self._shape is None or self._shape.tokens.shape[0] != root.shape[0]:
-            self._shape = DraftTree.root(root)
-        shape = self._shape
-        return DraftTree(root[:, None], shape.parents, shape.size, shape.depth, shape.ancestors, None, shape.visible())
-
-    def accept(self, tree: DraftTree, verdict: "Verdict", out: NodeOutput, rows: Tensor) -> None:
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
-    def drop(self, rows: Tensor) -> None:
+    def propose(self, ask: Ask) -> DraftTree:
+        return DraftTree.root(ask.root)
+
+    def accept(self, ask: Ask, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
+        pass
+
+    def drop(self, rows: list[int]) -> None:
         pass

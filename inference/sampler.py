@@ -5,11 +5,12 @@ Letters: V vocabulary. `...` is any batch shape, the same for all arguments.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Sampling", "gumbel", "philox", "sample", "warp"]
+__all__ = ["RULES", "Rule", "Sampling", "gumbel", "philox", "sample", "uniform", "warp"]
 
 _MASK = 0xFFFFFFFF
 # Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.2.
@@ -18,17 +19,38 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 # Fourth counter word: what the number is for. A draw of the target must share no number with other uses.
-PURPOSE_TOKEN = 0
+PURPOSE_TOKEN, PURPOSE_DRAFT, PURPOSE_COIN = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """children: how a drafter chooses the children of a node. top: its best tokens · coupled: its best with the target's own noise
+    added, so that agreement is likelier · drawn: samples of its law q without replacement · replaced: with replacement."""
+
+    children: Literal["top", "coupled", "drawn", "replaced"]
+    lossless: bool
+    about: str
+
+
+RULES = {
+    "one-draw": Rule("top", True, "y ~ p at each visited node; descend where a child is y, else emit y"),
+    "coupled": Rule("coupled", True, "one draw, and the drafter draws its children with the same noise"),
+    "rejection": Rule("drawn", True, "children drawn from q without replacement, accepted with p/q, then from the residual"),
+    "rejection-replacement": Rule("replaced", True, "the same with replacement"),
+    "typical": Rule("top", False, "accept where p(x) > min(epsilon, delta·exp(−H(p))), the longest path"),
+    "membership": Rule("top", False, "accept what top_k, top_p and min_p keep, the longest path"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn. temperature 0 is greedy (the rest is then ignored); top_k 0, top_p 1 and min_p 0 are off.
+    """How a token is drawn. temperature 0 is greedy: the filters and the rule then have nothing to decide.
 
-    Applied in this order: temperature, top_k, top_p, min_p. seed: 0 .. 2^64 − 1.
+    Applied in this order: repetition_penalty (1 is off), temperature, top_k (0), top_p (1), min_p (0). seed: 0 .. 2^64 − 1.
+    rule: a name of RULES. epsilon, delta: of typical acceptance (Cai et al. 2024, §2.3.1).
 
     Raises:
-        ValueError: a field outside its range.
+        ValueError: a field outside its range, or membership with nothing that limits it.
     """
 
     temperature: float = 0.0
@@ -36,6 +58,10 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    rule: str = "one-draw"
+    epsilon: float = 0.3
+    delta: float = 0.09
 
     def __post_init__(self) -> None:
         checks = (
@@ -44,14 +70,29 @@ class Sampling:
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),
             ("seed", 0 <= self.seed < 2**64, "a whole number in 0 .. 2^64-1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a positive number; 1 is off"),
+            ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
+            ("epsilon", 0.0 <= self.epsilon <= 1.0, "a probability"),
+            ("delta", 0.0 <= self.delta < float("inf"), "a number >= 0"),
         )
         for name, good, expected in checks:
             if not good:
                 raise ValueError(f"got {name} {getattr(self, name)}; expected {expected}; correct it")
+        if self.rule == "membership" and not (self.top_k or self.top_p < 1 or self.min_p):
+            raise ValueError("got rule membership without top_k, top_p or min_p; every token would be accepted; give one of them")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def children(self) -> str:
+        """How children are to be chosen; without noise there is only the best."""
+        return "top" if self.greedy else RULES[self.rule].children
+
+    @property
+    def lossless(self) -> bool:
+        return self.greedy or RULES[self.rule].lossless
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -98,19 +139,26 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int) -> Tensor:
+def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_TOKEN, copy: int = 0) -> Tensor:
     """Standard Gumbel noise float32 [...,V] for request [...] and position [...] (int64, in [0, 2^32)).
 
-    Counter layout: (token // 4, position, request, purpose = 0), key = seed; token t takes output word t % 4. A word x gives
-    the uniform u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
-    `position` is the absolute index in the sequence of the token being drawn.
+    Counter layout: (token // 4, position, request, purpose + 256 · copy), key = seed; token t takes output word t % 4. A word x
+    gives the uniform u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
+    `position` is the absolute index in the sequence of the token being drawn; `copy` numbers independent draws of it.
     """
     block = torch.arange((vocab + 3) // 4, device=request.device)
-    purpose = torch.full_like(request, PURPOSE_TOKEN)
-    request, position, purpose = request[..., None], position[..., None], purpose[..., None]
-    words = torch.stack(philox(seed, (block, position, request, purpose)), -1)  # [...,⌈V/4⌉,4]
-    uniform = words.flatten(-2)[..., :vocab].double().add_(0.5).mul_(2.0**-32)
-    return uniform.log_().neg_().log_().neg_().float()
+    request, position = request[..., None], position[..., None]
+    words = torch.stack(philox(seed, (block, position, request, torch.full_like(request, purpose + 256 * copy))), -1)  # [...,⌈V/4⌉,4]
+    return _unit(words.flatten(-2)[..., :vocab]).log_().neg_().log_().neg_().float()
+
+
+def uniform(seed: int, request: Tensor, position: Tensor, number: Tensor) -> Tensor:
+    """Uniforms float64 [...] in (0, 1), the coins of rejection: number [...] tells those of one position apart."""
+    return _unit(philox(seed, (number, position, request, torch.full_like(request, PURPOSE_COIN)))[0])
+
+
+def _unit(words: Tensor) -> Tensor:
+    return words.double().add_(0.5).mul_(2.0**-32)
 
 
 def sample(logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor) -> Tensor:

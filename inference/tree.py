@@ -3,8 +3,9 @@
 Letters: B rows · N tree nodes with the root · W = ⌈N/64⌉ ancestor words · K draft depth · R candidates per depth · D draft vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import product
 
 import torch
@@ -47,7 +48,8 @@ class DraftTree:
     tokens [B,N] int64, node 0 the root (the last committed token, whose KV is not cached yet) · parents [B,N] int64, parent
     before child, −1 for the root · size [B] int64, later nodes are padding (1 plain decoding, 0 an idle row) ·
     depth [B,N] int64 · ancestors [B,N,W] int64 words, a node its own ancestor, root included · q_logits [B,N,D] or None: the
-    law that each node's children were drawn from. A padding node counts as a childless child of the root.
+    law that each node's children were drawn from, siblings in draw order · replacement: they were drawn with replacement · width: no
+    node has more children, as far as the host knows. A padding node counts as a childless child of the root.
     """
 
     tokens: Tensor
@@ -58,6 +60,12 @@ class DraftTree:
     q_logits: Tensor | None = None
     _visible: Tensor | None = field(default=None, repr=False)
     _route: Tensor | None = field(default=None, repr=False)
+    replacement: bool = False
+    width: int = -1
+
+    def __post_init__(self) -> None:
+        if self.width < 0:
+            self.width = self.tokens.shape[1] - 1
 
     @classmethod
     def build(cls, tokens: Tensor, parents: Tensor, size: Tensor, q_logits: Tensor | None = None) -> "DraftTree":
@@ -99,15 +107,30 @@ class DraftTree:
 
     def route(self) -> Tensor:
         """float32 [B,N,N] for the walk, kept: +1 where j is i or an ancestor of it (the root apart), −1 where j is a sibling before
-        such a node. With m the nodes that carry y of their parent, node i lies on the walk iff (route · m)[i] = depth[i].
+        such a node. With m the accepted nodes, node i lies on the walk iff (route · m)[i] = depth[i].
         """
         if self._route is None:
-            index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-            earlier = (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
             line = self.visible().float()
-            self._route = line - line @ earlier.float()
+            self._route = line - line @ self._earlier().float()
             self._route[:, :, 0] = 0.0
         return self._route
+
+    def sibling(self) -> Tensor:
+        """int64 [B,N]: how many siblings come before each node."""
+        return self._earlier().sum(-1)
+
+    def _earlier(self) -> Tensor:
+        """bool [B,N,N]: j is a sibling before i."""
+        index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """The same tree on `device`."""
+        if self.tokens.device == device:
+            return self
+        return DraftTree(
+            **{slot.name: value.to(device) if isinstance(value := getattr(self, slot.name), Tensor) else value for slot in fields(self)}
+        )
 
     def validate(self) -> None:
         """Check every promise of the class. Reads the device: for tests and for trees from outside.
@@ -134,6 +157,24 @@ class DraftTree:
                 raise ValueError(f"row {b}, node {i}: got {name} that its parents do not give; make the tree with DraftTree.build")
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The inner nodes of one depth of a static tree, and where their children go.
+
+    nodes: how many · count: candidates needed of each · children [·] their node indices · index [·] into candidates [nodes·count] ·
+    visible [nodes,E+nodes]: which of the inner nodes so far (E of the levels before; the root's own apart) are ancestors or self · alone:
+    all of them are.
+    """
+
+    nodes: int
+    inner: Tensor
+    count: int
+    children: Tensor
+    index: Tensor
+    visible: Tensor
+    alone: bool
+
+
 class Topology:
     """A static tree: the shape is known, only the tokens change from round to round.
 
@@ -145,17 +186,21 @@ class Topology:
     def __init__(self, paths: tuple[Path, ...]) -> None:
         node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
         self.paths = paths
+        self._paths = frozenset(paths)
         self.num_nodes = len(node)
         self.max_depth = max((len(path) for path in paths), default=0)
         self.parents = torch.tensor([-1] + [node[path[:-1]] for path in paths])
         self.depth = torch.tensor([0] + [len(path) for path in paths])
         self.rank = torch.tensor([-1] + [path[-1] for path in paths])
         self.width = max((path[-1] + 1 for path in paths), default=0)  # candidates needed per depth
+        self.fanout = max(Counter(path[:-1] for path in paths).values(), default=0)  # children of a node, at most
         built = DraftTree.build(torch.zeros_like(self.parents)[None], self.parents[None], torch.tensor([self.num_nodes]))
         self.ancestors = built.ancestors[0]
         self._visible = built.visible()[0]
         self._route = built.route()[0]
         self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._cut: dict[int, Topology] = {}
+        self._levels: list[Level] | None = None
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Topology":
@@ -185,12 +230,52 @@ class Topology:
         """Every path of ranks below widths[k] at depth k+1."""
         return cls.from_paths([path for k in range(1, len(widths) + 1) for path in product(*(range(width) for width in widths[:k]))])
 
+    def levels(self) -> list[Level]:
+        """Depths 0 … K−1, for drafters that need a node's token before they can give its children. Made once."""
+        if self._levels is None:
+            self._levels = []
+            node = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
+            device, encoded = self.parents.device, list[Path]()
+            for depth in range(self.max_depth):
+                children = [path for path in self.paths if len(path) == depth + 1]
+                inner = sorted({path[:-1] for path in children}, key=node.__getitem__)
+                count = max(path[-1] for path in children) + 1
+                encoded += inner if depth else []
+                seen = torch.tensor([[path[: len(other)] == other for other in encoded] for path in inner], device=device).view(
+                    len(inner), len(encoded)
+                )
+                self._levels.append(
+                    Level(
+                        len(inner),
+                        torch.tensor([node[path] for path in inner], device=device),
+                        count,
+                        torch.tensor([node[path] for path in children], device=device),
+                        torch.tensor([inner.index(path[:-1]) * count + path[-1] for path in children], device=device),
+                        seen.bool(),
+                        bool(seen.all()),
+                    )
+                )
+        return self._levels
+
+    def cut(self, depth: int) -> "Topology":
+        """The topology without its nodes below `depth`, made once."""
+        if depth >= self.max_depth:
+            return self
+        if depth not in self._cut:
+            self._cut[depth] = Topology(tuple(path for path in self.paths if len(path) <= depth)).to(self.parents.device)
+        return self._cut[depth]
+
     def to(self, device: torch.device | str) -> "Topology":
         """The same topology with its tensors on `device`."""
         moved = Topology(self.paths)
         for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route"):
             setattr(moved, name, getattr(self, name).to(device))
         return moved
+
+    @property
+    def whole(self) -> bool:
+        """Whether the ranks of all siblings are 0, 1, 2, … without a gap: only then are drawn children distributed as drawn."""
+        return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self._paths for path in self.paths)
 
     def tree(self, root: Tensor, children: Tensor) -> DraftTree:
         """root [B], children [B,K,R] -> the tree in which rank r at depth k+1 is children[b,k,r], whatever its parent.
@@ -208,10 +293,10 @@ class Topology:
         index = self._expanded(root.shape[0], children.shape[2])[0]
         return self.place(torch.cat((root[:, None], children.flatten(1).index_select(1, index)), 1), ranks=children.shape[2])
 
-    def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1) -> DraftTree:
+    def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1, replacement: bool = False) -> DraftTree:
         """tokens [B,N] in node order, the root included, for drafters whose candidates depend on the parent -> the tree."""
         _, parents, size, depth, ancestors, visible, route = self._expanded(tokens.shape[0], ranks)
-        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route)
+        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route, replacement, self.fanout)
 
     def _expanded(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
         if (rows, ranks) not in self._shared:

@@ -1,17 +1,30 @@
-"""The rule that keeps decoding lossless: one draw y at each node; a child that equals y is accepted, else y is the correction.
+"""One walk for every rule: from the root, into the first child that the rule accepts, until there is none.
 
-Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth · P = min(K+1, N) path entries.
+A rule (`draftsmith.inference.rules`) says of every node whether it is accepted if its parent is, and which token is emitted
+where the walk ends. Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth · P = min(K+1, N) path entries.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampler import Sampling, gumbel, warp
+from draftsmith.inference.rules import decide
+from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
-__all__ = ["Verdict", "draw", "verify", "walk"]
+__all__ = ["Told", "Verdict", "judge", "verify", "walk"]
+
+
+@dataclass(slots=True)
+class Told:
+    """What the host learns of one row: verdict length, size and depth of its tree, whether the path is 0, 1, 2, …, the tokens emitted."""
+
+    length: int
+    size: int
+    depth: int
+    in_place: bool
+    tokens: list[int]
 
 
 @dataclass(slots=True)
@@ -22,63 +35,63 @@ class Verdict:
     path: Tensor
     length: Tensor
     next_token: Tensor
+    _told: list[Told] | None = field(default=None, repr=False)
+
+    def told(self, tree: DraftTree) -> list[Told]:
+        """The same for the host, one entry per row: the round's one transfer, made when first asked for and kept."""
+        if self._told is None:
+            self._told = _transfer(tree, self)
+        return self._told
 
 
-def draw(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int) -> Tensor:
-    """logits [B,N,V], depth [B,N], request [B], position [B] (of the root) -> y [B,N], the target's token at every node.
-
-    A node of depth d draws the token of absolute index position + d + 1. Siblings share their noise, which is made once per
-    depth: [B,K+1,V], not [B,N,V].
-    """
-    if sampling.greedy:
-        return logits.argmax(-1)
-    levels = torch.arange(max_depth + 1, device=logits.device)
-    index = position[:, None] + 1 + levels
-    noise = gumbel(sampling.seed, request[:, None].expand_as(index), index, logits.shape[-1])
-    if logits.shape[1] > 1:
-        first = torch.arange(0, index.numel(), index.shape[1], device=logits.device)[:, None]
-        noise = noise.flatten(0, 1).index_select(0, (depth + first).flatten()).view_as(logits)  # whole rows: a gather is slower
-    else:
-        noise = noise[:, :1]
-    return (warp(logits, sampling) + noise).argmax(-1)
+def _transfer(tree: DraftTree, verdict: Verdict) -> list[Told]:
+    path = verdict.path
+    width = path.shape[1]
+    heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
+    if width == 1:
+        return [Told(length, size, 0, True, [token]) for length, size, token in torch.cat(heads, 1).tolist()]
+    real = torch.arange(tree.tokens.shape[1], device=path.device) < tree.size[:, None]
+    deepest = (tree.depth * real).amax(1, keepdim=True)
+    kept = tree.tokens.gather(1, path.clamp(min=0))
+    told = []
+    for length, size, token, depth, *rest in torch.cat((*heads, deepest, path, kept), 1).tolist():
+        in_place = rest[:length] == list(range(length))
+        told.append(Told(length, size, depth, in_place, rest[width + 1 : width + length] + [token]))
+    return told
 
 
-def walk(tree: DraftTree, y: Tensor, max_depth: int | None = None) -> tuple[Tensor, Tensor]:
-    """Follow y [B,N] from the root: (path [B,P], length [B]). Of equal siblings the first is taken. No loop, no host sync.
+def walk(tree: DraftTree, accepted: Tensor, max_depth: int | None = None) -> tuple[Tensor, Tensor]:
+    """Descend from the root into the first accepted child, accepted [B,N] bool: (path [B,P], length [B]). No loop, no host sync.
 
     max_depth: K, an upper bound on the depth of the trees; N − 1 where it is not known.
     """
-    rows, nodes = y.shape
+    rows, nodes = accepted.shape
     if nodes == 1:
         length = tree.size.clamp(max=1)
         return (length - 1)[:, None], length
     width = nodes if max_depth is None else min(max_depth + 1, nodes)
-    index = torch.arange(nodes, device=y.device)
-    match = y.gather(1, tree.parents.clamp(min=0)) == tree.tokens
-    # One product instead of a descent: on the walk is who matches, as all its ancestors do, and has no earlier twin among
-    # their siblings (of two matching siblings, both carry y of the parent; the first counts).
-    reached = (tree.route() @ match.float()[:, :, None])[:, :, 0] == tree.depth
+    index = torch.arange(nodes, device=accepted.device)
+    # One product instead of a descent: on the walk is who is accepted, as all its ancestors are, and has no accepted sibling
+    # before it nor before any of them.
+    reached = (tree.route() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
     kept = reached & (index < tree.size[:, None])
     # Kept nodes form one path, one per depth; the others are written to a column past the end.
     slot = torch.where(kept, tree.depth, width)
-    path = y.new_full((rows, width + 1), -1).scatter_(1, slot, index.expand(rows, -1))[:, :width]
+    path = index.new_full((rows, width + 1), -1).scatter_(1, slot, index.expand(rows, -1))[:, :width]
     return path, kept.sum(-1)
 
 
-def verify(tree: DraftTree, logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int | None = None) -> Verdict:
-    """logits [B,N,V] of the tree's nodes, request [B] and position [B] (absolute index of the root) int64 -> Verdict.
-
-    Lossless for every tree: y ~ p at each visited node, whatever its children are; the emitted tokens are the draws of plain
-    sampling with the same key. No host sync.
-    """
-    depth = tree.tokens.shape[1] - 1 if max_depth is None else max_depth
-    return judge(tree, draw(logits, tree.depth, sampling, request, position, depth), depth)
-
-
-def judge(tree: DraftTree, y: Tensor, max_depth: int | None = None) -> Verdict:
-    """The verdict from draws y [B,N]: the walk, and y at the last kept node."""
-    path, length = walk(tree, y, max_depth)
-    if y.shape[1] == 1:
-        return Verdict(path, length, y[:, 0])
+def judge(tree: DraftTree, accepted: Tensor, token: Tensor, max_depth: int | None = None) -> Verdict:
+    """The verdict from a rule's decisions accepted [B,N] and token [B,N]: the walk, and the token of the last kept node."""
+    path, length = walk(tree, accepted, max_depth)
+    if token.shape[1] == 1:
+        return Verdict(path, length, token[:, 0])
     last = path.amax(1, keepdim=True).clamp_(min=0)  # parents come first, so the deepest kept node has the largest index
-    return Verdict(path, length, y.gather(1, last)[:, 0])
+    return Verdict(path, length, token.gather(1, last)[:, 0])
+
+
+def verify(tree: DraftTree, logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int | None = None) -> Verdict:
+    """logits [B,N,V] of the tree's nodes, request [B] and position [B] (absolute index of the root) int64 -> Verdict, by
+    `sampling.rule`. No host sync."""
+    depth = tree.tokens.shape[1] - 1 if max_depth is None else max_depth
+    return judge(tree, *decide(tree, logits, sampling, request, position, depth), depth)

@@ -1,9 +1,9 @@
-"""What all trained drafters share: the artifact (config, strict loading, identity of the target) and ranked candidates.
+"""What all trained drafters share: the artifact (config, strict loading, identity of the target) and its place in the Drafter protocol.
 
 An architecture is a file in this folder. It gives two names: `Config`, a `DrafterConfig` whose `model_type` is the file's
 name, and `Model`, a `DrafterModel`. Nothing else lists it: config.json's `model_type` leads to the file.
 
-Letters: B rows · V target vocabulary · H hidden size · K draft depth · R ranked candidates per depth.
+Letters: S positions · V target vocabulary · H hidden size · K draft depth.
 """
 
 import dataclasses
@@ -20,20 +20,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from draftsmith.inference.drafter import NodeOutput
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.grow import Shape, shape_of
+from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 
 
 class DrafterConfig(PretrainedConfig):
-    """Config of an artifact. `target` is a `TargetIdentity` as a dict, `tree` the default rank paths, `training` free notes."""
+    """Config of an artifact. `target` is a `TargetIdentity` as a dict, `training` free notes. `tree` is the default draft tree: a list
+    of rank paths, or {depth, width, nodes} for a dynamic one."""
 
     model_type = "drafter"
     hidden_size: int = 0
     vocab_size: int = 0
     target: dict | None = None
-    tree: list | None = None
+    tree: list | dict | None = None
     training: dict | None = None
 
 
@@ -88,9 +90,9 @@ class DrafterModel(PreTrainedModel):
     def init_from(self, target: Target) -> None:
         """Copy what starts as the target's. Apart from __init__, since transformers initialises modules after it."""
 
-    def topology(self) -> Topology:
+    def shape(self) -> Shape:
         """The tree of the config; subclasses see to it that there is one."""
-        return Topology.from_paths(self.config.tree or [])
+        return shape_of(self.config.tree)
 
     @property
     def depth_limit(self) -> int:
@@ -103,27 +105,27 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def max_nodes(self) -> int:
-        return len(self.config.tree or []) + 1
+        return self.shape().num_nodes
 
     @property
     def max_depth(self) -> int:
-        return max((len(path) for path in self.config.tree or []), default=0)
+        return self.shape().max_depth
 
     # The Drafter protocol, which a subclass implements; shapes are said there.
 
     def bind(self, target: Target, rows: int, context: int) -> None:
         raise NotImplementedError
 
-    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         raise NotImplementedError
 
-    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
+    def propose(self, ask: Ask) -> DraftTree:
         raise NotImplementedError
 
-    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: Tensor) -> None:
+    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         raise NotImplementedError
 
-    def drop(self, rows: Tensor) -> None:
+    def drop(self, rows: list[int]) -> None:
         raise NotImplementedError
 
     @classmethod
@@ -244,21 +246,3 @@ def default_paths(depth: int, nodes: int = 15) -> list[list[int]]:
             for rank, chance in enumerate(ranks):
                 heapq.heappush(queue, (weight * chance * 0.85 ** len(path), (*path, rank)))
     return [list(path) for path in sorted(chosen, key=lambda path: (len(path), path))]
-
-
-def ranked(logits: Tensor, count: int) -> Tensor:
-    """The `count` best of logits [...,V], best first -> int64 [...,count].
-
-    On the CPU torch.topk reads V far slower than a maximum does, so groups are ranked by their maxima first: the best
-    `count` entries lie in the best `count` groups. (V = 128k, count 4: 0.5 ms against 3.4.)
-    """
-    group, vocab = 64, logits.shape[-1]
-    groups = vocab // group
-    if logits.device.type != "cpu" or groups < 4 * count:
-        return logits.topk(count, dim=-1).indices
-    whole = logits[..., : groups * group].unflatten(-1, (groups, group))
-    best = whole.amax(-1).topk(count, dim=-1).indices  # [...,count]
-    inside = whole.gather(-2, best[..., None].expand(*best.shape, group)).flatten(-2)  # [...,count*group]
-    found = torch.cat((inside, logits[..., groups * group :]), dim=-1).topk(count, dim=-1).indices
-    within = best.gather(-1, (found // group).clamp(max=count - 1)) * group + found % group
-    return torch.where(found < count * group, within, found - count * group + groups * group)

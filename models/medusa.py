@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from draftsmith.inference.drafter import NodeOutput
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.grow import BeamGrowth, Shape, choose, grow, shape_of
+from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, ranked
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths
 from draftsmith.models.target import Target
 
 
@@ -37,7 +38,7 @@ class MedusaConfig(DrafterConfig):
             self.tree = default_paths(self.num_heads)
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(f"got {self.num_heads} heads of {self.num_layers} blocks; expected at least one of each")
-        deepest = max((len(path) for path in self.tree), default=0)
+        deepest = shape_of(self.tree).max_depth
         if deepest > self.num_heads:
             raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
 
@@ -70,7 +71,7 @@ class Rows:
 
     hidden: Tensor
     ready: Tensor
-    topology: Topology
+    shape: Shape
 
 
 class MedusaModel(DrafterModel):
@@ -155,36 +156,53 @@ class MedusaModel(DrafterModel):
         self.attach(target)
         device = target.device
         hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=device)
-        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.topology().to(device))
+        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.shape().to(device))
 
-    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
-        """rows [R], out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""
-        last = torch.tensor([len(prompt) - 2 for prompt in prompts]).to(rows.device)
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        """out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""
+        device = self._state.hidden.device
+        last = torch.tensor([len(prompt) - 2 for prompt in prompts], device=device)
         self._state.ready[rows] = last >= 0
         if out.hidden.shape[1]:
-            self._state.hidden[rows] = out.hidden[torch.arange(len(prompts), device=rows.device), last.clamp(min=0)]
+            self._state.hidden[rows] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
 
     @torch.no_grad()
-    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
-        """rows [B], root [B] -> the config's tree filled with the heads' best tokens; the root alone where a row has no state."""
-        state, topology = self._state, self._state.topology
-        if topology.max_depth == 0:
-            return DraftTree.root(root)
-        hidden = state.hidden[rows]
-        logits = torch.stack([self.logits_of(k, hidden) for k in range(topology.max_depth)], dim=1)  # [B,K,V]
-        tree = topology.tree(root, ranked(logits, topology.width))
-        tree.size = torch.where(state.ready[rows], tree.size, 1)
+    def propose(self, ask: Ask) -> DraftTree:
+        """The config's tree filled with the heads' tokens; the root alone where a row has no state."""
+        state = self._state
+        if state.shape.max_depth == 0:
+            return DraftTree.root(ask.root)
+        growth = grow(state.shape, ask)
+        hidden = state.hidden[ask.index]
+        depth = min(ask.depth, state.shape.max_depth)
+        logits = torch.stack([self.logits_of(k, hidden) for k in range(depth)], dim=1)  # [B,K,V]
+        index = ask.position[:, None] + 1 + torch.arange(depth, device=hidden.device)
+        width = growth.count if isinstance(growth, BeamGrowth) else growth.topology.width
+        ids, scores, q = choose(logits, width, ask, index, growth.scored)
+        if isinstance(growth, BeamGrowth):
+            assert scores is not None
+            inner = 1
+            for k in range(depth):  # a head's candidates are the same whatever was drafted before
+                shape = (-1, inner, -1)
+                frontier = growth.extend(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
+                inner = frontier.tokens.shape[1] if frontier else 0
+            tree, _ = growth.finish()
+        else:
+            tree = growth.topology.tree(ask.root, ids)
+            if q is not None:  # at the leaves, which have no children, any law will do
+                tree.q_logits, tree.replacement = q[:, growth.topology.depth.clamp(max=depth - 1)], growth.replacement
+        tree.size = torch.where(state.ready[ask.index], tree.size, 1)
         return tree
 
-    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: Tensor) -> None:
+    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""
         node = verdict.path.gather(1, (verdict.length - 1).clamp(min=0)[:, None]).clamp(min=0)  # [B,1]
         fresh = out.hidden.gather(1, node[:, :, None].expand(-1, -1, out.hidden.shape[-1]))[:, 0]
         moved = verdict.length > 0
-        self._state.hidden[rows] = torch.where(moved[:, None], fresh, self._state.hidden[rows])
-        self._state.ready[rows] |= moved
+        self._state.hidden[ask.index] = torch.where(moved[:, None], fresh, self._state.hidden[ask.index])
+        self._state.ready[ask.index] |= moved
 
-    def drop(self, rows: Tensor) -> None:
+    def drop(self, rows: list[int]) -> None:
         self._state.ready[rows] = False
 
 

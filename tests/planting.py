@@ -5,11 +5,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from draftsmith.inference.drafter import NodeOutput
+from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
+
+
+def ask(rows: Sequence[int], root: Sequence[int], depth: int = 99, sampling: Sampling = Sampling()) -> Ask:  # noqa: B008 (frozen)
+    """What a decoder would ask for these rows; positions and keys are of no concern."""
+    zero = torch.zeros(len(rows), dtype=torch.int64)
+    return Ask(list(rows), torch.tensor(rows), torch.tensor(root), zero + 7, zero, sampling, depth)
 
 
 class PlantingDrafter:
@@ -60,11 +66,11 @@ class PlantingDrafter:
         self.offset: dict[int, int] = {}
         self.planted: dict[int, list[int]] = {}
 
-    def start(self, rows: Tensor, prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         longest = max(len(prompt) for prompt in prompts)
         assert out.hidden.shape[:2] == (len(prompts), longest - 1), "features of prompt[:-1], padded to the longest"
         assert (out.taps is None) == (not self.taps)
-        for row, prompt in zip(rows.tolist(), prompts, strict=True):
+        for row, prompt in zip(rows, prompts, strict=True):
             assert row not in self.answers, "a row was started twice without drop"
             self.starts += 1
             self.short_starts += len(prompt) == 1
@@ -72,12 +78,12 @@ class PlantingDrafter:
             self.answers[row] = self.known[tuple(prompt)]
             self.offset[row] = 0
 
-    def drop(self, rows: Tensor) -> None:
-        for row in rows.tolist():
+    def drop(self, rows: list[int]) -> None:
+        for row in rows:
             del self.answers[row]
 
-    def propose(self, rows: Tensor, root: Tensor) -> DraftTree:
-        grown = [self._grow(row, first) for row, first in zip(rows.tolist(), root.tolist(), strict=True)]
+    def propose(self, ask: Ask) -> DraftTree:
+        grown = [self._grow(row, first) for row, first in zip(ask.rows, ask.root.tolist(), strict=True)]
         width = max(len(tokens) for tokens, _ in grown)
         size = [len(tokens) for tokens, _ in grown]
         for tokens, parents in grown:
@@ -124,9 +130,9 @@ class PlantingDrafter:
         self.planted[row] = chain if hidden < len(truth) else []
         return tokens, parents
 
-    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: Tensor) -> None:
+    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         assert out.hidden.shape[:2] == tree.tokens.shape
-        for row, path, length in zip(rows.tolist(), verdict.path.tolist(), verdict.length.tolist(), strict=True):
+        for row, path, length in zip(ask.rows, verdict.path.tolist(), verdict.length.tolist(), strict=True):
             kept = path[:length]
             if self.planted[row]:
                 self.mismatches += kept != self.planted[row]

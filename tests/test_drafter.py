@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_target import random_model, small_tokenizer
 
+from draftsmith.inference.grow import ranked
 from draftsmith.inference.tree import Topology
-from draftsmith.models.drafter import DrafterModel, default_paths, load_drafter, methods, new_drafter, ranked
+from draftsmith.models.drafter import DrafterModel, default_paths, load_drafter, methods, new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
 

@@ -8,7 +8,7 @@ import torch
 from planting import PlantingDrafter
 from zoo import VOCAB, reference, tiny
 
-from draftsmith.inference import attention, decoder, sampler, verify
+from draftsmith.inference import attention, rules, sampler, verify
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
@@ -50,7 +50,7 @@ def independent(how: Sampling = SAMPLED) -> bool:
 
 
 greedy, sampled = lossless, functools.partial(lossless, how=SAMPLED)
-plain_draw, plain_judge, plain_walk, plain_warp = verify.draw, verify.judge, verify.walk, sampler.warp
+plain_draw, plain_judge, plain_walk, plain_warp = rules.draw, verify.judge, verify.walk, sampler.warp
 plain_allowed, plain_move, plain_commit = TreeAttention._allowed, TreeCache._move, TreeCache.commit
 plain_forward = attention.tree_attention_forward
 
@@ -59,8 +59,8 @@ def same_noise_at_all_depths(logits, depth, how, request, position, max_depth):
     return plain_draw(logits, torch.zeros_like(depth), how, request, position, max_depth)
 
 
-def same_noise_at_two_positions(seed, request, position, vocab):
-    return gumbel(seed, request, position // 2, vocab)
+def same_noise_at_two_positions(seed, request, position, vocab, purpose=0, copy=0):
+    return gumbel(seed, request, position // 2, vocab, purpose, copy)
 
 
 def noise_by_batch_place(logits, depth, how, request, position, max_depth):
@@ -71,18 +71,18 @@ def noise_of_the_root(logits, depth, how, request, position, max_depth):
     return plain_draw(logits, depth, how, request, position * 0, max_depth)
 
 
-def drop_the_bonus(tree, y, max_depth=None):
-    verdict = plain_judge(tree, y, max_depth)
+def drop_the_bonus(tree, accepted, y, max_depth=None):
+    verdict = plain_judge(tree, accepted, y, max_depth)
     return Verdict(verdict.path, torch.where(verdict.length > 1, verdict.length - 1, verdict.length), verdict.next_token)
 
 
-def last_index_is_minus_one(tree, y, max_depth=None):
-    path, length = plain_walk(tree, y, max_depth)
+def last_index_is_minus_one(tree, accepted, y, max_depth=None):
+    path, length = plain_walk(tree, accepted, max_depth)
     return Verdict(path, length, y.gather(1, path[:, -1:] % y.shape[1])[:, 0])
 
 
-def bonus_of_the_root(tree, y, max_depth=None):
-    path, length = plain_walk(tree, y, max_depth)
+def bonus_of_the_root(tree, accepted, y, max_depth=None):
+    path, length = plain_walk(tree, accepted, max_depth)
     return Verdict(path, length, y[:, 0])
 
 
@@ -118,15 +118,15 @@ def never_move(self, verdict, kept=None, in_place=False):
 
 
 def keep_all_nodes(self, verdict, kept=None, in_place=False):
-    self._move(verdict.path)
+    self._move(verdict.path[:, 1:], 1)
     self.length.index_add_(0, self._index, torch.full_like(verdict.length, verdict.path.shape[1]))
     for row in self.selected:
         self._bound[row] += verdict.path.shape[1]
     self._changed()
 
 
-def move_in_the_wrong_order(self, path):
-    plain_move(self, path.flip(1).roll(1, 1))
+def move_in_the_wrong_order(self, slots, first):
+    plain_move(self, slots.flip(1), first)
 
 
 def forget_to_reset(self, rows=None):
@@ -163,14 +163,14 @@ def register():
 
 
 FAULTS = {
-    "same noise at all depths": (decoder, "draw", same_noise_at_all_depths, sampled),
+    "same noise at all depths": (rules, "draw", same_noise_at_all_depths, sampled),
     "same noise at two positions": (sampler, "gumbel", same_noise_at_two_positions, independent),
-    "noise keyed by the place in the batch": (decoder, "draw", noise_by_batch_place, sampled),
-    "noise keyed without the position": (decoder, "draw", noise_of_the_root, sampled),
-    "the processors are skipped": (verify, "warp", wrong_warp, sampled),
-    "the bonus token is dropped": (decoder, "judge", drop_the_bonus, greedy),
-    "index -1 is read as the last row": (decoder, "judge", last_index_is_minus_one, greedy),
-    "the bonus is read at the root": (decoder, "judge", bonus_of_the_root, greedy),
+    "noise keyed by the place in the batch": (rules, "draw", noise_by_batch_place, sampled),
+    "noise keyed without the position": (rules, "draw", noise_of_the_root, sampled),
+    "the processors are skipped": (rules, "warp", wrong_warp, sampled),
+    "the bonus token is dropped": (verify, "judge", drop_the_bonus, greedy),
+    "index -1 is read as the last row": (verify, "judge", last_index_is_minus_one, greedy),
+    "the bonus is read at the root": (verify, "judge", bonus_of_the_root, greedy),
     "equal siblings both count": (DraftTree, "route", equal_siblings_both_count, greedy),
     "positions by index": (TreeAttention, "positions", positions_by_index, greedy),
     "window by index": (TreeAttention, "_allowed", window_by_index, functools.partial(greedy, "mistral")),

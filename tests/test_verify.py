@@ -11,11 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import NodeOutput
+from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.rules import match
 from draftsmith.inference.sampler import Sampling, sample
 from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.inference.verify import Verdict, judge, verify, walk
 from draftsmith.models.target import Target
+
+
+def one_draw(tree: DraftTree, y: torch.Tensor) -> Verdict:
+    return judge(tree, match(tree, y), y)
 
 
 def descend(tokens: list[int], parents: list[int], size: int, y: list[int]) -> list[int]:
@@ -41,8 +46,8 @@ def test_walk_equals_descent(nodes):
     tokens, parents, sizes = (list(column) for column in zip(*(random_tree(rng, nodes, 2) for _ in range(rows)), strict=True))
     y = [[rng.randrange(2) for _ in range(nodes)] for _ in range(rows)]
     tree = DraftTree.build(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes))
-    path, length = walk(tree, torch.tensor(y))
-    verdict = judge(tree, torch.tensor(y))
+    path, length = walk(tree, match(tree, torch.tensor(y)))
+    verdict = one_draw(tree, torch.tensor(y))
     assert path.shape == (rows, nodes)
     lengths = set()
     for b in range(rows):
@@ -53,7 +58,7 @@ def test_walk_equals_descent(nodes):
         assert not expected or verdict.next_token[b] == y[b][expected[-1]]
     assert lengths >= set(range(min(nodes, 5) + 1))
     deepest = int(tree.depth.max())
-    narrow, _ = walk(tree, torch.tensor(y), deepest)
+    narrow, _ = walk(tree, match(tree, torch.tensor(y)), deepest)
     assert narrow.shape == (rows, min(deepest + 1, nodes)) and torch.equal(narrow, path[:, : narrow.shape[1]])
 
 
@@ -105,7 +110,7 @@ def test_joint_law_by_enumeration(vocab):
             tree = DraftTree.build(
                 torch.tensor(tokens).expand(count, -1), torch.tensor(parents).expand(count, -1), torch.full((count,), nodes)
             )
-            verdict = judge(tree, draws)
+            verdict = one_draw(tree, draws)
             emitted: dict[tuple[int, ...], float] = defaultdict(float)
             for path, length, last, chance in zip(
                 verdict.path.tolist(), verdict.length.tolist(), verdict.next_token.tolist(), weight.tolist(), strict=True
@@ -131,7 +136,7 @@ def test_verify_draws_by_position():
     request, position = torch.tensor([4, 0, 9]), torch.tensor([100, 0, 7])
     for how in (Sampling(), Sampling(0.8, top_k=5, seed=3)):
         y = [[int(sample(logits[b, i], how, request[b], position[b] + tree.depth[b, i] + 1)) for i in range(nodes)] for b in range(rows)]
-        verdict, expected = verify(tree, logits, how, request, position), judge(tree, torch.tensor(y))
+        verdict, expected = verify(tree, logits, how, request, position), one_draw(tree, torch.tensor(y))
         for name in ("path", "length", "next_token"):
             assert torch.equal(getattr(verdict, name), getattr(expected, name))
         assert torch.equal(verify(tree, logits, how, request, position, int(tree.depth.max())).length, expected.length)
@@ -149,14 +154,14 @@ class Guesser:
     def bind(self, target: Target, rows: int, context: int) -> None:
         self.children = torch.arange(rows * self.max_depth * 3).view(rows, self.max_depth, 3) % VOCAB
 
-    def start(self, rows: torch.Tensor, prompts: list[list[int]], out: NodeOutput) -> None: ...
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None: ...
 
-    def propose(self, rows: torch.Tensor, root: torch.Tensor) -> DraftTree:
-        return self.top.tree(root, self.children.index_select(0, rows))
+    def propose(self, ask: Ask) -> DraftTree:
+        return self.top.tree(ask.root, self.children.index_select(0, ask.index))
 
-    def accept(self, tree: DraftTree, verdict: Verdict, out: NodeOutput, rows: torch.Tensor) -> None: ...
+    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
 
-    def drop(self, rows: torch.Tensor) -> None: ...
+    def drop(self, rows: list[int]) -> None: ...
 
 
 class Watch(TorchDispatchMode):
@@ -204,6 +209,6 @@ def test_one_transfer_per_round(rows, how, monkeypatch):
 def test_idle_rows_are_left_alone():
     tree = Topology.chain(2).tree(torch.tensor([1, 2]), torch.tensor([[[3], [4]], [[3], [4]]]))
     tree = DraftTree.build(tree.tokens, tree.parents, torch.tensor([3, 0]))
-    verdict = judge(tree, torch.tensor([[3, 4, 5], [3, 4, 5]]))
+    verdict = one_draw(tree, torch.tensor([[3, 4, 5], [3, 4, 5]]))
     assert verdict.length.tolist() == [3, 0] and verdict.path.tolist() == [[0, 1, 2], [-1, -1, -1]]
     assert PlantingDrafter([[1]], [[2]], VOCAB).max_nodes == 12

@@ -15,12 +15,13 @@ from accelerate import PartialState
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data import corpus
 from draftsmith.data.corpus import Corpus
 from draftsmith.inference import machine
 from draftsmith.inference.progress import Bar
+from draftsmith.models.target import resolve_path
 from draftsmith.train import loop
 from draftsmith.train.cli import guard
 from draftsmith.train.loop import Batch, Loss
@@ -30,6 +31,7 @@ from draftsmith.train.recipe import Recipe, Section, load, usage
 
 class ArchitectureSection(Section):
     vocab_size: int = Field(ge=300, description="entries of the byte-level BPE that is trained first")
+    tokenizer: str | None = Field(default=None, description="folder of a model, or `tiny`, whose tokenizer serves: no other is trained")
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
     num_layers: int = Field(ge=1)
@@ -138,6 +140,8 @@ def main(arguments: list[str]) -> None:
     saved = output / "tokenizer"
     data = recipe.data
     with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
+        if recipe.architecture.tokenizer and not saved.is_dir():
+            AutoTokenizer.from_pretrained(resolve_path(recipe.architecture.tokenizer)).save_pretrained(saved)
         if not saved.is_dir():
             texts = (str(text) for text in corpus.documents(data.train, "train", whole=bool(data.valid)))
             train_tokenizer(recipe.architecture.vocab_size, texts).save_pretrained(part := output / "tokenizer.part")

@@ -1,0 +1,150 @@
+"""An independent language model as the drafter: chain, static tree or dynamic tree, with a KV cache of its own.
+
+Its KV are kept by length: what was drafted and accepted stays, the rest is overwritten. The deepest accepted token was never
+run through it, nor was any token of a round that it did not draft for; these are encoded first in the next round that it drafts.
+
+Letters: B rows · N tree nodes with the root · F nodes of a level · P tokens to catch up with · K draft depth.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.attention import TreeAttention, tree_attention
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.drafter import Ask, NodeOutput, Target
+from draftsmith.inference.grow import Frontier, Shape, choose, grow
+from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.verify import Verdict
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """`model` drafts trees of `shape` for a target with the same tokens. How many tokens it lags behind is host knowledge from the
+    round's one transfer; its shapes follow it, and a tree (a chain apart) reads how many nodes were kept: not capturable.
+
+    chunk: tokens of a prompt per forward.
+
+    Raises:
+        ValueError: more tokens than the target has, or an architecture that cannot run on a tree.
+    """
+
+    capturable = False
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, shape: Shape, chunk: int = 256) -> None:
+        self.model = model
+        self.shape = shape
+        self.chunk = chunk
+
+    @property
+    def max_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    def bind(self, target: Target, rows: int, context: int) -> None:
+        if self.model.vocab_size > target.vocab_size:
+            raise ValueError(
+                f"got a draft model of {self.model.vocab_size} tokens for a target of {target.vocab_size}; expected no more; "
+                "give one with the target's tokenizer"
+            )
+        if context > self.model.max_positions:
+            raise ValueError(
+                f"got a context of {context} for a draft model of {self.model.max_positions} positions; expected no more; "
+                "shorten prompt and answer, or give another draft model"
+            )
+        self.shape = self.shape.to(self.model.device)
+        if isinstance(self.shape, Topology):
+            encoded = sum(level.nodes for level in self.shape.levels()[1:])
+        else:
+            encoded = (self.shape.depth - 1) * self.shape.width
+        self._cache = TreeCache(rows, context + max(encoded, 2), self.model.device)
+        self._missing: dict[int, list[int]] = {}  # by row: the tokens that the cache lacks, up to the root
+        self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
+        self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
+
+    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        """Encode all but the last token of each prompt, rows of similar length together as the decoder gives them."""
+        self._cache.reset(rows)
+        for row, prompt in zip(rows, prompts, strict=True):
+            self._missing[row] = list(prompt)
+        with tree_attention(self.model.model):
+            self._catch_up(rows, leave=1)
+
+    @torch.inference_mode()
+    def propose(self, ask: Ask) -> DraftTree:
+        """Catch up to the root, then a level of the tree per forward."""
+        device = self.model.device
+        growth = grow(self.shape, ask)
+        with tree_attention(self.model.model):
+            hidden = self._catch_up(ask.rows, leave=0)[:, None]
+            frontier: Frontier | None = None
+            index = ask.position[:, None].to(device) + 1
+            while True:
+                logits = self.model.logits(hidden)
+                level = index.expand(-1, hidden.shape[1]) + (frontier.depth if frontier else 0)
+                frontier = growth.extend(*choose(logits, growth.count, ask, level, growth.scored))
+                if frontier is None:
+                    break
+                hidden = self._encode(frontier)
+        tree, self._slots = growth.finish()
+        return tree
+
+    def _catch_up(self, rows: list[int], leave: int) -> Tensor:
+        """Encode what each row lacks, but for its last `leave` tokens -> hidden [B,H] at the last token encoded."""
+        cache = self._cache
+        cache.select(rows)
+        waiting = [self._missing[row][: len(self._missing[row]) - leave] for row in rows]
+        last: list[Tensor | None] = [None] * len(rows)
+        start, longest = 0, max(len(ids) for ids in waiting)
+        while start < longest:
+            # A row that lacks little may be near the end of its slots while another lacks much.
+            width = min(longest - start, self.chunk, cache.capacity - cache.reach)
+            parts = [ids[start : start + width] for ids in waiting]
+            ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
+            attention = TreeAttention.causal(cache, width)
+            positions = attention.positions().clamp(max=self.model.max_positions - 1)
+            hidden = self.model.forward(ids, position_ids=positions, cache=cache, tree=attention).hidden
+            cache.advance([len(part) for part in parts])
+            for place, part in enumerate(parts):
+                if part:
+                    last[place] = hidden[place, len(part) - 1]
+            start += width
+        for row, ids in zip(rows, waiting, strict=True):
+            del self._missing[row][: len(ids)]
+        return torch.stack([one for one in last if one is not None]) if leave == 0 else torch.empty(0)
+
+    def _encode(self, frontier: Frontier) -> Tensor:
+        """A level of the tree -> hidden [B,F,H]."""
+        cache = self._cache
+        # The cache ends with the root, so a node of depth d is at length + d − 1.
+        depth = torch.full_like(frontier.tokens, frontier.depth - 1)
+        key_depth = (frontier.key_depth - 1).expand(len(depth), -1)
+        attention = TreeAttention(cache, depth, frontier.visible, key_depth, frontier.open)
+        positions = attention.positions().clamp(max=self.model.max_positions - 1)
+        hidden = self.model.forward(frontier.tokens, position_ids=positions, cache=cache, tree=attention).hidden
+        cache.draft(frontier.tokens.shape[1])
+        return hidden
+
+    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+        """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""
+        told = verdict.told(tree)
+        slots, self._slots = self._slots, None
+        kept = [0] * len(told)
+        if slots is not None:
+            path = verdict.path[:, 1:].to(slots.device)
+            places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))  # [B,K]
+            # Whatever has accepted children was encoded: of a path only the last node can lack its KV.
+            counts = (places >= 0).sum(1)
+            kept = [min(one.length - 1, one.depth - 1) for one in told] if self._chain else counts.tolist()
+            self._cache.keep(places, counts, kept, in_place=self._chain)
+        for row, one, count in zip(ask.rows, told, kept, strict=True):
+            self._missing[row] += one.tokens[count:]
+
+    def drop(self, rows: list[int]) -> None:
+        for row in rows:
+            del self._missing[row]
+        self._cache.reset(rows)

@@ -1,0 +1,127 @@
+"""How deep to draft, if at all, from what was accepted lately and what rounds really cost. Whatever it decides, the output is the same.
+
+Letters: B live rows · K draft depth.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from draftsmith.inference.verify import Told
+
+__all__ = ["Governor"]
+
+START, LONGEST = 8, 128  # rounds of rest before a probe: doubled by each one that fails
+REFRESH = 128  # rounds after which the cost of a plain round is measured anew: contexts grow
+WARM = 2  # plain rounds at the start, to compare with
+GUESS = 0.1  # what a level of drafting costs until it was measured, in plain rounds: low, so that it is tried
+
+
+class _Counts:
+    """Acceptances by depth, older ones worth less; where little was seen they lean on a prior."""
+
+    def __init__(self, depth: int, keep: float, weight: float) -> None:
+        self.hits, self.tries = [0.0] * depth, [0.0] * depth
+        self.keep, self.weight = keep, weight
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """A round that drafted `drafted` levels: depths up to `accepted` passed, the next one failed, what is below was not tried."""
+        for k in range(min(drafted, accepted + 1)):
+            self.tries[k] = self.tries[k] * self.keep + 1
+            self.hits[k] = self.hits[k] * self.keep + (k < accepted)
+
+    def chances(self, prior: Sequence[float]) -> list[float]:
+        """P(depth k+1 is accepted | depth k was), for each k."""
+        pairs = zip(self.hits, self.tries, prior, strict=True)
+        return [(hits + self.weight * chance) / (tries + self.weight) for hits, tries, chance in pairs]
+
+
+class Governor:
+    """Chooses the depth k in 0 … K that promises the most tokens per second: Σ over rows of 1 + Π α_j, over the median seconds of
+    rounds of that depth; 0 is plain decoding. While it rests it probes, ever more rarely; a row's α lean on those of all rows.
+
+    In a batch all rows share one forward, so that a row's drafts cost nothing more once another row drafts: the choice is one
+    for the batch.
+    """
+
+    def __init__(self) -> None:
+        self.max_depth = -1
+        self.bind(0)
+
+    def bind(self, max_depth: int) -> None:
+        """For a drafter of K = max_depth. What was learnt stays while K does."""
+        if max_depth != self.max_depth:
+            self.max_depth = max_depth
+            self._all = _Counts(max_depth, 0.98, 3.0)
+            self._seconds: dict[int, dict[int, deque[float]]] = {}  # by rows, by depth
+            self._wait, self._rested, self._since, self._plain = START, 0, 0, 0
+        self._rows: dict[int, _Counts] = {}
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """These rows ended."""
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def depth(self, rows: Sequence[int]) -> int:
+        """How deep to draft for these rows in this round; 0 for not at all."""
+        if self._plain < WARM or self._since >= REFRESH:
+            return 0
+        chosen = self._best(rows)
+        if chosen == 0 and self._rested >= self._wait and self.max_depth:
+            return 1  # a probe
+        return chosen
+
+    def _best(self, rows: Sequence[int]) -> int:
+        general = self._all.chances([0.5] * self.max_depth)
+        tokens = [0.0] * (self.max_depth + 1)
+        for row in rows:
+            counts = self._rows.get(row)
+            reached = 1.0
+            tokens[0] += 1
+            for k, chance in enumerate(counts.chances(general) if counts else general):
+                reached *= chance
+                tokens[k + 1] += reached
+        total, best, chosen = 0.0, 0.0, 0
+        prices = self._prices(len(rows))
+        for k, more in enumerate(tokens):
+            total += more
+            if total / prices[k] > best:
+                best, chosen = total / prices[k], k
+        return chosen
+
+    def _prices(self, rows: int) -> list[float]:
+        """Of depths 0 … K, in plain rounds: measured with as many rows as these or nearly, between them by straight lines."""
+        known = [count for count, seconds in self._seconds.items() if 0 in seconds]
+        seconds = self._seconds[min(known, key=lambda count: abs(count - rows))]
+        points = sorted((k, statistics.median(times)) for k, times in seconds.items())
+        plain = points[0][1]
+        prices, place = [], 0
+        for k in range(self.max_depth + 1):
+            while place + 1 < len(points) and points[place + 1][0] <= k:
+                place += 1
+            (left, low) = points[place]
+            if place + 1 < len(points):
+                right, high = points[place + 1]
+                prices.append((low + (high - low) * (k - left) / (right - left)) / plain)
+            elif left:
+                prices.append((plain + (low - plain) * k / left) / plain)
+            else:
+                prices.append(1 + GUESS * k)
+        return [max(price, 0.01) for price in prices]
+
+    def learn(self, rows: Sequence[int], told: Sequence[Told], seconds: float) -> None:
+        """What the round of these rows gave, and how long it took, drafting included."""
+        deepest = max(row.depth for row in told)
+        self._seconds.setdefault(len(rows), {}).setdefault(deepest, deque(maxlen=9)).append(seconds)
+        self._since = 0 if deepest == 0 else self._since + 1
+        self._plain += deepest == 0
+        for row, one in zip(rows, told, strict=True):
+            if one.depth:
+                self._all.add(one.length - 1, one.depth)
+                self._rows.setdefault(row, _Counts(self.max_depth, 0.9, 6.0)).add(one.length - 1, one.depth)
+        if deepest == 0:
+            self._rested += 1
+            return
+        failed = self._rested > 0 and all(one.length == 1 for one in told)
+        self._wait = min(2 * self._wait, LONGEST) if failed else START
+        self._rested = 0
