@@ -1,7 +1,8 @@
 """Measure a drafter's acceptance before it is deployed.
 
     draftsmith eval runs/medusa-tiny/artifact
-    draftsmith eval runs/medusa-tiny/artifact --prompts my-prompts.jsonl --json > report.json
+    draftsmith eval --drafter runs/draft-tiny/artifact --target tiny        # any causal LM with the target's tokens
+    draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
 
 Half of the prompts choose the draft tree, the other half is reported. Every answer is compared with plain decoding's.
 """
@@ -10,133 +11,139 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import card, cost, plot, session, table, trees
+from draftsmith.eval import card, contest, cost, plot, ranks, session, table, trees
+from draftsmith.eval.contest import Case
 from draftsmith.eval.lossless import compare
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, distinct_ngrams, rank_of, write_positions, write_rounds
+from draftsmith.eval.records import (
+    Divergence,
+    PositionRecord,
+    Report,
+    RoundRecord,
+    as_json,
+    distinct_ngrams,
+    rank_of,
+    write_positions,
+    write_rounds,
+)
 from draftsmith.eval.summary import acceptance
 from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.governor import Governor
+from draftsmith.inference.grow import tree_of
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.sampler import RULES, Sampling
+from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
 
 RANKS_KEPT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt with its ids; `key` is the noise key of its request."""
-
-    prompt: Prompt
-    ids: list[int]
-    key: int
+KEYED = ("one-draw", "coupled")
+PER_ROW = 4  # prompts of a batch for each row, so that rows are replaced while others run
 
 
 def evaluate(
     target: Target,
-    drafter: DrafterModel,
+    drafter: Any,
     prompts: list[Prompt],
     *,
     max_new_tokens: int,
     temperatures: list[float],
     most_nodes: int,
-    tree: list[list[int]] | None = None,
-    largest: bool = False,
+    choose: str = "best",
+    rule: str = "one-draw",
+    rows: int = 1,
+    governed: bool = False,
 ) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
     """The report of `drafter` on `prompts`, its round records and (where the tree was chosen) position records.
 
-    `tree` fixes the draft tree. Otherwise half of the prompts choose it, the other half is reported: the best by τ/c(N), or with
-    `largest` the best of `most_nodes` nodes.
+    choose: "" keeps the drafter's tree. Otherwise half of the prompts choose it, the other half is reported: the "best" by τ over
+    the cost of a round, or the "largest", the best of `most_nodes` nodes. rows: prompts decoded at a time.
     """
-    cases = _cases(target, prompts, max_new_tokens)
-    choosing, reporting = ([], cases) if tree is not None else _halves(cases)
+    cases = contest.cases(target, prompts, max_new_tokens)
+    choosing, reporting = _halves(cases) if choose else ([], cases)
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
-    seconds = cost.measure(target, context, most_nodes)
+    seconds = cost.measure(target, context, max(most_nodes, drafter.max_nodes))
+    drafting = cost.measure_drafting(target, drafter, [case.ids for case in reporting[:4]])
     by_nodes: list[dict[str, float]] = []
     records: list[PositionRecord] = []
-    if tree is None:
+    if choose:
         records = positions(target, drafter, choosing + reporting, max_new_tokens)
         chosen_on, reported_on = records[: len(choosing)], records[len(choosing) :]
-        order = trees.grow(chosen_on, most_nodes - 1)
-        chosen = order if largest else trees.choose(chosen_on, cost.relative(seconds), most_nodes)
-        by_nodes = _by_nodes(reported_on, order, cost.relative(seconds))
-        tree = [list(path) for path in chosen]
-    drafter.config.tree = tree
+        price = cost.of_round(seconds, drafting)
+        paths = trees.grow(chosen_on, most_nodes - 1) if choose == "largest" else trees.choose(chosen_on, price, most_nodes)
+        by_nodes = _by_nodes(reported_on, trees.best_by_nodes(chosen_on, price, most_nodes), price)
+        drafter.shape = Topology.from_paths(paths)
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
-    settings["threads"] = torch.get_num_threads()
-    report = Report(target.identity.to_dict(), drafter.config.model_type, settings, tree, len(tree) + 1, seconds, by_nodes)
+    settings |= {"threads": torch.get_num_threads(), "rows": rows, "rule": rule, "governed": governed, "ranks": ranks.count()}
+    report = Report(
+        target.identity.to_dict(), drafter.method, settings, tree_of(drafter.shape), drafter.max_nodes, seconds, drafting, by_nodes
+    )
     rounds: list[RoundRecord] = []
     for temperature in temperatures:
-        found, answers, seconds_by = _decode(target, drafter, reporting, max_new_tokens, temperature, report)
+        sampling = Sampling(temperature=temperature, rule=rule)
+        outcomes, seconds_by = _decode(target, drafter, reporting, max_new_tokens, sampling, rows, governed)
+        found = [record for outcome in outcomes for record in outcome.rounds]
         rounds += found
+        report.answers += sum(outcome.checked for outcome in outcomes)
+        report.divergences += [outcome.parted for outcome in outcomes if outcome.parted]
+        report.compared += sum(outcome.alike is not None for outcome in outcomes)
+        report.like_transformers += sum(bool(outcome.alike) for outcome in outcomes)
         report.overall[f"{temperature:g}"] = acceptance(found, drafter.max_depth)
+        report.lossy |= {} if sampling.lossless else {f"{temperature:g}": rule}
         if temperature == temperatures[0]:
-            report.distinct = distinct_ngrams(answers)
+            report.distinct = distinct_ngrams([outcome.tokens for outcome in outcomes])
             for domain in dict.fromkeys(case.prompt.domain for case in reporting):
                 report.domains[domain] = acceptance([record for record in found if record.domain == domain], drafter.max_depth)
             report.speed = _speed(seconds_by, found, report.overall[f"{temperature:g}"].tau)
     return report, rounds, records
 
 
-def positions(target: Target, drafter: DrafterModel, cases: list[Case], max_new_tokens: int) -> list[PositionRecord]:
-    """Run the drafter along the target's own greedy answers, from every position at once."""
-    answers = [Completion() for _ in cases]
-    with Bar("the target's own answers", len(cases)) as bar:
-        for steps in Decoder(target, rows=8).stream([case.ids for case in cases], Sampling(), max_new_tokens):
+def positions(target: Target, drafter: Any, cases: list[Case], max_new_tokens: int) -> list[PositionRecord]:
+    """Run the drafter along the target's own greedy answers, from every position at once. Prompts are split over the ranks."""
+    mine = ranks.share(cases)
+    answers = [Completion() for _ in mine]
+    with Bar("the target's own answers", len(mine)) as bar:
+        for steps in Decoder(target, rows=8).stream([case.ids for case in mine], Sampling(), max_new_tokens):
             for step in steps:
                 answers[step.prompt_index].tokens += step.tokens
                 answers[step.prompt_index].reason = step.reason
             bar.update(sum(bool(answer.reason) for answer in answers))
-    records = []
-    for case, answer in zip(cases, answers, strict=True):
+    found = {}
+    for case, answer in zip(mine, answers, strict=True):
         ids = torch.tensor(case.ids + answer.tokens, device=target.device)
         with torch.inference_mode():
-            hidden = target.forward(ids[None]).hidden[0]
-            # A round whose root is at i reads the hidden state at i − 1; its draft at depth d is token i + d.
+            features = drafter.position_features(ids, target.forward(ids[None]).hidden[0])
+            # A round whose root is at i drafts token i + d at depth d.
             roots = range(max(1, len(case.ids) - 1), len(ids) - 1)
             depth = drafter.depth_limit
-            ranks = torch.full((len(roots), depth), -1)
+            places = torch.full((len(roots), depth), -1)
             logs = torch.full((len(roots), depth), -torch.inf)
             for start in range(0, len(roots), 64):
                 at = torch.arange(roots[start], min(roots[start] + 64, roots.stop), device=target.device)
-                logits = drafter.position_logits(hidden[at - 1])  # [64,K,V]
+                logits = drafter.position_logits(features, at)  # [64,K,V]
                 for k in range(depth):
                     inside = at + k + 1 < len(ids)
                     here = (at[inside] - roots.start).cpu()
                     rank, log = rank_of(logits[inside, k], ids[at[inside] + k + 1], RANKS_KEPT)
-                    ranks[here, k], logs[here, k] = rank.cpu(), log.cpu()
-        records.append(PositionRecord(case.prompt.id, case.prompt.domain, ranks, logs))
-    return records
+                    places[here, k], logs[here, k] = rank.cpu(), log.cpu()
+        found[case.key] = PositionRecord(case.prompt.id, case.prompt.domain, places, logs)
+    gathered = ranks.gather(found)
+    return [gathered[case.key] for case in cases]
 
 
-def _by_nodes(records: list[PositionRecord], order: list[trees.Path], price: Callable[[int], float]) -> list[dict[str, float]]:
+def _by_nodes(records: list[PositionRecord], best: dict[int, list[trees.Path]], price: trees.Price) -> list[dict[str, float]]:
     rows = []
-    for size in [size for size in (2, 4, 8, 12, 16, 24, 32, 48, 64, 128) if size <= len(order) + 1]:
-        tau = trees.tau(records, order[: size - 1])
-        rows.append({"nodes": size, "tau": tau, "c": price(size), "tau_over_c": tau / price(size)})
+    for size, paths in best.items():
+        tau, cost_of = trees.tau(records, paths), price(len(paths) + 1, max(map(len, paths)))
+        rows.append({"nodes": size, "depth": max(map(len, paths)), "tau": tau, "price": cost_of, "tau_over_price": tau / cost_of})
     return rows
-
-
-def _cases(target: Target, prompts: list[Prompt], max_new_tokens: int) -> list[Case]:
-    cases = [Case(prompt, session.encode(target, prompt), key) for key, prompt in enumerate(prompts)]
-    for case in cases:
-        if len(case.ids) + max_new_tokens > target.max_positions:
-            raise ValueError(
-                f"prompt {case.prompt.id!r} has {len(case.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's "
-                f"context of {target.max_positions}; shorten it or lower --max-new-tokens"
-            )
-    return cases
 
 
 def _halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
@@ -149,44 +156,60 @@ def _halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
     return choosing, reporting
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one prompt: checked says whether the rule promises plain decoding's tokens, alike whether transformers gave them."""
+
+    rounds: list[RoundRecord]
+    tokens: list[int]
+    checked: bool
+    parted: Divergence | None
+    alike: bool | None
+
+
 def _decode(
-    target: Target, drafter: DrafterModel, cases: list[Case], max_new_tokens: int, temperature: float, report: Report
-) -> tuple[list[RoundRecord], list[list[int]], dict[str, list[float]]]:
-    """Each prompt plainly, drafted and (greedy) by transformers, one after the other in turning order, alone in its batch."""
-    sampling = Sampling(temperature=temperature)
+    target: Target, drafter: Any, cases: list[Case], max_new_tokens: int, sampling: Sampling, rows: int, governed: bool
+) -> tuple[list[Outcome], dict[str, float]]:
+    """Each prompt (or with several rows each few) plainly, drafted and (greedy, alone) by transformers, in turning order.
+
+    Every rank takes its share of the prompts; the times, with c and the tokens that they were for, are this rank's."""
+    mine = ranks.share(cases)
     context = max(len(case.ids) for case in cases) + max_new_tokens
-    decoders = {"plain": Decoder(target, context=context, timed=True), "drafted": Decoder(target, drafter, context=context, timed=True)}
-    seconds: dict[str, list[float]] = {name: [] for name in decoders} | ({"transformers": []} if temperature == 0 else {})
-    seconds |= {"plain_verify": [], "drafted_verify": []}
-    records, answers = [], []
-    for name in decoders:  # warm up
-        decoders[name].generate([cases[0].ids], sampling, 4)
-    _generate(target, cases[0].ids, 4)
-    with Bar(f"decoding at T={temperature:g}", len(cases)) as bar:
-        for turn, case in enumerate(cases):
-            done: dict[str, Completion] = {}
-            theirs: list[int] | None = None
-            runners = [name for name in seconds if not name.endswith("_verify")]
-            for name in runners[turn % len(runners) :] + runners[: turn % len(runners)]:
-                start = time.perf_counter()
-                if name == "transformers":
-                    theirs = _generate(target, case.ids, max_new_tokens)
-                else:
-                    done[name] = decoders[name].generate([case.ids], sampling, max_new_tokens, requests=[case.key])[0]
-                seconds[name].append(time.perf_counter() - start)
+    common: dict[str, Any] = {"rows": rows, "context": context, "timed": True}
+    decoders = {
+        "plain": Decoder(target, **common),
+        "drafted": Decoder(target, drafter, governor=Governor() if governed else None, **common),
+    }
+    runners = {name: contest.ours(decoder, sampling, max_new_tokens) for name, decoder in decoders.items()}
+    if sampling.greedy and rows == 1:
+        runners["transformers"] = contest.transformers(target, max_new_tokens)
+    size = 1 if rows == 1 else PER_ROW * rows
+    seconds = dict.fromkeys(runners, 0.0)
+    verifying: dict[str, list[float]] = {name: [] for name in decoders}
+    found: dict[int, Outcome] = {}
+    with Bar(f"decoding at T={sampling.temperature:g}", len(mine)) as bar:
+        for some, turns in contest.take_turns(runners, [mine[start : start + size] for start in range(0, len(mine), size)]):
+            for name, turn in turns.items():
+                seconds[name] += turn.seconds
             for name in decoders:
-                seconds[f"{name}_verify"] += [round.verify_s for round in done[name].rounds]
-            plain, answer = done["plain"].tokens, done["drafted"].tokens
-            parted = compare(target, case.prompt.id, case.ids, plain, answer, sampling, case.key)
-            report.answers += 1
-            report.compared += theirs is not None
-            report.like_transformers += theirs == plain
-            if parted:
-                report.divergences.append(parted)
-            answers.append(answer)
-            records += _records(case, done["drafted"], temperature)
-            bar.update(turn + 1, f"tau {sum(r.committed for r in records) / len(records):.2f}")
-    return records, answers, seconds
+                verifying[name] += [round.verify_s for answer in turns[name].answers for round in answer.rounds]
+            for place, case in enumerate(some):
+                found[case.key] = _outcome(target, case, {name: turn.answers[place] for name, turn in turns.items()}, sampling)
+            records = [record for outcome in found.values() for record in outcome.rounds]
+            bar.update(len(found), f"tau {sum(r.committed for r in records) / len(records):.2f}")
+    seconds["c"] = statistics.median(verifying["drafted"]) / statistics.median(verifying["plain"])
+    seconds["tokens"] = sum(len(outcome.tokens) for outcome in found.values())
+    gathered = ranks.gather(found)
+    return [gathered[case.key] for case in cases], seconds
+
+
+def _outcome(target: Target, case: Case, answers: dict[str, Completion], sampling: Sampling) -> Outcome:
+    plain, drafted = answers["plain"].tokens, answers["drafted"]
+    # Only rules that draw y with the keyed noise promise plain decoding's very tokens; rejection is lossless in law.
+    checked = sampling.greedy or sampling.rule in KEYED
+    parted = compare(target, case.prompt.id, case.ids, plain, drafted.tokens, sampling, case.key) if checked else None
+    alike = answers["transformers"].tokens == plain if "transformers" in answers else None
+    return Outcome(_records(case, drafted, sampling.temperature), drafted.tokens, checked, parted, alike)
 
 
 def _records(case: Case, completion: Completion, temperature: float) -> list[RoundRecord]:
@@ -207,56 +230,55 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
     ]
 
 
-def _generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
-    """transformers' own greedy answer, whatever else the target's generation_config asks for."""
-    stops = sorted(target.stop_ids)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0
-    )
-    prompt = torch.tensor([ids], device=target.device)
-    with torch.inference_mode():
-        answer = cast(Any, target.model).generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-    return answer[0, len(ids) :].tolist()
-
-
-def _speed(seconds: dict[str, list[float]], records: list[RoundRecord], tau: float) -> dict[str, float]:
+def _speed(seconds: dict[str, float], records: list[RoundRecord], tau: float) -> dict[str, float]:
     """Speedups are of total times over the same prompts; c(N) is the verifying time of a round over a plain one's, medians."""
-    total = {name: sum(times) for name, times in seconds.items()}
-    c = statistics.median(seconds["drafted_verify"]) / statistics.median(seconds["plain_verify"])
-    tokens = sum(record.committed for record in records)
+    drafting = statistics.median([record.draft_s for record in records]) / statistics.median([r.verify_s for r in records]) * seconds["c"]
     speed = {
         "tau": tau,
-        "c": c,
-        "tau_over_c": tau / c,
-        "speedup": total["plain"] / total["drafted"],
-        "plain_tokens_per_s": tokens / total["plain"],
-        "drafted_tokens_per_s": tokens / total["drafted"],
+        "c": seconds["c"],
+        "drafting": drafting,
+        "tau_over_c": tau / seconds["c"],
+        "speedup": seconds["plain"] / seconds["drafted"],
+        "plain_tokens_per_s": seconds["tokens"] / seconds["plain"],
+        "drafted_tokens_per_s": seconds["tokens"] / seconds["drafted"],
     }
-    if "transformers" in total:
-        speed["speedup_over_transformers"] = total["transformers"] / total["drafted"]
-        speed["plain_over_transformers"] = total["transformers"] / total["plain"]
+    if "transformers" in seconds:
+        speed["speedup_over_transformers"] = seconds["transformers"] / seconds["drafted"]
+        speed["plain_over_transformers"] = seconds["transformers"] / seconds["plain"]
     return speed | {"share_of_limit": speed["speedup"] / speed["tau_over_c"]}
 
 
 def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser("draftsmith eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    described.add_argument("drafter", help="folder or Hub id of a trained drafter")
-    described.add_argument("--target", help="folder or Hub id; by default the one that the drafter was trained for")
+    described.add_argument("folder", nargs="?", metavar="drafter", help="the same as --drafter")
+    described.add_argument(
+        "--drafter", help="ngram, suffix, or folder or Hub id of a trained drafter or of a causal LM with the target's tokens"
+    )
+    described.add_argument("--target", help="folder or Hub id; by default the one that the drafter was trained for, else `tiny`")
     described.add_argument("--prompts", help=".jsonl file with `prompt` (or `turns`, `messages`) and `domain`; by default the shipped ones")
     described.add_argument("--limit", type=int, help="prompts of each domain")
     described.add_argument("--max-new-tokens", type=int, default=96)
     described.add_argument("--temperature", type=float, action="append", help="may be given more than once (default: 0 and 1)")
-    described.add_argument("--nodes", type=int, default=64, help="most nodes of a draft tree, the root included (default 64)")
+    described.add_argument("--rule", choices=list(RULES), default="one-draw", help="how drafts are verified at T > 0; " + _lossy_rules())
     described.add_argument(
         "--tree",
-        choices=["best", "largest", "saved", "chain"],
-        default="best",
-        help="best: by τ/c(N), and written to the artifact (default); largest: of --nodes nodes; saved: the artifact's",
+        choices=["best", "largest", "saved", "chain", "dynamic"],
+        help="best: by τ over the cost of a round, and written to the artifact (default, where the drafter ranks tokens); largest: of "
+        "--nodes nodes; saved: the drafter's own; chain; dynamic: the likeliest of each round",
     )
+    described.add_argument("--nodes", type=int, help="most nodes of a draft tree, the root included (default 64; 16 for a dynamic one)")
+    described.add_argument("--depth", type=int, help="of a chain or a dynamic tree (default 4), or to cut the saved one")
+    described.add_argument("--width", type=int, help="children of a node of a dynamic tree, and nodes extended of a level (default 4)")
+    described.add_argument("--rows", type=int, default=1, help="prompts decoded at a time (default 1)")
+    described.add_argument("--governor", action="store_true", help="draft only as deep as pays, as `generate` does")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
     return described
+
+
+def _lossy_rules() -> str:
+    return ", ".join(name for name, rule in RULES.items() if not rule.lossless) + " change the output's law"
 
 
 def main(arguments: list[str]) -> None:
@@ -264,41 +286,64 @@ def main(arguments: list[str]) -> None:
     temperatures = list(dict.fromkeys(options.temperature or [0.0, 1.0]))
     checks = (
         ("--nodes", options.nodes, 2, 256),
+        ("--depth", options.depth, 1, 64),
+        ("--width", options.width, 1, 64),
+        ("--rows", options.rows, 1, 1 << 12),
         ("--max-new-tokens", options.max_new_tokens, 2, 1 << 20),
-        ("--limit", 1 if options.limit is None else options.limit, 1, 1 << 20),
+        ("--limit", options.limit, 1, 1 << 20),
         ("--temperature", min(temperatures), 0, float("inf")),
     )
     for name, value, low, high in checks:
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ValueError(f"{name} {value}: expected {low} to {high}")
+    if options.rule == "membership":
+        raise ValueError(
+            "--rule membership: expected a rule that needs no filters; draftsmith generate takes --top-k, --top-p and --min-p with it"
+        )
+    named = options.drafter or options.folder
+    if not named or (options.drafter and options.folder):
+        raise ValueError("got no drafter or two; expected one: draftsmith eval runs/medusa-tiny/artifact, or --drafter suffix")
     prompts = prompt_files.load(options.prompts, options.limit)
-    target, drafter = session.open_pair(options.target, options.drafter, options.dtype, options.trust_remote_code)
+    target, drafter = session.open_pair(options.target, named, options.dtype, options.trust_remote_code)
     assert drafter is not None
-    fixed = {"saved": drafter.config.tree, "chain": [[0] * k for k in range(1, drafter.depth_limit + 1)]}
+    ranked = hasattr(drafter, "position_logits")
+    tree = options.tree or ("best" if ranked else "saved")
+    if tree in ("best", "largest") and not ranked:
+        raise ValueError(
+            f"--tree {tree}: {drafter.method} ranks no tokens, so no tree can be chosen for it; expected saved, chain or dynamic"
+        )
+    if tree not in ("best", "largest"):
+        drafter.shape = session.shape(tree, drafter, options.depth, options.width, options.nodes)
     report, rounds, records = evaluate(
         target,
         drafter,
         prompts,
         max_new_tokens=options.max_new_tokens,
         temperatures=temperatures,
-        most_nodes=options.nodes,
-        tree=fixed.get(options.tree),
-        largest=options.tree == "largest",
+        most_nodes=options.nodes or 64,
+        choose=tree if tree in ("best", "largest") else "",
+        rule=options.rule,
+        rows=options.rows,
+        governed=options.governor,
     )
-    if options.json:
+    if ranks.first():
+        _tell(options.json, report)
+        if isinstance(drafter, DrafterModel) and Path(named).is_dir() and tree == "best":
+            _keep(Path(named), drafter, report, rounds, records)
+            if not options.json:
+                print(
+                    f"\nWritten to {named}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
+                )
+                print(f'Try it:  {session.command()} generate --drafter {named} --show-accepted "def parse_"')
+    if any(parted.verdict == "bug" for parted in report.divergences):
+        raise SystemExit(1)
+
+
+def _tell(as_machine: bool, report: Report) -> None:
+    if as_machine:
         print(as_json(report), flush=True)
     else:
         table.show(report)
-    folder = Path(options.drafter)
-    if folder.is_dir() and options.tree == "best":
-        _keep(folder, drafter, report, rounds, records)
-        if not options.json:
-            print(
-                f"\nWritten to {folder}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
-            )
-            print(f'Try it:  {session.command()} generate --drafter {folder} --show-accepted "def parse_"')
-    if any(parted.verdict == "bug" for parted in report.divergences):
-        raise SystemExit(1)
 
 
 def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[RoundRecord], records: list[PositionRecord]) -> None:

@@ -1,14 +1,16 @@
-"""c(N): what one target forward over N tree nodes takes, over what it takes for one."""
+"""What a round takes over a plain one: c(N) for one target forward over N tree nodes, and what drafting K deep adds."""
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.models.target import Target
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -30,6 +32,29 @@ def measure(target: Target, context: int, most: int, repeats: int = 25) -> dict[
                 if repeat:  # the first round warms up
                     times[size].append(seconds)
     return {size: statistics.median(seconds) for size, seconds in times.items()}
+
+
+def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[int, float]:
+    """Median seconds that `drafter` takes for a chain, by its depth: of 1 and of 4, or as deep as it can look."""
+    saved, found = drafter.shape, {}
+    for depth in sorted({1, min(4, drafter.depth_limit)}):
+        drafter.shape = Topology.chain(depth)
+        done = Decoder(target, drafter, timed=True).generate(prompts, max_new_tokens=16, stop_ids=())
+        found[depth] = statistics.median([round.draft_s for answer in done for round in answer.rounds[1:]])
+    drafter.shape = saved
+    return found
+
+
+def of_round(seconds: dict[int, float], drafting: dict[int, float]) -> Callable[[int, int], float]:
+    """The price of a round of N nodes and depth K: c(N), and drafting by a straight line through what was measured; 1 for the root alone."""
+    c, depths = relative(seconds), sorted(drafting)
+    low, high = depths[0], depths[-1]
+    step = max(0.0, drafting[high] - drafting[low]) / (high - low) if high > low else 0.0
+
+    def price(nodes: int, depth: int) -> float:
+        return c(nodes) + ((drafting[low] + step * (depth - low)) / seconds[1] if depth else 0.0)
+
+    return price
 
 
 def relative(seconds: dict[int, float]) -> Callable[[int], float]:

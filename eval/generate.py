@@ -2,6 +2,7 @@
 
 draftsmith generate "def parse_"
 draftsmith generate --drafter runs/medusa-tiny/artifact --show-accepted "def parse_"
+draftsmith generate --target tiny --drafter ngram "def parse_"
 """
 
 import argparse
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import session
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.governor import Governor
+from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.models.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -23,7 +25,11 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser("draftsmith generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     described.add_argument("prompt", help="text to continue; `-` reads it from stdin")
     described.add_argument("--target", help="folder or Hub id; by default the one the drafter was trained for, else `tiny`")
-    described.add_argument("--drafter", default="none", help="`none`, or the folder or Hub id of a trained drafter")
+    described.add_argument(
+        "--drafter",
+        default="none",
+        help="none, ngram, suffix, or folder or Hub id of a trained drafter or of a causal LM with the target's tokens",
+    )
     described.add_argument("--chat", action="store_true", help="ask the prompt as a user's message, in the target's chat template")
     described.add_argument("--temperature", type=float, help="0 is greedy (default: the target's generation_config, else 0)")
     described.add_argument("--top-k", type=int, help="0 is off")
@@ -32,7 +38,17 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none")
     described.add_argument("--max-new-tokens", type=int, default=200)
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    described.add_argument("--tree", choices=["saved", "chain"], default="saved", help="the artifact's draft tree, or a chain")
+    described.add_argument("--repetition-penalty", type=float, help="1 is off")
+    described.add_argument(
+        "--rule", choices=list(RULES), default="one-draw", help="how drafts are verified at T > 0 (see draftsmith eval --help)"
+    )
+    described.add_argument(
+        "--tree", choices=["saved", "chain", "dynamic"], default="saved", help="the drafter's own draft tree, or another"
+    )
+    described.add_argument("--depth", type=int, help="draft no deeper than this")
+    described.add_argument("--width", type=int, help="of a dynamic tree (default 4)")
+    described.add_argument("--nodes", type=int, help="of a dynamic tree, the root included (default 16)")
+    described.add_argument("--no-governor", action="store_true", help="draft in every round, whether it pays or not")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
     return described
@@ -41,13 +57,13 @@ def parser() -> argparse.ArgumentParser:
 def sampling_of(options: argparse.Namespace, target: Target) -> Sampling:
     """What the options say; for the rest what the target's generation_config says, where it samples by default."""
     config = target.model.generation_config
-    default = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    default = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     if config is not None and config.do_sample:
         # transformers' own defaults where the config says nothing: temperature 1, top-k 50.
-        unset = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        unset = default | {"temperature": 1.0, "top_k": 50}
         default = {name: value if getattr(config, name) is None else getattr(config, name) for name, value in unset.items()}
     chosen = {name: getattr(options, name) if getattr(options, name) is not None else value for name, value in default.items()}
-    return Sampling(seed=options.seed, **chosen)
+    return Sampling(seed=options.seed, rule=options.rule, **chosen)
 
 
 def text_pieces(target: Target, ids: Iterator[tuple[int, bool]]) -> Iterator[tuple[str, bool]]:
@@ -77,8 +93,12 @@ def main(arguments: list[str]) -> None:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     drafter_name = None if options.drafter == "none" else options.drafter
     target, drafter = session.open_pair(options.target, drafter_name, options.dtype, options.trust_remote_code)
-    if drafter is not None and options.tree == "chain":
-        drafter.config.tree = [[0] * k for k in range(1, drafter.depth_limit + 1)]
+    if drafter is not None:
+        drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)
+    sampling = sampling_of(options, target)
+    if not sampling.lossless:
+        print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
+    governor = None if options.no_governor else Governor()
     messages = ({"role": "user", "content": text},) if options.chat else ()
     if options.chat and not (target.tokenizer and target.tokenizer.chat_template):
         raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
@@ -86,7 +106,7 @@ def main(arguments: list[str]) -> None:
     counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}
 
     def stream() -> Iterator[tuple[int, bool]]:
-        for steps in Decoder(target, drafter).stream([ids], sampling_of(options, target), options.max_new_tokens):
+        for steps in Decoder(target, drafter, governor=governor).stream([ids], sampling, options.max_new_tokens):
             step = steps[0]
             counts["rounds"] += 1
             counts["tokens"] += len(step.tokens)
@@ -101,7 +121,7 @@ def main(arguments: list[str]) -> None:
     if options.show_accepted:
         speed = counts["tokens"] / max(counts["seconds"], 1e-9)
         print(
-            f"{counts['tokens']} tokens in {counts['rounds']} rounds: τ {counts['tokens'] / counts['rounds']:.2f}, {speed:.0f} tokens/s",
+            f"{'LOSSY: ' * (not sampling.lossless)}{counts['tokens']} tokens in {counts['rounds']} rounds: τ {counts['tokens'] / counts['rounds']:.2f}, {speed:.0f} tokens/s",
             file=sys.stderr,
         )
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from draftsmith.eval import table
 from draftsmith.eval.records import Report
 
 
@@ -16,9 +17,11 @@ def survival(report: Report, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=150)
     first = next(iter(report.overall))
-    lines: list[tuple[str, Any, dict[str, Any]]] = [(domain, found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()]
+    lines: list[tuple[str, Any, dict[str, Any]]] = [
+        (domain + " (lossy)" * (first in report.lossy), found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()
+    ]
     lines += [
-        (f"all, T={temperature}", found, {"lw": 2.4, "color": "black", "ls": "-" if temperature == first else "--"})
+        (f"all, T={table.labelled(report, temperature)}", found, {"lw": 2.4, "color": "black", "ls": "-" if temperature == first else "--"})
         for temperature, found in report.overall.items()
     ]
     for name, found, style in lines:

@@ -84,10 +84,11 @@ class Report:
     target: dict[str, str]
     method: str
     settings: dict[str, Any]
-    tree: list[list[int]]
+    tree: list[list[int]] | dict[str, int]
     nodes: int
     cost: dict[int, float]  # seconds of a target forward over N nodes, by N
-    by_nodes: list[dict[str, float]]  # exact τ of the best tree of N nodes on the reported half, c(N), τ/c(N)
+    drafting: dict[int, float]  # seconds of drafting a chain of depth K, by K
+    by_nodes: list[dict[str, float]]  # the best tree of N nodes: its depth, exact τ on the reported half, cost of a round, τ over it
     overall: dict[str, Acceptance] = field(default_factory=dict)  # by temperature
     domains: dict[str, Acceptance] = field(default_factory=dict)  # greedy
     distinct: float = 1.0
@@ -96,6 +97,7 @@ class Report:
     like_transformers: int = 0  # greedy answers of plain decoding that equal transformers' generate
     compared: int = 0  # with transformers
     speed: dict[str, float] = field(default_factory=dict)
+    lossy: dict[str, str] = field(default_factory=dict)  # rules that change the output's law, by temperature
 
 
 def as_json(report: Report) -> str:

@@ -3,14 +3,22 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftsmith.data.prompts import Prompt
+from draftsmith.eval import ranks
 from draftsmith.inference import machine
-from draftsmith.models.drafter import DrafterModel, load_config, load_drafter
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam, Shape, shape_of
+from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.tree import Topology
+from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
+from draftsmith.models.pairing import check_pair
 from draftsmith.models.target import Target
 
+WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,23 +37,56 @@ def command() -> str:
     return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
-def open_pair(target: str | None, drafter: str | None, dtype: str, trust_remote_code: bool = False) -> tuple[Target, DrafterModel | None]:
-    """Load a target and a drafter (None: plain). Without a target's name, it is the one that the drafter was made for.
+def open_pair(
+    target: str | None, drafter: str | None, dtype: str, trust_remote_code: bool = False
+) -> tuple[Target, DrafterModel | DraftModel | Ngram | Suffix | None]:
+    """Load a target and a drafter: None, a kind without weights, the folder or Hub id of a trained drafter, or that of any causal LM
+    with the target's tokens. Without a target's name, it is the one that the drafter was made for.
 
-    Raises ValueError for a drafter of another target, naming both, and for a target without a tokenizer.
+    Raises ValueError for a drafter of another target, naming both, for one with other tokens, and for a target without a tokenizer; what
+    configs and tokenizers can tell is told before any weights are read.
     """
-    if drafter and "/" not in drafter and not Path(drafter).is_dir():
-        raise ValueError(f"drafter {drafter!r}: expected the folder of a trained drafter, or a Hub id such as name/drafter")
-    made_for = (load_config(drafter).target or {}) if drafter else {}
+    trained = drafter if drafter not in (None, *WEIGHTLESS) else None
+    if trained and "/" not in trained and not Path(trained).is_dir():
+        raise ValueError(
+            f"drafter {drafter!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, or a Hub id such as name/drafter"
+        )
+    own = trained is not None and is_drafter(trained)
+    made_for = (load_config(str(trained)).target or {}) if own else {}
     name = target or made_for.get("name") or "tiny"
     revision = made_for.get("revision") or None if name == made_for.get("name") and not Path(name).exists() and name != "tiny" else None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = Target.load(name, dtype=dtype_of(dtype), device=device, revision=revision, trust_remote_code=trust_remote_code)
+    if trained and not own:
+        check_pair(name, trained, revision=revision, trust_remote_code=trust_remote_code)
+    common: dict[str, Any] = {"dtype": dtype_of(dtype), "device": ranks.device(), "trust_remote_code": trust_remote_code}
+    loaded = Target.load(name, revision=revision, **common)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
     some = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
     machine.threads(lambda: loaded.forward(some))
-    return loaded, load_drafter(drafter, loaded, dtype=loaded.dtype) if drafter else None
+    if drafter in WEIGHTLESS:
+        return loaded, WEIGHTLESS[drafter]()
+    if trained is None:
+        return loaded, None
+    if own:
+        return loaded, load_drafter(trained, loaded, dtype=loaded.dtype)
+    return loaded, DraftModel(Target.load(trained, **common), shape_of(default_paths(3, 7)))
+
+
+def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> Shape:
+    """The draft tree that options ask for: saved (the drafter's own), chain, or dynamic.
+
+    Raises:
+        ValueError: a tree deeper than the drafter can look.
+    """
+    if tree == "chain":
+        shape: Shape = Topology.chain(depth or min(4, drafter.depth_limit))
+    elif tree == "dynamic":
+        shape = Beam(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
+    else:
+        shape = drafter.shape.cut(depth or drafter.shape.max_depth)
+    if shape.max_depth > drafter.depth_limit:
+        raise ValueError(f"got a tree {shape.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
+    return shape
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:

@@ -11,8 +11,8 @@ HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 
 def rows(report: Report) -> list[tuple[str, ...]]:
     """One row for each domain (greedy), then one for each temperature over all prompts."""
     first = next(iter(report.overall))
-    named = [(domain, first, found) for domain, found in report.domains.items()]
-    named += [("all", temperature, found) for temperature, found in report.overall.items()]
+    named = [(domain, labelled(report, first), found) for domain, found in report.domains.items()]
+    named += [("all", labelled(report, temperature), found) for temperature, found in report.overall.items()]
     return [
         (
             domain,
@@ -26,11 +26,20 @@ def rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
+def labelled(report: Report, temperature: str) -> str:
+    """The temperature, marked where the rule changed the output's law: its numbers must not be taken for lossless ones."""
+    return f"{temperature} (lossy)" if temperature in report.lossy else temperature
+
+
 def lossless(report: Report) -> str:
     """One sentence on whether the answers are plain decoding's."""
     bugs = [parted for parted in report.divergences if parted.verdict == "bug"]
     same = report.answers - len(report.divergences)
     text = f"{same} of {report.answers} answers equal plain decoding's, token for token"
+    if report.lossy:
+        text += f"; LOSSY at T = {', '.join(report.lossy)}: rule {report.settings['rule']} changes the law of the output"
+    elif report.settings["rule"].startswith("rejection"):
+        text += f" (T = 0); rule {report.settings['rule']} is lossless in law at other temperatures, which no single answer shows"
     if report.divergences:
         text += f"; {len(report.divergences) - len(bugs)} part at a tie within measured noise, {len(bugs)} for no such reason"
     text += " (NOT LOSSLESS)" if bugs else ""
@@ -43,8 +52,8 @@ def speed(report: Report) -> list[str]:
         return []
     s = report.speed
     lines = [
-        f"τ {s['tau']:.2f}   c(N={report.nodes}) {s['c']:.2f}   τ/c {s['tau_over_c']:.2f}   speedup {s['speedup']:.2f} × plain decoding "
-        f"({s['share_of_limit']:.2f} of τ/c)",
+        f"τ {s['tau']:.2f}   c(N={report.nodes}) {s['c']:.2f}   drafting {s['drafting']:.2f}   τ/c {s['tau_over_c']:.2f}   "
+        f"speedup {s['speedup']:.2f} × plain decoding ({s['share_of_limit']:.2f} of τ/c)",
         f"{s['drafted_tokens_per_s']:.0f} tokens/s drafted, {s['plain_tokens_per_s']:.0f} plain",
     ]
     if "speedup_over_transformers" in s:
@@ -56,16 +65,25 @@ def speed(report: Report) -> list[str]:
 
 def by_nodes(report: Report) -> str:
     """τ of the best tree of each size, its price, and what is left of it: one line of text for each."""
-    lines = ["best tree of N nodes (exact, from position records):      N     τ   c(N)   τ/c"]
+    lines = ["best tree of N nodes (exact, from position records):     N  depth     τ  price  τ/price"]
     for row in report.by_nodes:
-        lines.append(f"{'':55}{row['nodes']:4.0f}  {row['tau']:.2f}   {row['c']:.2f}  {row['tau_over_c']:.2f}")
+        lines.append(
+            f"{'':54}{row['nodes']:4.0f}  {row['depth']:5.0f}  {row['tau']:.2f}   {row['price']:.2f}     {row['tau_over_price']:.2f}"
+        )
+    lines.append("price: what a round takes, drafting included, over a plain one")
     return "\n".join(lines)
+
+
+def _size(report: Report) -> str:
+    return (
+        "dynamic trees of " * isinstance(report.tree, dict) + f"{report.nodes} nodes a round" + ", governed" * report.settings["governed"]
+    )
 
 
 def show(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
-    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {report.nodes} nodes a round")
+    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {_size(report)}")
     for name in HEADER:
         table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True)
     for row in rows(report):
@@ -74,7 +92,7 @@ def show(report: Report) -> None:
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
-        print("No draft tree pays on this machine with this drafter: every τ/c(N) is below 1, so nothing is drafted.")
+        print("No draft tree pays on this machine with this drafter: every τ/price is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
     print(lossless(report) + f".  Distinct 8-grams in the answers at T={next(iter(report.overall))}: {report.distinct:.0%}.")

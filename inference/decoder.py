@@ -14,6 +14,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput
 from draftsmith.inference.governor import Governor
+from draftsmith.inference.processors import History, Processor
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree
@@ -116,6 +117,7 @@ class Decoder:
         self._cache: TreeCache | None = None
         self._bare: DraftTree | None = None
         self._depth = 0  # K of the drafter, as bound
+        self._history: History | None = None
         self._busy = False
 
     def generate(
@@ -125,10 +127,11 @@ class Decoder:
         max_new_tokens: int = 128,
         stop_ids: Sequence[int] | frozenset[int] | None = None,
         requests: Sequence[int] | None = None,
+        processors: Sequence[Processor] = (),
     ) -> list[Completion]:
         """Token ids per prompt -> completions in prompt order; arguments as for `stream`."""
         done = [Completion() for _ in prompts]
-        stream = self.stream(prompts, sampling, max_new_tokens, stop_ids, requests)
+        stream = self.stream(prompts, sampling, max_new_tokens, stop_ids, requests, processors)
         with tree_attention(self.target.model):  # nobody else runs between these rounds: set once
             for steps in stream:
                 for step in steps:
@@ -144,18 +147,25 @@ class Decoder:
         max_new_tokens: int = 128,
         stop_ids: Sequence[int] | frozenset[int] | None = None,
         requests: Sequence[int] | None = None,
+        processors: Sequence[Processor] = (),
     ) -> Iterator[list[Step]]:
         """Yield after every round one Step per row that was live.
 
         stop_ids: None takes the target's. requests: the noise key of each prompt, its index by default; the output depends on
-        prompt, sampling and key alone, never on row or batch.
+        prompt, sampling and key alone, never on row or batch. processors: transformers LogitsProcessors, applied to every node with
+        the tokens before it (see `draftsmith.inference.processors`).
 
         Raises:
-            ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context.
+            ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a
+                processor that cannot be verified exactly.
         """
         waiting = self._requests(prompts, max_new_tokens, requests)
         stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)
-        return self._run(waiting, sampling or Sampling(), max_new_tokens, stops)
+        sampling = sampling or Sampling()
+        history = None
+        if History.needed(sampling, processors):
+            history = History(sampling, processors, self.rows, self.target.vocab_size, self.target.device)
+        return self._run(waiting, sampling, history, _Limits(0, max_new_tokens, stops))
 
     def _requests(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, requests: Sequence[int] | None) -> list[_Request]:
         if max_new_tokens < 1:
@@ -178,7 +188,7 @@ class Decoder:
                 raise ValueError(f"prompt {i}: got request {keys[i]}; expected 0..2^32-1; use a smaller key")
         return [_Request(i, [int(token) for token in prompt], key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))]
 
-    def _run(self, waiting: list[_Request], sampling: Sampling, max_new_tokens: int, stops: frozenset[int]) -> Iterator[list[Step]]:
+    def _run(self, waiting: list[_Request], sampling: Sampling, history: History | None, limits: "_Limits") -> Iterator[list[Step]]:
         if not waiting:
             return
         if self._busy:
@@ -186,10 +196,10 @@ class Decoder:
         self._busy = True
         live: list[_Request] = []
         longest = max(len(request.prompt) for request in waiting)
-        limit = self.context or min(longest + max_new_tokens, self.target.max_positions)
-        limits = _Limits(limit, max_new_tokens, stops)
+        limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
+        self._history = history
         try:
-            cache = self._bind(limit)
+            cache = self._bind(limits.context)
             batch: _Batch | None = None
             while waiting or live:
                 # The modes are entered per round: a consumer may do its own torch work between two rounds.
@@ -210,7 +220,7 @@ class Decoder:
             if live and self._cache is not None:
                 with torch.inference_mode():
                     self._release(self._cache, [request.row for request in live])
-            self._busy = False
+            self._busy, self._history = False, None
 
     def _bind(self, limit: int) -> TreeCache:
         """A cache and drafter state for `limit` positions; the cache of an earlier call serves again if it is large enough."""
@@ -271,6 +281,8 @@ class Decoder:
             taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
         out = NodeOutput(features, torch.cat(taps, 1) if taps else None)
         self.drafter.start(rows, prompts, out)
+        if self._history:
+            self._history.start(rows, prompts)
 
     def _batch(self, cache: TreeCache, live: list[_Request]) -> "_Batch":
         """Put the live rows on the device and select them in the cache."""
@@ -297,8 +309,11 @@ class Decoder:
             # Nodes past the last position yield only tokens past the limit, but their index must exist.
             positions = positions.clamp(max=self.target.max_positions - 1)
         out = self._forward(tree.tokens, positions, cache, attention)
-        verdict = _verify(tree, self.target.logits(out.hidden), ask)
+        logits = self.target.logits(out.hidden)
+        verdict = _verify(tree, self._history.apply(ask, tree, logits) if self._history else logits, ask)
         told = verdict.told(tree)
+        if self._history:
+            self._history.commit(ask, tree, verdict)
         verified = self._clock()
         drafter.accept(ask, tree, verdict, NodeOutput(out.hidden, out.taps))
         accepted = self._clock()
@@ -321,6 +336,8 @@ class Decoder:
 
     def _release(self, cache: TreeCache, rows: list[int]) -> None:
         self.drafter.drop(rows)
+        if self._history:
+            self._history.drop(rows)
         if self.governor:
             self.governor.drop(rows)
         cache.reset(rows)

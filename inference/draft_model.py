@@ -29,6 +29,8 @@ class DraftModel:
         ValueError: more tokens than the target has, or an architecture that cannot run on a tree.
     """
 
+    method = "draft model"
+    depth_limit = 8  # of position records: how far ahead a tree may look
     capturable = False
     taps: tuple[int, ...] = ()
 
@@ -36,6 +38,7 @@ class DraftModel:
         self.model = model
         self.shape = shape
         self.chunk = chunk
+        self._fewer = True
 
     @property
     def max_nodes(self) -> int:
@@ -56,6 +59,7 @@ class DraftModel:
                 f"got a context of {context} for a draft model of {self.model.max_positions} positions; expected no more; "
                 "shorten prompt and answer, or give another draft model"
             )
+        self._fewer = self.model.vocab_size < target.vocab_size
         self.shape = self.shape.to(self.model.device)
         if isinstance(self.shape, Topology):
             encoded = sum(level.nodes for level in self.shape.levels()[1:])
@@ -107,7 +111,7 @@ class DraftModel:
             ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
             attention = TreeAttention.causal(cache, width)
             positions = attention.positions().clamp(max=self.model.max_positions - 1)
-            hidden = self.model.forward(ids, position_ids=positions, cache=cache, tree=attention).hidden
+            hidden = self.model.forward(self._known(ids), position_ids=positions, cache=cache, tree=attention).hidden
             cache.advance([len(part) for part in parts])
             for place, part in enumerate(parts):
                 if part:
@@ -116,6 +120,10 @@ class DraftModel:
         for row, ids in zip(rows, waiting, strict=True):
             del self._missing[row][: len(ids)]
         return torch.stack([one for one in last if one is not None]) if leave == 0 else torch.empty(0)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """A target may have rows, for padding or special tokens, that the draft model lacks; it reads its own last one there."""
+        return ids.clamp(max=self.model.vocab_size - 1) if self._fewer else ids
 
     def _encode(self, frontier: Frontier) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
@@ -128,6 +136,18 @@ class DraftModel:
         hidden = self.model.forward(frontier.tokens, position_ids=positions, cache=cache, tree=attention).hidden
         cache.draft(frontier.tokens.shape[1])
         return hidden
+
+    def position_features(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """ids [S] -> its own hidden states [S,H] along them; the target's are of no concern."""
+        with torch.inference_mode():
+            return self.model.forward(self._known(ids[None]).to(self.model.device)).hidden[0]
+
+    def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
+        """features [S,H], consecutive roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
+        at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
+        first, last = int(at.min()), int(at.max())
+        with torch.inference_mode():
+            return self.model.logits(features[first : last + 1])[at - first]
 
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""

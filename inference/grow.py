@@ -5,7 +5,7 @@ M stored nodes · E nodes encoded before a level.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from draftsmith.inference.drafter import Ask
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, gumbel, warp
 from draftsmith.inference.tree import DraftTree, Topology
 
-__all__ = ["Beam", "BeamGrowth", "Frontier", "Growth", "Shape", "StaticGrowth", "choose", "grow", "ranked", "shape_of"]
+__all__ = ["Beam", "BeamGrowth", "Frontier", "Growth", "Shape", "StaticGrowth", "choose", "grow", "ranked", "shape_of", "tree_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ def shape_of(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) -> Shape:
             raise ValueError(f"got a dynamic tree with {sorted(tree)}; expected depth, width and nodes")
         return Beam(**tree)
     return Topology.from_paths(tree or [])
+
+
+def tree_of(shape: Shape) -> list[list[int]] | dict[str, int]:
+    """The inverse of `shape_of`, as JSON has it."""
+    return asdict(shape) if isinstance(shape, Beam) else [list(path) for path in shape.paths]
 
 
 @dataclass(slots=True)

@@ -60,8 +60,8 @@ class Sampling:
     seed: int = 0
     repetition_penalty: float = 1.0
     rule: str = "one-draw"
-    epsilon: float = 0.3
-    delta: float = 0.09
+    epsilon: float = 0.09
+    delta: float = 0.3
 
     def __post_init__(self) -> None:
         checks = (

@@ -25,7 +25,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
     reason = _config_reason(config, text) or _class_reason(text, model)
     if reason:
         raise ValueError(
-            f"target architecture {name} {reason}; expected a decoder of full or sliding-window attention; choose another target"
+            f"architecture {name} {reason}; expected a decoder of full or sliding-window attention; choose another model"
         )
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.drafter import Ask, NodeOutput
-from draftsmith.inference.grow import Shape, shape_of
+from draftsmith.inference.grow import Shape, shape_of, tree_of
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
@@ -90,26 +90,39 @@ class DrafterModel(PreTrainedModel):
     def init_from(self, target: Target) -> None:
         """Copy what starts as the target's. Apart from __init__, since transformers initialises modules after it."""
 
+    @property
+    def method(self) -> str:
+        return self.config.model_type
+
+    @property
     def shape(self) -> Shape:
         """The tree of the config; subclasses see to it that there is one."""
         return shape_of(self.config.tree)
+
+    @shape.setter
+    def shape(self, shape: Shape) -> None:
+        self.config.tree = tree_of(shape)
 
     @property
     def depth_limit(self) -> int:
         """K at most, whatever the tree: how far ahead this drafter can look."""
         raise NotImplementedError
 
-    def position_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S,H] of the target along a text -> [S,K,V]: entry (t,k) ranks token t+2+k. For position records."""
+    def position_features(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """ids [S] of a text and the target's hidden [S,H] along it -> what `position_logits` reads of them, [S,·]."""
+        return hidden
+
+    def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
+        """features [S,·], consecutive roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1. For position records."""
         raise NotImplementedError
 
     @property
     def max_nodes(self) -> int:
-        return self.shape().num_nodes
+        return self.shape.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape().max_depth
+        return self.shape.max_depth
 
     # The Drafter protocol, which a subclass implements; shapes are said there.
 
@@ -137,9 +150,7 @@ class DrafterModel(PreTrainedModel):
             ValueError: pickled weights, a damaged file, or tensors missing, left over or misshapen, by name.
         """
         path = str(pretrained_model_name_or_path)
-        source = resolve_path(path)
-        if Path(source).is_dir():
-            check_folder(source)
+        source = _whole(path)
         with_info = kwargs.pop("output_loading_info", False)
         strict = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = cast(Any, super()).from_pretrained(source, *args, **{**kwargs, **strict})
@@ -190,16 +201,26 @@ def new_drafter(method: str, target: Target, *, dtype: torch.dtype = torch.float
     return drafter
 
 
+def is_drafter(path: str) -> bool:
+    """Whether the folder or Hub id is a drafter of ours, by the model_type of its config; else it is for transformers to say."""
+    raw, _ = DrafterConfig.get_config_dict(_whole(path))
+    return raw.get("model_type", "") in methods()
+
+
+def _whole(path: str) -> str:
+    source = resolve_path(path)
+    if Path(source).is_dir():
+        check_folder(source)
+    return source
+
+
 def load_config(path: str | Path, revision: str | None = None) -> DrafterConfig:
     """The config alone of a drafter in a folder or on the Hub, without its weights.
 
     Raises:
         FileNotFoundError, ValueError: a folder that is not whole, or an unknown architecture.
     """
-    source = resolve_path(str(path))
-    if Path(source).is_dir():
-        check_folder(source)
-    raw, _ = DrafterConfig.get_config_dict(source, revision=revision or "main")
+    raw, _ = DrafterConfig.get_config_dict(_whole(str(path)), revision=revision or "main")
     method = raw.get("model_type", "")
     if method not in methods():
         raise ValueError(f"{str(path)!r} has model_type {method!r}, expected one of {', '.join(methods())}; is it a drafter?")

@@ -143,9 +143,9 @@ class MedusaModel(DrafterModel):
     def depth_limit(self) -> int:
         return self.config.num_heads
 
-    def position_logits(self, hidden: Tensor) -> Tensor:
-        """A chunk hidden [S,H] -> [S,K,V] for position records: entry (t,k) ranks token t+2+k."""
-        return self.head_logits(hidden)
+    def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
+        """features [S,H] are the target's hidden states; a round whose root is at i reads the one at i − 1."""
+        return self.head_logits(features[roots - 1])
 
     forward = head_logits
 
@@ -156,7 +156,7 @@ class MedusaModel(DrafterModel):
         self.attach(target)
         device = target.device
         hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=device)
-        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.shape().to(device))
+        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.shape.to(device))
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""

@@ -73,11 +73,11 @@ def test_best_first_growth_is_optimal_for_every_size():
 
 def test_the_chosen_tree_follows_the_price_of_nodes():
     records = random_records(7)
-    assert trees.choose(records, lambda nodes: float(nodes), 16) == []
+    assert trees.choose(records, lambda nodes, depth: float(nodes), 16) == []
     order = trees.grow(records, 15)
     taus = {size: trees.tau(records, order[: size - 1]) for size in trees.sizes(16)}
     assert taus[1] == 1.0 and sorted(taus.values()) == list(taus.values()) and len(taus) == 12  # more nodes never accept less
-    assert taus[len(trees.choose(records, lambda nodes: 1.0, 16)) + 1] == max(taus.values())
+    assert taus[len(trees.choose(records, lambda nodes, depth: 1.0, 16)) + 1] == max(taus.values())
 
 
 def test_cost_interpolates_and_never_falls():

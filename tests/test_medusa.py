@@ -48,8 +48,8 @@ def test_planted_heads_propose_the_tokens_that_follow(target):
     tree = drafter.propose(ask(rows, [prompt[-1] for prompt in prompts]))
     assert tree.tokens[:, 0].tolist() == [text[1], text[8], text[16]]
     assert tree.tokens[:, 1:4].tolist() == [text[n : n + 3] for n in (2, 9, 17)]  # the leftmost chain comes first
-    logits = drafter.position_logits(target.forward(torch.tensor([text])).hidden[0])
-    assert logits.shape == (24, 3, VOCAB)
+    logits = drafter.position_logits(target.forward(torch.tensor([text])).hidden[0], torch.arange(1, 24))
+    assert logits.shape == (23, 3, VOCAB)
     for k in range(3):
         assert logits[: 22 - k, k].argmax(-1).tolist() == text[2 + k :]
 
@@ -102,7 +102,7 @@ def test_propose_equals_a_slow_loop(target, share, tree):
     drafter.start(rows, prompts, out)
     proposed = drafter.propose(ask(rows, [6, 10]))
     proposed.validate()
-    paths = drafter.shape().paths
+    paths = drafter.shape.paths
     assert proposed.tokens.shape == (2, len(paths) + 1) == (2, drafter.max_nodes)
     for b, last in enumerate((1, 2)):
         for node, path in enumerate(paths, 1):

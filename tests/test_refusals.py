@@ -41,7 +41,7 @@ def test_architectures_are_refused_from_the_config(name):
     options, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason) as error:
         check_supported(AutoConfig.for_model(name, **options))
-    assert f"'{name}'" in str(error.value) and "\n" not in str(error.value) and "choose another target" in str(error.value)
+    assert f"'{name}'" in str(error.value) and "\n" not in str(error.value) and "choose another model" in str(error.value)
 
 
 def test_longrope_of_one_layer_type_is_found():
