@@ -13,9 +13,10 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def show(report: dict[str, Any]) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=place > 0)
+        table.add_column(name, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
     return table
 
 
@@ -258,15 +259,12 @@ def open_all(target: str | None, words: Sequence[str], dtype: str, trust_remote_
     return loaded, drafters
 
 
-def _name(word: str, drafter: Any, taken: Iterable[str]) -> str:
-    """The method's name where that says enough; a folder is known by its last name that says something."""
+def _name(word: str, drafter: Any, taken: Container[str]) -> str:
+    """The method's name where that says enough; an artifact is known by the folder that it is in."""
     path = Path(word)
-    short = path.parent.name if path.name == "artifact" else path.name
-    longer = [f"{drafter.method} {name}" for name in (short or word, word, path.resolve())]
-    for name in longer if isinstance(drafter, DraftModel) else [drafter.method, *longer]:
-        if name not in taken:
-            return name
-    raise ValueError(f"--drafter {word}: expected each drafter once; leave it out")
+    full = f"{drafter.method} {(path.parent if path.name == 'artifact' else path).name or word}"
+    names = chain([full] if isinstance(drafter, DraftModel) else [drafter.method, full], (f"{full} ({n})" for n in count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def _another(target: Target, word: str, trust_remote_code: bool) -> Any:
@@ -281,7 +279,7 @@ def _another(target: Target, word: str, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Assisted generation is told by itself that its way of passing settings is deprecated."""
+    """transformers without warnings: assisted generation warns of how it calls its own assistant."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -340,6 +338,7 @@ def main(arguments: list[str]) -> None:
     cases = contest.cases(target, prompts, options.max_new_tokens)
     with _quiet():
         report = evaluate(target, drafters, cases, options.max_new_tokens, options.repeats, not options.no_governor)
+    report["settings"]["drafters"] = dict(zip(drafters, words, strict=True))
     text = json.dumps(report, allow_nan=False)
     if options.out:
         part = options.out.with_name(options.out.name + ".part")

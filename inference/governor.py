@@ -14,6 +14,7 @@ __all__ = ["Governor"]
 START, LONGEST = 8, 128  # rounds of rest before a probe: doubled by each one that fails
 REFRESH = 128  # rounds after which the cost of a plain round is measured anew: contexts grow
 WARM = 2  # plain rounds at the start, to compare with
+FIRST = 0.6  # P(depth 1 is accepted) before anything was drafted
 GUESS = 0.1  # what a level of drafting costs until it was measured, in plain rounds: low, so that it is tried
 
 
@@ -30,10 +31,14 @@ class _Counts:
             self.tries[k] = self.tries[k] * self.keep + 1
             self.hits[k] = self.hits[k] * self.keep + (k < accepted)
 
-    def chances(self, prior: Sequence[float]) -> list[float]:
-        """P(depth k+1 is accepted | depth k was), for each k."""
-        pairs = zip(self.hits, self.tries, prior, strict=True)
-        return [(hits + self.weight * chance) / (tries + self.weight) for hits, tries, chance in pairs]
+    def chances(self, prior: Sequence[float] | None = None) -> list[float]:
+        """P(depth k+1 is accepted | depth k was), for each k. Without a prior each depth leans on the one before: drafts that went well
+        so far go on so, more often than not."""
+        found, before = [], FIRST
+        for k, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
+            before = (hits + self.weight * (prior[k] if prior else before)) / (tries + self.weight)
+            found.append(before)
+        return found
 
 
 class Governor:
@@ -55,6 +60,7 @@ class Governor:
             self._all = _Counts(max_depth, 0.98, 3.0)
             self._seconds: dict[int, dict[int, deque[float]]] = {}  # by rows, by depth
             self._wait, self._rested, self._since, self._plain = START, 0, 0, 0
+            self._probing = False
         self._rows: dict[int, _Counts] = {}
 
     def drop(self, rows: Sequence[int]) -> None:
@@ -67,12 +73,11 @@ class Governor:
         if self._plain < WARM or self._since >= REFRESH:
             return 0
         chosen = self._best(rows)
-        if chosen == 0 and self._rested >= self._wait and self.max_depth:
-            return 1  # a probe
-        return chosen
+        self._probing = chosen == 0 and self._rested >= self._wait and self.max_depth > 0
+        return 1 if self._probing else chosen
 
     def _best(self, rows: Sequence[int]) -> int:
-        general = self._all.chances([0.5] * self.max_depth)
+        general = self._all.chances()
         tokens = [0.0] * (self.max_depth + 1)
         for row in rows:
             counts = self._rows.get(row)
@@ -104,10 +109,12 @@ class Governor:
                 right, high = points[place + 1]
                 prices.append((low + (high - low) * (k - left) / (right - left)) / plain)
             elif left:
-                prices.append((plain + (low - plain) * k / left) / plain)
+                prices.append((plain + max(low - plain, 0.0) * k / left) / plain)
             else:
                 prices.append(1 + GUESS * k)
-        return [max(price, 0.01) for price in prices]
+        for k in reversed(range(self.max_depth)):  # deeper is never cheaper: one slow round must not bar a depth
+            prices[k] = min(prices[k], prices[k + 1])
+        return prices
 
     def learn(self, rows: Sequence[int], told: Sequence[Told], seconds: float) -> None:
         """What the round of these rows gave, and how long it took, drafting included."""
@@ -122,6 +129,6 @@ class Governor:
         if deepest == 0:
             self._rested += 1
             return
-        failed = self._rested > 0 and all(one.length == 1 for one in told)
+        failed = self._probing and all(one.length == 1 for one in told)
         self._wait = min(2 * self._wait, LONGEST) if failed else START
         self._rested = 0

@@ -551,7 +551,7 @@ def test_lossy_rules_in_words():
     assert lossy(seen)
     for name in ("length 0", "length 1", "length 2", "length 4", "equals", "past an accepted sibling", "accepted twins", "padded"):
         assert seen[name] > 20, (name, seen)
-    assert seen["epsilon"] > 1000 and seen["delta"] > 1000
+    assert seen["epsilon"] > 500 and seen["delta"] > 500
 
 
 def test_who_is_lossless():

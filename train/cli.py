@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
+    "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 

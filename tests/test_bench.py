@@ -1,0 +1,302 @@
+"""The bench: what it reports follows from the raw times that it reports; nobody's answers differ; the rivals do what they are named for."""
+
+import contextlib
+import io
+import json
+import shutil
+import statistics
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_cli import failing
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from draftsmith.eval import bench, contest
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam, shape_of, tree_of
+from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.tree import Topology
+from draftsmith.models.drafter import default_paths, new_drafter
+from draftsmith.models.target import Target
+from draftsmith.train.cli import guard
+
+TEXTS = ("def parse(line):", "for key in keys: print(key)", "import os\nimport os", "return x")
+OURS = ["plain", "ngram", "draft model noisy", "suffix", "medusa"]
+THEIRS = ["transformers", "transformers, prompt_lookup", "transformers, assistant noisy"]
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, target_folder):
+    """Prompts, a draft model (the target with noise on its weights) and an untrained drafter of the target."""
+    folder = tmp_path_factory.mktemp("bench")
+    rows = ({"prompt": text, "id": text[:6], "domain": "ab"[place % 2]} for place, text in enumerate(TEXTS))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(target_folder, folder / "noisy")
+    tensors = load_file(folder / "noisy" / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    noisy = {name: tensor + 0.005 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    save_file(noisy, folder / "noisy" / "model.safetensors", metadata={"format": "pt"})
+    medusa = new_drafter("medusa", Target.load(str(target_folder)), num_heads=2, tree=[[0], [0, 0], [1]])
+    medusa.save_pretrained(folder / "medusa" / "artifact")
+    return folder
+
+
+def words(place, *more):
+    return ["--prompts", str(place / "prompts.jsonl"), f"--max-new-tokens={NEW}", *(str(word) for word in more)]
+
+
+@pytest.fixture(scope="module")
+def printed(place):
+    """What one run prints; the target is the one that the last drafter was made for. No governor: it goes by the clock."""
+    drafters = ("ngram", place / "noisy", "suffix", place / "medusa" / "artifact")
+    named = [word for drafter in drafters for word in ("--drafter", drafter)]
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        guard(bench.main, words(place, *named, "--no-governor", "--repeats=2", "--json", "--out", place / "report.json"))
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def report(printed):
+    return json.loads(printed)
+
+
+def test_the_json_is_all_that_is_printed_and_the_file_is_the_same(place, printed, report, target_folder):
+    assert (place / "report.json").read_text() == printed and not list(place.glob("*.part"))
+    assert list(report["contenders"]) == OURS + THEIRS
+    assert report["target"]["name"] == str(target_folder) and report["settings"]["dtype"] == "float32"
+    assert report["settings"]["trees"]["medusa"] == [[0], [0, 0], [1]] and report["settings"]["governor"] is False
+    assert report["settings"]["drafters"]["draft model noisy"] == str(place / "noisy")
+    assert [prompt["tokens"] for prompt in report["prompts"]] == [len(text) for text in TEXTS]
+    assert report["machine"].keys() == {"device", "cores", "threads", "torch", "transformers"} and not report["left_out"]
+    assert list(report["cost"]["c"]) == ["1", "2", "4", "8", "12", "16", "24", "32", "48", "64"]
+    assert report["cost"]["c"]["1"] == 1 and report["cost"]["context"] == sorted(map(len, TEXTS))[1] + NEW // 2
+
+
+def test_every_answer_is_plain_decodings(report):
+    for name, way in report["contenders"].items():
+        assert way["same"] == way["answers"] == 2 * len(TEXTS), name
+        assert way["tokens"] == report["contenders"]["plain"]["tokens"]
+    taus = {name: way["tau"] for name, way in report["contenders"].items()}
+    assert taus["plain"] == 1 and all(taus[name] is None for name in THEIRS)
+    assert 1 < taus["draft model noisy"] <= NEW and all(taus[name] >= 1 for name in OURS)
+
+
+def test_all_ratios_follow_from_the_raw_times(report):
+    ways = report["contenders"]
+
+    def check(found, ours, theirs):
+        one, other = ([statistics.median(times) for times in zip(*ways[name]["seconds"], strict=True)] for name in (ours, theirs))
+        ratios = numpy.array(other) / numpy.array(one)
+        wanted = [*numpy.percentile(ratios, [50, 10, 90]), sum(ways[theirs]["total_s"]) / sum(ways[ours]["total_s"])]
+        assert [found[key] for key in ("median", "p10", "p90", "total")] == pytest.approx(wanted)
+
+    for name, way in ways.items():
+        assert len(way["seconds"]) == 2 and all(len(repeat) == len(TEXTS) and min(repeat) > 0 for repeat in way["seconds"])
+        assert way["total_s"] == pytest.approx([sum(repeat) for repeat in way["seconds"]])
+        assert way["tokens_per_s"] == pytest.approx(sum(map(sum, way["tokens"])) / sum(way["total_s"]))
+        check(way["over_plain"], name, "plain")
+        check(way["over_transformers"], name, "transformers")
+    rivals = {"plain": 0, "ngram": 1, "draft model noisy": 2, "suffix": 1}
+    assert [(pair["ours"], pair["theirs"]) for pair in report["pairs"]] == [(ours, THEIRS[rival]) for ours, rival in rivals.items()]
+    for pair in report["pairs"]:
+        check(pair, pair["ours"], pair["theirs"])
+
+
+def test_times_are_compared_by_token_where_the_answers_differ():
+    short = {"seconds": [[1.0, 2.0], [3.0, 2.0]], "tokens": [[5, 10], [5, 10]], "tokens_per_s": 3.75}
+    whole = {"seconds": [[4.0, 4.0], [4.0, 4.0]], "tokens": [[10, 10], [10, 10]], "tokens_per_s": 2.5}
+    found = bench.faster(short, whole)  # 0.4 over 0.4, 0.4 over 0.2
+    assert found == pytest.approx({"median": 1.5, "p10": 1.1, "p90": 1.9, "total": 1.5})
+
+
+def test_the_table_has_everybody_in_a_hundred_columns(report, capsys):
+    bench.show(report)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    for name in OURS + THEIRS:
+        assert all(part in text for part in name.rsplit(" ", 1))
+    assert text.count(f"{2 * len(TEXTS)}/{2 * len(TEXTS)}") == len(OURS + THEIRS)
+    for pair in report["pairs"]:
+        assert f"{pair['ours']}  /  {pair['theirs']}" in text
+    assert "c(N) at" in text and "LOSSLESS" not in text
+
+
+@pytest.fixture(scope="module")
+def opened(place, target_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        target, drafters = bench.open_all(str(target_folder), [str(place / "noisy"), "ngram"], "auto", False)
+        prompts = bench.prompt_files.load(place / "prompts.jsonl")
+        return target, drafters, contest.cases(target, prompts, 48)
+
+
+def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
+    target, drafters, cases = opened
+    runners, _, _ = bench.contenders(target, drafters, cases[0], 48, governed=True)
+    calls = {"target": 0, "assistant": 0}
+
+    def counting(name):
+        def hook(*_):
+            calls[name] += 1
+
+        return hook
+
+    models = {"target": target.model, "assistant": drafters["draft model noisy"].model.model}
+    handles = [model.register_forward_hook(counting(name)) for name, model in models.items()]
+    try:
+        spent = {}
+        for name in THEIRS:
+            calls.update(target=0, assistant=0)
+            answers = runners[name](cases)
+            spent[name] = (calls["target"], calls["assistant"], sum(len(answer.tokens) for answer in answers))
+    finally:
+        for handle in handles:
+            handle.remove()
+    forwards, drafted, tokens = spent["transformers"]
+    assert forwards == tokens and drafted == 0
+    forwards, drafted, tokens = spent["transformers, prompt_lookup"]
+    assert forwards < tokens and drafted == 0
+    forwards, drafted, tokens = spent["transformers, assistant noisy"]
+    assert forwards < tokens and drafted > 0
+
+
+def test_each_drafter_has_a_governor_of_its_own_or_none(opened, monkeypatch):
+    target, drafters, cases = opened
+    given = []
+    monkeypatch.setattr(bench, "Decoder", lambda target, drafter, governor: given.append((drafter, governor)))
+    bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    assert [drafter for drafter, _ in given] == [None, *drafters.values()]
+    assert given[0][1] is None and len({id(governor) for _, governor in given[1:]}) == 2 and None not in [one for _, one in given[1:]]
+    given.clear()
+    bench.contenders(target, drafters, cases[0], NEW, governed=False)
+    assert len(given) == 3 and all(governor is None for _, governor in given)
+
+
+def test_where_generate_compiles_a_static_cache_is_a_contender_or_says_why_not(opened, monkeypatch):
+    target, drafters, cases = opened
+    name = "transformers, static cache compiled"
+    assert name not in bench.contenders(target, drafters, cases[0], NEW, governed=True)[0]
+    monkeypatch.setattr(bench, "_compiles", lambda target: True)
+    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    assert [one.tokens for one in runners[name](cases)] == [one.tokens for one in runners["plain"](cases)] and not left_out
+    right = contest.transformers
+
+    def without_compiler(target, count, assistant=None, **settings):
+        if "cache_implementation" not in settings:
+            return right(target, count, assistant, **settings)
+        return lambda some: (_ for _ in ()).throw(RuntimeError("no C\ncompiler"))
+
+    monkeypatch.setattr(contest, "transformers", without_compiler)
+    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    assert name not in runners and left_out == {name: "no C compiler"}
+
+
+def test_a_draft_model_that_transformers_cannot_take_is_left_out_there(opened):
+    target, _, cases = opened
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=250, max_position_embeddings=128, **sizes))
+    drafters = {"draft model small": DraftModel(Target.wrap(model), Topology.chain(2))}
+    runners, counterparts, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=False)
+    assert "draft model small" in runners and "draft model small" not in counterparts
+    assert left_out == {"transformers, assistant small": "250 logits, the target has 257"}
+
+
+def test_models_are_loaded_once_and_named_apart(place, target_folder, monkeypatch):
+    loaded = []
+    load = Target.load
+    monkeypatch.setattr(Target, "load", lambda path, **settings: loaded.append(str(path)) or load(path, **settings))
+    shutil.copytree(place / "noisy", place / "other" / "noisy" / "artifact")
+    given = [str(place / "noisy"), "ngram", str(place / "other" / "noisy" / "artifact"), str(place / "medusa/artifact"), f"{place}/./noisy"]
+    given.append(f"{place}/./medusa/artifact")
+    _, drafters = bench.open_all(None, given, "auto", False)
+    assert list(drafters) == ["draft model noisy", "ngram", "draft model noisy (2)", "medusa", "draft model noisy (3)", "medusa medusa"]
+    assert loaded == [str(target_folder), given[0], given[2], given[4]]
+
+
+def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_folder, capsys, monkeypatch):
+    right = contest.ours
+
+    def wrong(decoder, sampling, count):
+        def run(some):
+            answers = right(decoder, sampling, count)(some)
+            for answer in answers if isinstance(decoder.drafter, Ngram) else []:
+                answer.tokens[3] = (answer.tokens[3] + 1) % 256
+            return answers
+
+        return run
+
+    monkeypatch.setattr(contest, "ours", wrong)
+    with pytest.raises(SystemExit) as exit:
+        guard(bench.main, words(place, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert exit.value.code == 1 and "0/2" in printed and printed.count("NOT LOSSLESS") == 1
+    assert "ngram: 0 answers part from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
+
+
+def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monkeypatch):
+    seen = []
+
+    def interrupted(runners, units):
+        seen.append((list(runners), len(units), len(units[0][0].ids), logging.get_verbosity()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contest, "take_turns", interrupted)
+    before = logging.get_verbosity()
+    with pytest.raises(SystemExit) as exit:
+        guard(bench.main, words(place, "--target", target_folder, "--limit=1", "--out", place / "never.json"))
+    assert exit.value.code == 130 and not (place / "never.json").exists()
+    names = ["plain", "ngram", "suffix", "transformers", "transformers, prompt_lookup"]
+    assert seen == [(names, 6, max(map(len, TEXTS[:2])), logging.ERROR)]  # the first is warmed up on: the longest
+    assert logging.get_verbosity() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--repeats=0",), "--repeats 0: expected 1 to"),
+        (("--limit=0",), "--limit 0: expected 1 to"),
+        (("--max-new-tokens=0",), "--max-new-tokens 0: expected 1 to"),
+        (("--nodes=1",), "--nodes 1: expected 2 to"),
+        (("--drafter=ngram", "--drafter=medusa"), "drafter 'medusa': expected ngram, suffix, the folder"),
+        (("--drafter=ngram", "--drafter={place}/nowhere"), "no folder '{place}/nowhere'"),
+        (("--drafter={place}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
+        (("--prompts={place}/no.jsonl",), "no.jsonl' not found"),
+        (("--max-new-tokens=120",), "'def pa' has 16 tokens; with 120 new ones it does not fit the target's context of 128"),
+        (("--out={place}/no/report.json",), "--out {place}/no/report.json: expected a file in a folder that exists"),
+        (("--out={place}",), "expected a file in a folder that exists"),
+    ],
+)
+def test_a_mistake_is_one_line(place, target_folder, capsys, more, says):
+    more = [word.format(place=place) for word in more]
+    assert says.format(place=place) in failing(capsys, bench.main, words(place, "--target", target_folder, *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "shapes"),
+    [
+        ((), None),
+        (("--no-governor",), None),
+        (("--tree=chain", "--depth=2"), [Topology.chain(2), Topology.chain(2)]),
+        (("--tree=dynamic", "--width=2", "--nodes=5"), [Beam(4, 2, 5), Beam(4, 2, 5)]),
+    ],
+)
+def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, target_folder, monkeypatch, more, shapes):
+    found = []
+
+    def evaluate(target, drafters, cases, max_new_tokens, repeats, governed):
+        assert governed is not (more == ("--no-governor",))
+        found.extend(drafters.values())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "evaluate", evaluate)
+    with pytest.raises(SystemExit):
+        guard(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
+    wanted = shapes or [shape_of(default_paths(3, 7)), Ngram().shape]
+    assert [tree_of(drafter.shape) for drafter in found] == [tree_of(shape) for shape in wanted]

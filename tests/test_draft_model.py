@@ -1,0 +1,204 @@
+"""A draft model's proposals are what it would say of each path, whatever its cache has been through; and its refusals."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from conftest import byte_tokenizer
+from test_lossless import PROMPTS, texts
+from zoo import VOCAB, tiny
+
+from draftsmith.eval import session
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.models import pairing
+from draftsmith.models.target import Target
+
+SHAPES = {
+    "chain": Topology.chain(4),
+    "static": Topology.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 1)]),
+    "dynamic": Beam(4, 2, 14),
+}
+
+
+def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
+    """The target's own weights, a little wrong: right often, wrong often."""
+    model = tiny(name)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    if vocab < VOCAB:
+        model.resize_token_embeddings(vocab)
+    return Target.wrap(model)
+
+
+class Checked(DraftModel):
+    """Compares every tree with a slow form: a whole forward for every node's path."""
+
+    def start(self, rows, prompts, out):
+        super().start(rows, prompts, out)
+        self.texts = getattr(self, "texts", {}) | {row: list(prompt) for row, prompt in zip(rows, prompts, strict=True)}
+        self.seen = getattr(self, "seen", Counter())
+
+    def propose(self, ask):
+        behind = [len(self._missing[row]) for row in ask.rows]
+        tree = super().propose(ask)
+        tree.validate()
+        for b, row in enumerate(ask.rows):
+            assert self.texts[row][-1] == int(ask.root[b]) and len(self.texts[row]) == int(ask.position[b]) + 1
+            self.seen[f"behind {min(behind[b], 3)}"] += 1
+            paths = []
+            for i in range(int(tree.size[b])):
+                parent = int(tree.parents[b, i])
+                paths.append([*paths[parent], int(tree.tokens[b, i])] if i else [])
+            children = {i: [j for j in range(1, len(paths)) if tree.parents[b, j] == i] for i in range(len(paths))}
+            for i, path in enumerate(paths):
+                if children[i]:
+                    hidden = self.model.forward(torch.tensor([self.texts[row] + path])).hidden[0, -1]
+                    order = self.model.logits(hidden).argsort(descending=True).tolist()
+                    wanted = [int(tree.tokens[b, j]) for j in children[i]]
+                    assert wanted == order[: len(wanted)], (row, path)
+        return tree
+
+    def accept(self, ask, tree, verdict, out):
+        super().accept(ask, tree, verdict, out)
+        for row, told in zip(ask.rows, verdict.told(tree), strict=True):
+            self.texts[row] += told.tokens
+            self.seen[f"accepted {told.length - 1}"] += 1
+            self.seen["moved"] += not told.in_place
+            self.seen["not asked"] += tree.tokens.shape[1] == 1
+            # The cache and what it lacks are the text, always.
+            assert int(self._cache.length[row]) + len(self._missing[row]) == len(self.texts[row])
+
+
+class Now:
+    """In place of a governor: rests in some rounds, drafts less deep in others."""
+
+    def __init__(self):
+        self.turn = 0
+
+    def bind(self, max_depth):
+        self.max_depth = max_depth
+
+    def drop(self, rows): ...
+
+    def learn(self, rows, told, seconds): ...
+
+    def depth(self, rows):
+        self.turn += 1
+        return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.turn % 8]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tree_is_what_a_whole_forward_says(shape):
+    seen: Counter[str] = Counter()
+    for name, noise in (("llama", 0.005), ("mistral", 0.012), ("gemma2", 0.004)):
+        target = Target.wrap(tiny(name))
+        plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
+        for rows, governor in ((1, None), (3, None), (2, Now()), (5, Now())):
+            drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
+            out = Decoder(target, drafter, rows=rows, governor=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
+            assert texts(out) == plain
+            seen += drafter.seen
+    depth = SHAPES[shape].max_depth
+    assert all(seen[f"accepted {k}"] >= 2 for k in range(depth + 1)), seen
+    assert all(seen[f"behind {count}"] >= 2 for count in (1, 2, 3)) and seen["not asked"] >= 10
+    assert seen["moved"] >= 3 or shape == "chain"
+
+
+def test_a_smaller_vocabulary_is_no_obstacle():
+    """The target's last rows are padding to the draft model: it never proposes them, and reads something when they come."""
+    target = Target.wrap(tiny("llama"))
+    drafter = DraftModel(relative("llama", vocab=VOCAB - 9), Topology.cartesian([3, 2]))
+    for how in (Sampling(), Sampling(1.0, seed=2), Sampling(1.0, rule="coupled")):
+        plain = texts(Decoder(target).generate(PROMPTS, how, 20, ()))
+        assert any(token >= VOCAB - 9 for answer in plain for token in answer)
+        assert texts(Decoder(target, drafter, rows=2).generate(PROMPTS, how, 20, ())) == plain
+    drawn = Decoder(target, drafter, rows=2).generate(PROMPTS, Sampling(1.0, rule="rejection"), 20, ())
+    assert any(token >= VOCAB - 9 for answer in texts(drawn) for token in answer), "the residual reaches what q does not"
+
+
+def test_plain_rounds_cost_the_draft_model_nothing():
+    """It encodes nothing until it is asked, and then all of it at once."""
+    target, model = Target.wrap(tiny("llama")), relative("llama")
+    calls = []
+    forward = model.forward
+    model.forward = lambda ids, **kwargs: calls.append(ids.shape[1]) or forward(ids, **kwargs)
+
+    class Rests(Now):
+        def depth(self, rows):
+            self.turn += 1
+            return self.max_depth if self.turn == 12 else 0
+
+    Decoder(target, DraftModel(model, Topology.chain(2)), governor=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
+    assert calls == [2, 12, 1]
+
+
+def test_refused_when_bound():
+    target = Target.wrap(tiny("llama"))
+    short = relative("llama")
+    short.max_positions = 20
+    with pytest.raises(ValueError, match="context of 40 for a draft model of 20 positions"):
+        Decoder(target, DraftModel(short, Topology.chain(2)), context=40).generate([[1]], max_new_tokens=9)
+    large = relative("llama")
+    large.vocab_size = VOCAB + 1
+    with pytest.raises(ValueError, match=f"draft model of {VOCAB + 1} tokens for a target of {VOCAB}"):
+        Decoder(target, DraftModel(large, Topology.chain(2))).generate([[1]], max_new_tokens=9)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Fails when weights are read."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("weights were read before the pair was checked")
+
+    monkeypatch.setattr(Target, "load", never)
+
+
+def copy_of(folder, to, **config):
+    shutil.copytree(folder, to)
+    path = to / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return to
+
+
+def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_path, loads):
+    other = copy_of(target_folder, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    raw = json.loads(text)
+    vocab = raw["model"]["vocab"]
+    by_id = {index: token for token, index in vocab.items()}
+    vocab[by_id[40]], vocab[by_id[41]] = 41, 40
+    (other / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="another tokenizer.*at token 40 the target has") as error:
+        session.open_pair(str(target_folder), str(other), "float32")
+    assert repr(by_id[40]) in str(error.value) and repr(by_id[41]) in str(error.value) and "\n" not in str(error.value)
+    larger = copy_of(target_folder, tmp_path / "larger", vocab_size=300)
+    with pytest.raises(ValueError, match="a vocabulary of 300, target .* one of 257"):
+        session.open_pair(str(target_folder), str(larger), "float32")
+    for kind, name in (("mamba", "linear_attention"), ("t5", "encoder-decoder")):
+        odd = copy_of(target_folder, tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
+        with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
+            session.open_pair(str(target_folder), str(odd), "float32")
+        with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
+            session.open_pair(str(odd), str(target_folder), "float32")
+
+
+def test_tokens_that_the_draft_model_may_lack():
+    theirs, ours = byte_tokenizer(), byte_tokenizer()
+    pairing.check_tokens("t", theirs, "d", ours)
+    theirs.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    pairing.check_tokens("t", theirs, "d", ours)
+    with pytest.raises(ValueError, match=r"at token 257 the target has none, the draft model has '<tool>'"):
+        pairing.check_tokens("t", ours, "d", theirs)
+    theirs.add_tokens(["word"])
+    ours.add_special_tokens({"additional_special_tokens": ["<other>"]})
+    with pytest.raises(ValueError, match=r"at token 257 the target has '<tool>', the draft model has '<other>'"):
+        pairing.check_tokens("t", theirs, "d", ours)

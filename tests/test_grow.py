@@ -1,0 +1,166 @@
+"""Trees grown level by level, against slow forms that look at every path."""
+
+import heapq
+from itertools import product
+
+import pytest
+import torch
+from planting import ask
+
+from draftsmith.inference.grow import Beam, BeamGrowth, StaticGrowth, choose, grow, shape_of, tree_of
+from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
+from draftsmith.inference.tree import DraftTree, Topology
+
+VOCAB = 11
+
+
+def law(prefix: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A drafter's logits after `prefix`: any function of it will do."""
+    generator = torch.Generator().manual_seed(hash((prefix, seed)) % 2**31)
+    return 2 * torch.randn(VOCAB, generator=generator)
+
+
+def run(growth, roots: list[int], how: Sampling = Sampling()) -> tuple[DraftTree, torch.Tensor, list[list[tuple[int, ...]]]]:  # noqa: B008
+    """Grow with `law`, reading each frontier through its `visible` alone -> the tree, its slots, and the encoded prefixes by row."""
+    asked = ask(list(range(len(roots))), roots, sampling=how)
+    encoded: list[list[tuple[int, ...]]] = [[] for _ in roots]
+    prefixes = [[(root,)] for root in roots]
+    depth = 0
+    while True:
+        logits = torch.stack([torch.stack([law(prefix, b) for prefix in row]) for b, row in enumerate(prefixes)])
+        index = (asked.position[:, None] + 1 + depth).expand(-1, logits.shape[1])
+        frontier = growth.extend(*choose(logits, growth.count, asked, index, growth.scored))
+        if frontier is None:
+            return *growth.finish(), encoded
+        depth = frontier.depth
+        assert frontier.visible.shape[2] == len(encoded[0]) + frontier.tokens.shape[1] == len(frontier.key_depth)
+        for b, root in enumerate(roots):
+            fresh = []
+            for f, token in enumerate(frontier.tokens[b].tolist()):
+                seen = frontier.visible[b, f].nonzero()[:, 0].tolist()
+                assert seen[-1] == len(encoded[b]) + f, "a node sees itself"
+                parent = encoded[b][seen[-2]] if len(seen) > 1 else (root,)
+                assert len(seen) == depth == len(parent), "one ancestor of each depth"
+                assert [len(encoded[b][e]) - 1 for e in seen[:-1]] == frontier.key_depth[seen[:-1]].tolist()
+                fresh.append((*parent, token))
+            prefixes[b] = fresh
+            encoded[b] += fresh
+        assert bool(frontier.visible.all()) or not frontier.open
+
+
+def paths_of(tree: DraftTree, b: int) -> list[tuple[int, ...]]:
+    tokens, parents = tree.tokens[b].tolist(), tree.parents[b].tolist()
+    paths: list[tuple[int, ...]] = []
+    for i, token in enumerate(tokens):
+        paths.append((*(paths[parents[i]] if i else ()), token))
+    return paths
+
+
+def best_first(beam: Beam, root: int, seed: int) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree in words: grow every level's best nodes, then keep the best of all."""
+    stored: list[tuple[float, int, tuple[int, ...]]] = []
+    level = [(0.0, (root,))]
+    for _ in range(beam.depth):
+        found = []
+        for score, prefix in level:
+            chance = law(prefix, seed).log_softmax(0)
+            found += [(score + float(chance[t]), (*prefix, t)) for t in chance.argsort(descending=True)[: beam.width].tolist()]
+        stored += [(-score, len(stored) + i, prefix) for i, (score, prefix) in enumerate(found)]
+        level = heapq.nlargest(beam.width, found)
+    return [prefix for _, _, prefix in sorted(stored)[: beam.nodes - 1]]
+
+
+@pytest.mark.parametrize("beam", [Beam(1, 3, 9), Beam(3, 1, 4), Beam(4, 3, 12), Beam(3, 4, 40), Beam(5, 2, 3)])
+def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
+    roots = [3, 7, 0]
+    tree, slots, encoded = run(BeamGrowth(beam, ask([0, 1, 2], roots)), roots)
+    tree.validate()
+    assert tree.tokens.shape[1] == beam.num_nodes == min(beam.nodes, 1 + beam.width + (beam.depth - 1) * beam.width**2)
+    for b, root in enumerate(roots):
+        paths = paths_of(tree, b)
+        assert set(paths[1:]) == set(best_first(beam, root, b)) and len(set(paths)) == len(paths)
+        chain = [(root,)]
+        while len(chain[-1]) <= beam.depth:
+            chain.append((*chain[-1], int(law(chain[-1], b).argmax())))
+        leftmost = [path for path in chain if path in set(paths)]
+        assert paths[: len(leftmost)] == leftmost, "the leftmost chain comes first"
+        for i, slot in enumerate(slots[b].tolist()):
+            assert (encoded[b][slot] == paths[i]) if slot >= 0 else paths[i] not in encoded[b]
+    assert (slots >= 0).any() == (beam.depth > 1)
+
+
+@pytest.mark.parametrize("paths", [[(0,)], [(0,), (0, 0), (0, 0, 0)], [(0,), (2,), (2, 1), (0, 1), (2, 1, 0)], list(product(range(2), repeat=1))])
+def test_a_static_tree_asks_each_node_for_its_children(paths):
+    topology, roots = Topology.from_paths(paths), [4, 9]
+    tree, slots, encoded = run(StaticGrowth(topology, ask([0, 1], roots)), roots)
+    tree.validate()
+    for b, root in enumerate(roots):
+        found = paths_of(tree, b)
+        for i, path in enumerate(topology.paths, 1):
+            prefix = (root,)
+            for rank in path:
+                prefix = (*prefix, int(law(prefix, b).argsort(descending=True)[rank]))
+            assert found[i] == prefix
+            inner = any(other[:-1] == path for other in topology.paths)
+            assert (slots[b, i] >= 0) == inner and (not inner or encoded[b][slots[b, i]] == prefix)
+        assert slots[b, 0] == -1
+    assert tree.width == topology.fanout
+
+
+def test_depth_asked_for_is_heeded():
+    roots = [1, 2]
+    for shape in (Topology.cartesian([2, 2, 1]), Beam(3, 2, 9)):
+        for depth in (1, 2):
+            asked = ask([0, 1], roots, depth)
+            tree, _, _ = run(grow(shape, asked), roots)
+            assert int(tree.depth.max()) == depth
+            tree.validate()
+
+
+@pytest.mark.parametrize("kind", ["one-draw", "coupled", "rejection", "rejection-replacement"])
+def test_children_are_chosen_as_asked(kind):
+    how = Sampling(0.7, top_k=8, seed=5, rule=kind)
+    asked = ask([0, 1], [0, 0], sampling=how)
+    logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
+    index = torch.tensor([[8, 9, 9], [3, 4, 5]])
+    ids, scores, q = choose(logits, 3, asked, index, True)
+    warped = warp(logits, how)
+    for b, f in product(range(2), range(3)):
+        place = index[b, f]
+        noise = [gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "coupled" else PURPOSE_DRAFT, copy) for copy in range(3)]
+        if kind == "one-draw":
+            expected, law = logits[b, f].argsort(descending=True)[:3].tolist(), logits[b, f]
+        elif kind == "rejection-replacement":
+            expected, law = [int((warped[b, f] + noise[copy]).argmax()) for copy in range(3)], warped[b, f]
+        else:
+            expected, law = (warped[b, f] + noise[0]).argsort(descending=True)[:3].tolist(), warped[b, f]
+        assert ids[b, f].tolist() == expected
+        torch.testing.assert_close(scores[b, f], law.log_softmax(0)[expected])
+    assert (q is None) == (kind in ("one-draw", "coupled")) and (q is None or torch.equal(q, warped))
+    # Without noise there is only the best, whatever the rule.
+    assert torch.equal(choose(logits, 3, ask([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
+
+
+def test_drawn_laws_reach_their_nodes():
+    how, roots = Sampling(1.0, rule="rejection"), [4, 9]
+    topology = Topology.cartesian([2, 3])
+    tree, _, _ = run(StaticGrowth(topology, ask([0, 1], roots, sampling=how)), roots, how)
+    assert tree.q_logits is not None and tree.width == 3 and not tree.replacement
+    for b in range(2):
+        for i, path in enumerate(paths_of(tree, b)):
+            if len(path) <= 2:
+                assert torch.equal(tree.q_logits[b, i], law(path, b))
+
+
+def test_refusals():
+    drawn = ask([0], [0], sampling=Sampling(1.0, rule="rejection"))
+    with pytest.raises(ValueError, match="rule rejection with a dynamic tree"):
+        BeamGrowth(Beam(2, 2, 4), drawn)
+    with pytest.raises(ValueError, match="skips ranks"):
+        StaticGrowth(Topology.from_paths([(1,)]), drawn)
+    with pytest.raises(ValueError, match="depth 0"):
+        Beam(0, 1, 2)
+    with pytest.raises(ValueError, match=r"expected depth, width and nodes"):
+        shape_of({"depth": 2, "width": 2})
+    for shape in ([[0], [0, 0]], {"depth": 2, "width": 3, "nodes": 8}, []):
+        assert tree_of(shape_of(shape)) == shape
