@@ -304,8 +304,7 @@ def main(arguments: list[str]) -> None:
     if not named or (options.drafter and options.folder):
         raise ValueError("got no drafter or two; expected one: draftsmith eval runs/medusa-tiny/artifact, or --drafter suffix")
     prompts = prompt_files.load(options.prompts, options.limit)
-    target, drafter = session.open_pair(options.target, named, options.dtype, options.trust_remote_code)
-    assert drafter is not None
+    target, (drafter,) = session.open_models(options.target, [named], options.dtype, options.trust_remote_code)
     ranked = hasattr(drafter, "position_logits")
     tree = options.tree or ("best" if ranked else "saved")
     if tree in ("best", "largest") and not ranked:

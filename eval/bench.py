@@ -34,11 +34,9 @@ from draftsmith.eval.lossless import compare
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.governor import Governor
-from draftsmith.inference.grow import shape_of, tree_of
+from draftsmith.inference.grow import tree_of
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
-from draftsmith.models.drafter import default_paths, is_drafter, load_drafter
-from draftsmith.models.pairing import check_pair
 from draftsmith.models.target import Target
 
 DRAFTERS = ("ngram", "suffix")  # where none is named
@@ -66,9 +64,9 @@ def contenders(
         runners[COMPILED] = contest.transformers(target, max_new_tokens, cache_implementation="static")
         try:
             runners[COMPILED]([case])
-        except Exception as error:  # whatever a compiler may say, the others can be measured
+        except RuntimeError as error:  # of the compiler: the others can be measured
             del runners[COMPILED]
-            left_out[COMPILED] = " ".join(str(error).split())[:200] or type(error).__name__
+            left_out[COMPILED] = " ".join(str(error).split())[:200]
     counterparts = {PLAIN: THEIRS}
     for name, drafter in drafters.items():
         if name in session.WEIGHTLESS:
@@ -245,16 +243,10 @@ def _cells(ratio: dict[str, float]) -> tuple[str, str]:
 
 
 def open_all(target: str | None, words: Sequence[str], dtype: str, trust_remote_code: bool) -> tuple[Target, dict[str, Any]]:
-    """One target, and the drafters by the names of their contenders; the errors are those of `session.open_pair`."""
-    for word in words:
-        if word not in session.WEIGHTLESS and "/" not in word and not Path(word).is_dir():
-            session.open_pair(target, word, dtype, trust_remote_code)  # raises
-    made_for = next((word for word in words if word not in session.WEIGHTLESS and is_drafter(word)), words[0])
-    loaded, first = session.open_pair(target, made_for, dtype, trust_remote_code)
+    """One target, and the drafters by the names of their contenders."""
+    loaded, found = session.open_models(target, words, dtype, trust_remote_code)
     drafters: dict[str, Any] = {}
-    for word in words:
-        drafter = first if word == made_for else _another(loaded, word, trust_remote_code)
-        assert drafter is not None
+    for word, drafter in zip(words, found, strict=True):
         drafters[_name(word, drafter, drafters)] = drafter
     return loaded, drafters
 
@@ -265,16 +257,6 @@ def _name(word: str, drafter: Any, taken: Container[str]) -> str:
     full = f"{drafter.method} {(path.parent if path.name == 'artifact' else path).name or word}"
     names = chain([full] if isinstance(drafter, DraftModel) else [drafter.method, full], (f"{full} ({n})" for n in count(2)))
     return next(name for name in names if name not in taken)
-
-
-def _another(target: Target, word: str, trust_remote_code: bool) -> Any:
-    if word in session.WEIGHTLESS:
-        return session.WEIGHTLESS[word]()
-    if is_drafter(word):
-        return load_drafter(word, target, dtype=target.dtype)
-    check_pair(target.name, word, revision=target.revision or None, trust_remote_code=trust_remote_code)
-    model = Target.load(word, dtype=target.dtype, device=target.device, trust_remote_code=trust_remote_code)
-    return DraftModel(model, shape_of(default_paths(3, 7)))
 
 
 @contextmanager

@@ -63,7 +63,15 @@ def transformers(target: Target, max_new_tokens: int, assistant: Any = None, **s
     """
     stops = sorted(target.stop_ids)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0, **settings
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=stops or None,
+        pad_token_id=stops[0] if stops else 0,
+        # What is not said here generate takes from the target's own generation_config.
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_length=0,
+        **settings,
     )
     extra = {} if assistant is None else {"assistant_model": assistant}
 

@@ -91,8 +91,9 @@ def _after(tokenizer: PreTrainedTokenizerBase, pending: list[int]) -> str:
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    drafter_name = None if options.drafter == "none" else options.drafter
-    target, drafter = session.open_pair(options.target, drafter_name, options.dtype, options.trust_remote_code)
+    named = [] if options.drafter == "none" else [options.drafter]
+    target, drafters = session.open_models(options.target, named, options.dtype, options.trust_remote_code)
+    drafter = drafters[0] if drafters else None
     if drafter is not None:
         drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)
     sampling = sampling_of(options, target)

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.pairing import check_pair
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, resolve_path
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,39 +38,50 @@ def command() -> str:
     return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
-def open_pair(
-    target: str | None, drafter: str | None, dtype: str, trust_remote_code: bool = False
-) -> tuple[Target, DrafterModel | DraftModel | Ngram | Suffix | None]:
-    """Load a target and a drafter: None, a kind without weights, the folder or Hub id of a trained drafter, or that of any causal LM
-    with the target's tokens. Without a target's name, it is the one that the drafter was made for.
+AnyDrafter = DrafterModel | DraftModel | Ngram | Suffix
 
-    Raises ValueError for a drafter of another target, naming both, for one with other tokens, and for a target without a tokenizer; what
-    configs and tokenizers can tell is told before any weights are read.
+
+def open_models(target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False) -> tuple[Target, list[AnyDrafter]]:
+    """Load a target, and drafters for it: each a kind without weights, the folder or Hub id of a trained drafter, or that of any causal
+    LM with the target's tokens. Without a target's name, it is the one that the first trained drafter was made for.
+
+    Raises:
+        ValueError: a drafter of another target, naming both, one with other tokens, or a target without a tokenizer. What configs and
+            tokenizers can tell is told before any weights are read.
     """
-    trained = drafter if drafter not in (None, *WEIGHTLESS) else None
-    if trained and "/" not in trained and not Path(trained).is_dir():
-        raise ValueError(
-            f"drafter {drafter!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, or a Hub id such as name/drafter"
-        )
-    own = trained is not None and is_drafter(trained)
-    made_for = (load_config(str(trained)).target or {}) if own else {}
+    named = [word for word in drafters if word not in WEIGHTLESS]
+    for word in named:
+        if "/" not in word and not Path(resolve_path(word)).is_dir():
+            raise ValueError(
+                f"drafter {word!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, "
+                "or a Hub id such as name/drafter"
+            )
+    trained = {word for word in named if is_drafter(word)}
+    first = next((word for word in named if word in trained), None)
+    made_for = (load_config(first).target or {}) if first else {}
     name = target or made_for.get("name") or "tiny"
     revision = made_for.get("revision") or None if name == made_for.get("name") and not Path(name).exists() and name != "tiny" else None
-    if trained and not own:
-        check_pair(name, trained, revision=revision, trust_remote_code=trust_remote_code)
+    for word in named:
+        if word not in trained:
+            check_pair(name, word, revision=revision, trust_remote_code=trust_remote_code)
     common: dict[str, Any] = {"dtype": dtype_of(dtype), "device": ranks.device(), "trust_remote_code": trust_remote_code}
     loaded = Target.load(name, revision=revision, **common)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
     some = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
     machine.threads(lambda: loaded.forward(some))
-    if drafter in WEIGHTLESS:
-        return loaded, WEIGHTLESS[drafter]()
-    if trained is None:
-        return loaded, None
-    if own:
-        return loaded, load_drafter(trained, loaded, dtype=loaded.dtype)
-    return loaded, DraftModel(Target.load(trained, **common), shape_of(default_paths(3, 7)))
+    loaded.pack()
+    found: list[AnyDrafter] = []
+    for word in drafters:
+        if word in WEIGHTLESS:
+            found.append(WEIGHTLESS[word]())
+        elif word in trained:
+            found.append(load_drafter(word, loaded, dtype=loaded.dtype))
+        else:
+            model = Target.load(word, **common)
+            model.pack()
+            found.append(DraftModel(model, shape_of(default_paths(3, 7))))
+    return loaded, found
 
 
 def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> Shape:
@@ -92,7 +104,7 @@ def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: 
 def encode(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt; a conversation goes through the target's chat template, which writes its own special tokens."""
     tokenizer = target.tokenizer
-    assert tokenizer is not None, "open_pair refuses a target without one"
+    assert tokenizer is not None, "open_models refuses a target without one"
     if prompt.messages and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(str(text), add_special_tokens=False)

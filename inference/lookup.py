@@ -198,6 +198,8 @@ class _Lookup:
         nodes = max(sizes)
         if nodes == 1:
             return DraftTree.root(ask.root)
+        if len(drafts) == 1:
+            return DraftTree.listed([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), ask.root.device)
         tokens: list[int] = []
         parents: list[int] = []
         for text, draft, size in zip(texts, drafts, sizes, strict=True):

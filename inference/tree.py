@@ -5,7 +5,8 @@ Letters: B rows · N tree nodes with the root · W = ⌈N/64⌉ ancestor words �
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -41,6 +42,12 @@ def unpack(words: Tensor, size: int) -> Tensor:
     return ((words[..., index // 64] >> (index % 64)) & 1).bool()
 
 
+@lru_cache(512)
+def indices(count: int, device: torch.device) -> Tensor:
+    """int64 0 … count − 1, made once: small tensors cost a small model's round more than its arithmetic does. Not to be written to."""
+    return torch.arange(count, device=device)
+
+
 @dataclass(slots=True)
 class DraftTree:
     """One round's proposal, all tensors on one device.
@@ -49,7 +56,8 @@ class DraftTree:
     before child, −1 for the root · size [B] int64, later nodes are padding (1 plain decoding, 0 an idle row) ·
     depth [B,N] int64 · ancestors [B,N,W] int64 words, a node its own ancestor, root included · q_logits [B,N,D] or None: the
     law that each node's children were drawn from, siblings in draw order · replacement: they were drawn with replacement · width: no
-    node has more children, as far as the host knows. A padding node counts as a childless child of the root.
+    node has more children, as far as the host knows · full: the host knows that no row has padding. A padding node counts as a
+    childless child of the root.
     """
 
     tokens: Tensor
@@ -60,8 +68,10 @@ class DraftTree:
     q_logits: Tensor | None = None
     _visible: Tensor | None = field(default=None, repr=False)
     _route: Tensor | None = field(default=None, repr=False)
+    _deepest: Tensor | None = field(default=None, repr=False)
     replacement: bool = False
     width: int = -1
+    full: bool = False
 
     def __post_init__(self) -> None:
         if self.width < 0:
@@ -82,7 +92,7 @@ class DraftTree:
                 "expected [B,N], [B,N], [B]; pad the shorter trees"
             )
         nodes = tokens.shape[1]
-        index = torch.arange(nodes, device=tokens.device)
+        index = indices(nodes, tokens.device)
         # Padding hangs on the root, so that its position stays near and its row of the mask is never empty.
         pointer = torch.where(index < size[:, None], parents, 0).clamp_(min=0)  # [B,N]; the root points to itself
         visible = torch.eye(nodes, dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], nodes, nodes)
@@ -92,12 +102,17 @@ class DraftTree:
         return cls(tokens, parents, size, visible.sum(-1) - 1, pack(visible), q_logits, visible)
 
     @classmethod
+    def listed(cls, tokens: list[int], parents: tuple[int, ...], device: torch.device) -> "DraftTree":
+        """One row that the host made: tokens and parents of N nodes. What follows from the parents is made once and kept."""
+        return replace(_listed(parents, device), tokens=torch.tensor([tokens], device=device))
+
+    @classmethod
     def root(cls, tokens: Tensor) -> "DraftTree":
         """tokens [B] -> trees of size 1: plain decoding."""
         rows = tokens.shape[0]
         zero, one = tokens.new_zeros(rows, 1), tokens.new_ones(rows, 1)
         visible = torch.ones(rows, 1, 1, dtype=torch.bool, device=tokens.device)
-        return cls(tokens[:, None], zero - 1, one[:, 0], zero, one[:, :, None], None, visible)
+        return cls(tokens[:, None], zero - 1, one[:, 0], zero, one[:, :, None], None, visible, full=True)
 
     def visible(self) -> Tensor:
         """Ancestors as bool [B,N,N]: node i sees node j. Unpacked once and kept."""
@@ -115,13 +130,19 @@ class DraftTree:
             self._route[:, :, 0] = 0.0
         return self._route
 
+    def deepest(self) -> Tensor:
+        """int64 [B,1]: the depth of each row's tree, padding apart. Kept."""
+        if self._deepest is None:
+            self._deepest = (self.depth * (indices(self.tokens.shape[1], self.depth.device) < self.size[:, None])).amax(1, keepdim=True)
+        return self._deepest
+
     def sibling(self) -> Tensor:
         """int64 [B,N]: how many siblings come before each node."""
         return self._earlier().sum(-1)
 
     def _earlier(self) -> Tensor:
         """bool [B,N,N]: j is a sibling before i."""
-        index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        index = indices(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
 
     def to(self, device: torch.device) -> "DraftTree":
@@ -155,6 +176,15 @@ class DraftTree:
             if wrong.any():
                 b, i = wrong.nonzero()[0].tolist()
                 raise ValueError(f"row {b}, node {i}: got {name} that its parents do not give; make the tree with DraftTree.build")
+
+
+@lru_cache(1024)
+def _listed(parents: tuple[int, ...], device: torch.device) -> DraftTree:
+    up = torch.tensor([parents], device=device)
+    tree = DraftTree.build(torch.zeros_like(up), up, torch.full_like(up[:, 0], len(parents)))
+    tree.route(), tree.deepest()
+    tree.full = True
+    return tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +228,7 @@ class Topology:
         self.ancestors = built.ancestors[0]
         self._visible = built.visible()[0]
         self._route = built.route()[0]
+        self._deepest = torch.tensor([self.max_depth])
         self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._cut: dict[int, Topology] = {}
         self._levels: list[Level] | None = None
@@ -268,7 +299,7 @@ class Topology:
     def to(self, device: torch.device | str) -> "Topology":
         """The same topology with its tensors on `device`."""
         moved = Topology(self.paths)
-        for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route"):
+        for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route", "_deepest"):
             setattr(moved, name, getattr(self, name).to(device))
         return moved
 
@@ -295,13 +326,14 @@ class Topology:
 
     def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1, replacement: bool = False) -> DraftTree:
         """tokens [B,N] in node order, the root included, for drafters whose candidates depend on the parent -> the tree."""
-        _, parents, size, depth, ancestors, visible, route = self._expanded(tokens.shape[0], ranks)
-        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route, replacement, self.fanout)
+        _, parents, size, *derived = self._expanded(tokens.shape[0], ranks)
+        depth, ancestors, visible, route, deepest = derived
+        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route, deepest, replacement, self.fanout, True)
 
     def _expanded(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
         if (rows, ranks) not in self._shared:
             index = (self.depth[1:] - 1) * ranks + self.rank[1:]  # into children.flatten(1)
             size = torch.full((rows,), self.num_nodes, dtype=torch.int64, device=self.parents.device)
-            wide = (tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route))
+            wide = (tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route, self._deepest))
             self._shared[rows, ranks] = (index, self.parents.expand(rows, -1), size, *wide)
         return self._shared[rows, ranks]

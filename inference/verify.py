@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.inference.rules import decide
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.tree import DraftTree, indices
 
 __all__ = ["Told", "Verdict", "judge", "verify", "walk"]
 
@@ -50,11 +50,9 @@ def _transfer(tree: DraftTree, verdict: Verdict) -> list[Told]:
     heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
     if width == 1:
         return [Told(length, size, 0, True, [token]) for length, size, token in torch.cat(heads, 1).tolist()]
-    real = torch.arange(tree.tokens.shape[1], device=path.device) < tree.size[:, None]
-    deepest = (tree.depth * real).amax(1, keepdim=True)
     kept = tree.tokens.gather(1, path.clamp(min=0))
     told = []
-    for length, size, token, depth, *rest in torch.cat((*heads, deepest, path, kept), 1).tolist():
+    for length, size, token, depth, *rest in torch.cat((*heads, tree.deepest(), path, kept), 1).tolist():
         in_place = rest[:length] == list(range(length))
         told.append(Told(length, size, depth, in_place, rest[width + 1 : width + length] + [token]))
     return told
@@ -70,11 +68,11 @@ def walk(tree: DraftTree, accepted: Tensor, max_depth: int | None = None) -> tup
         length = tree.size.clamp(max=1)
         return (length - 1)[:, None], length
     width = nodes if max_depth is None else min(max_depth + 1, nodes)
-    index = torch.arange(nodes, device=accepted.device)
+    index = indices(nodes, accepted.device)
     # One product instead of a descent: on the walk is who is accepted, as all its ancestors are, and has no accepted sibling
     # before it nor before any of them.
     reached = (tree.route() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
-    kept = reached & (index < tree.size[:, None])
+    kept = reached if tree.full else reached & (index < tree.size[:, None])
     # Kept nodes form one path, one per depth; the others are written to a column past the end.
     slot = torch.where(kept, tree.depth, width)
     path = index.new_full((rows, width + 1), -1).scatter_(1, slot, index.expand(rows, -1))[:, :width]

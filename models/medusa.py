@@ -8,7 +8,7 @@ Letters: B rows · S positions · N tree nodes · V vocabulary · H hidden size 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -191,8 +191,7 @@ class MedusaModel(DrafterModel):
             tree = growth.topology.tree(ask.root, ids)
             if q is not None:  # at the leaves, which have no children, any law will do
                 tree.q_logits, tree.replacement = q[:, growth.topology.depth.clamp(max=depth - 1)], growth.replacement
-        tree.size = torch.where(state.ready[ask.index], tree.size, 1)
-        return tree
+        return replace(tree, size=torch.where(state.ready[ask.index], tree.size, 1), full=False, _deepest=None)
 
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""

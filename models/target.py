@@ -7,6 +7,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.attention import check_supported
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.packing import Packing
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 
 __all__ = ["Target", "TargetIdentity", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
-TINY = Path(__file__).parent / "tiny"
+SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -60,6 +62,7 @@ class Target:
         self._hooked: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
+        self._packing: Packing | None = None
         self._shell = _head_shell(model)
         self._plain_head = self._head_is_plain()
 
@@ -114,6 +117,10 @@ class Target:
         """Take a model that is already in memory; it is frozen in place."""
         return cls(model, tokenizer, name, "")
 
+    def pack(self) -> None:
+        """For decoding on a CPU: keep the linear layers' weights in its own layout too, where that pays (`inference/packing.py`)."""
+        self._packing = self._packing or Packing(self.model)
+
     @property
     def device(self) -> torch.device:
         return self.model.device
@@ -156,14 +163,15 @@ class Target:
         extra = {} if tree is None else {"tree_attention": tree}
         self._wanted, self._caught = frozenset(taps), {}
         try:
-            output = self.decoder(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                **extra,
-            )
+            with self._packing.on() if self._packing else nullcontext():
+                output = self.decoder(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    attention_mask=attention_mask,
+                    past_key_values=cache,
+                    use_cache=cache is not None,
+                    **extra,
+                )
             caught = self._caught
         finally:
             self._wanted, self._caught = frozenset(), {}
@@ -205,9 +213,8 @@ class Target:
 
         Differentiable with respect to hidden. Where the model only applies its head, so does this, without the model's wrapper.
         """
-        if self._plain_head:
-            return self.head(hidden)
-        return self._model_logits(hidden)
+        with self._packing.on() if self._packing else nullcontext():
+            return self.head(hidden) if self._plain_head else self._model_logits(hidden)
 
     @cached_property
     def head_scale(self) -> float:
@@ -288,14 +295,13 @@ def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.Module
 
 
 def resolve_path(path: str) -> str:
-    """ "tiny" -> the folder in the package; a local folder -> itself; anything else that can be one is a Hub id.
+    """ "tiny", "tiny-draft" -> the folder in the package; a local folder -> itself; anything else that can be one is a Hub id.
 
     Raises:
         FileNotFoundError: a path that looks local and does not exist, so that it never becomes a request to the Hub.
         ValueError: a file where a folder is expected.
     """
-    if path == "tiny":
-        path = str(TINY)
+    path = str(SHIPPED.get(path, path))
     source = os.path.expanduser(path)
     if os.path.isdir(source):
         return source

@@ -178,17 +178,17 @@ def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_pat
     vocab[by_id[40]], vocab[by_id[41]] = 41, 40
     (other / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="another tokenizer.*at token 40 the target has") as error:
-        session.open_pair(str(target_folder), str(other), "float32")
+        session.open_models(str(target_folder), [str(other)], "float32")
     assert repr(by_id[40]) in str(error.value) and repr(by_id[41]) in str(error.value) and "\n" not in str(error.value)
     larger = copy_of(target_folder, tmp_path / "larger", vocab_size=300)
     with pytest.raises(ValueError, match="a vocabulary of 300, target .* one of 257"):
-        session.open_pair(str(target_folder), str(larger), "float32")
+        session.open_models(str(target_folder), [str(larger)], "float32")
     for kind, name in (("mamba", "linear_attention"), ("t5", "encoder-decoder")):
         odd = copy_of(target_folder, tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
         with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
-            session.open_pair(str(target_folder), str(odd), "float32")
+            session.open_models(str(target_folder), [str(odd)], "float32")
         with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
-            session.open_pair(str(odd), str(target_folder), "float32")
+            session.open_models(str(odd), [str(target_folder)], "float32")
 
 
 def test_tokens_that_the_draft_model_may_lack():
