@@ -1,6 +1,6 @@
 """Measure speed from prompt to answer against transformers: the same models and prompts, in one process, in turn; greedy, batch 1.
 
-    draftsmith bench                                                  # the drafters that need no weights, on the shipped target
+    draftsmith bench                                                  # what ships here: target, draft model, drafters without weights
     draftsmith bench --drafter runs/draft-tiny/artifact --drafter ngram
     draftsmith bench --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompts my-prompts.jsonl --out speed.json
 
@@ -39,7 +39,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
-DRAFTERS = ("ngram", "suffix")  # where none is named
+DRAFTERS = ("ngram", "suffix")  # where none is named; for the target that ships here its draft model too
 PLAIN, THEIRS = "plain", "transformers"
 LOOKUP, COMPILED = f"{THEIRS}, prompt_lookup", f"{THEIRS}, static cache compiled"
 MOST_NODES = 64  # of the c(N) table
@@ -313,7 +313,7 @@ def main(arguments: list[str]) -> None:
     if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         raise ValueError(f"--out {options.out}: expected a file in a folder that exists; make the folder first")
     prompts = prompt_files.load(options.prompts, options.limit)
-    words = list(dict.fromkeys(options.drafter or DRAFTERS))
+    words = list(dict.fromkeys(options.drafter or (*DRAFTERS, *["tiny-draft"] * (options.target in (None, "tiny")))))
     target, drafters = open_all(options.target, words, options.dtype, options.trust_remote_code)
     for drafter in drafters.values():
         drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)

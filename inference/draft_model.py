@@ -18,6 +18,8 @@ from draftsmith.inference.verify import Verdict
 
 __all__ = ["DraftModel"]
 
+FEW = 8  # tokens to catch up with that are worth no forward of their own
+
 
 class DraftModel:
     """`model` drafts trees of `shape` for a target with the same tokens. How many tokens it lags behind is host knowledge from the
@@ -71,12 +73,10 @@ class DraftModel:
         self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """Encode all but the last token of each prompt, rows of similar length together as the decoder gives them."""
+        """The prompt is encoded when the row is first asked for: it may never be."""
         self._cache.reset(rows)
         for row, prompt in zip(rows, prompts, strict=True):
             self._missing[row] = list(prompt)
-        with tree_attention(self.model.model):
-            self._catch_up(rows, leave=1)
 
     @torch.inference_mode()
     def propose(self, ask: Ask) -> DraftTree:
@@ -84,6 +84,9 @@ class DraftModel:
         device = self.model.device
         growth = grow(self.shape, ask)
         with tree_attention(self.model.model):
+            behind = [row for row in ask.rows if len(self._missing[row]) > FEW]
+            if behind and len(ask.rows) > 1:  # by themselves: the others would be padding
+                self._catch_up(behind, leave=1)
             hidden = self._catch_up(ask.rows, leave=0)[:, None]
             frontier: Frontier | None = None
             index = ask.position[:, None].to(device) + 1

@@ -3,7 +3,6 @@
 Letters: B live rows · K draft depth.
 """
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ START, LONGEST = 8, 128  # rounds of rest before a probe: doubled by each one th
 REFRESH = 128  # rounds after which the cost of a plain round is measured anew: contexts grow
 WARM = 2  # plain rounds at the start, to compare with
 FIRST = 0.6  # P(depth 1 is accepted) before anything was drafted
-GUESS = 0.1  # what a level of drafting costs until it was measured, in plain rounds: low, so that it is tried
+GUESS = 0.03  # what a level of drafting costs until it was measured, in plain rounds
 
 
 class _Counts:
@@ -60,7 +59,7 @@ class Governor:
             self._all = _Counts(max_depth, 0.98, 3.0)
             self._seconds: dict[int, dict[int, deque[float]]] = {}  # by rows, by depth
             self._wait, self._rested, self._since, self._plain = START, 0, 0, 0
-            self._probing = False
+            self._resting = self._probing = False
         self._rows: dict[int, _Counts] = {}
 
     def drop(self, rows: Sequence[int]) -> None:
@@ -72,8 +71,11 @@ class Governor:
         """How deep to draft for these rows in this round; 0 for not at all."""
         if self._plain < WARM or self._since >= REFRESH:
             return 0
+        if self._resting and self._rested < self._wait:
+            return 0  # nothing was learnt meanwhile
         chosen = self._best(rows)
-        self._probing = chosen == 0 and self._rested >= self._wait and self.max_depth > 0
+        self._probing = self._resting and chosen == 0 and self.max_depth > 0
+        self._resting = chosen == 0
         return 1 if self._probing else chosen
 
     def _best(self, rows: Sequence[int]) -> int:
@@ -95,23 +97,20 @@ class Governor:
         return chosen
 
     def _prices(self, rows: int) -> list[float]:
-        """Of depths 0 … K, in plain rounds: measured with as many rows as these or nearly, between them by straight lines."""
-        known = [count for count, seconds in self._seconds.items() if 0 in seconds]
+        """Of depths 0 … K, in plain rounds: measured with as many rows as these or nearly, between them by straight lines, deeper than was
+        ever measured by GUESS, which is low, so that it is tried."""
+        known = [count for count, seconds in self._seconds.items() if seconds.get(0)]
         seconds = self._seconds[min(known, key=lambda count: abs(count - rows))]
-        points = sorted((k, statistics.median(times)) for k, times in seconds.items())
-        plain = points[0][1]
+        plain = min(seconds[0])
+        # The least of the last few: what disturbs a clock only ever adds to it.
+        points = sorted((k, min(times) / plain) for k, times in seconds.items() if times)
         prices, place = [], 0
         for k in range(self.max_depth + 1):
             while place + 1 < len(points) and points[place + 1][0] <= k:
                 place += 1
-            (left, low) = points[place]
-            if place + 1 < len(points):
-                right, high = points[place + 1]
-                prices.append((low + (high - low) * (k - left) / (right - left)) / plain)
-            elif left:
-                prices.append((plain + max(low - plain, 0.0) * k / left) / plain)
-            else:
-                prices.append(1 + GUESS * k)
+            left, low = points[place]
+            right, high = points[place + 1] if place + 1 < len(points) else (left + 1, low + GUESS)
+            prices.append(low + (high - low) * (k - left) / (right - left))
         for k in reversed(range(self.max_depth)):  # deeper is never cheaper: one slow round must not bar a depth
             prices[k] = min(prices[k], prices[k + 1])
         return prices
@@ -119,7 +118,11 @@ class Governor:
     def learn(self, rows: Sequence[int], told: Sequence[Told], seconds: float) -> None:
         """What the round of these rows gave, and how long it took, drafting included."""
         deepest = max(row.depth for row in told)
-        self._seconds.setdefault(len(rows), {}).setdefault(deepest, deque(maxlen=9)).append(seconds)
+        times = self._seconds.setdefault(len(rows), {})
+        if deepest in times:
+            times[deepest].append(seconds)
+        else:
+            times[deepest] = deque(maxlen=9)  # the first round of a shape sets things up: its time says nothing
         self._since = 0 if deepest == 0 else self._since + 1
         self._plain += deepest == 0
         for row, one in zip(rows, told, strict=True):

@@ -195,11 +195,13 @@ class MedusaModel(DrafterModel):
 
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""
-        node = verdict.path.gather(1, (verdict.length - 1).clamp(min=0)[:, None]).clamp(min=0)  # [B,1]
-        fresh = out.hidden.gather(1, node[:, :, None].expand(-1, -1, out.hidden.shape[-1]))[:, 0]
+        state, fresh = self._state, out.hidden[:, 0]
+        if tree.tokens.shape[1] > 1:
+            node = verdict.path.amax(1).clamp(min=0)  # parents come first, so the deepest kept node has the largest index
+            fresh = out.hidden[torch.arange(len(node), device=node.device), node]
         moved = verdict.length > 0
-        self._state.hidden[ask.index] = torch.where(moved[:, None], fresh, self._state.hidden[ask.index])
-        self._state.ready[ask.index] |= moved
+        state.hidden.index_copy_(0, ask.index, torch.where(moved[:, None], fresh, state.hidden.index_select(0, ask.index)))
+        state.ready.index_copy_(0, ask.index, state.ready.index_select(0, ask.index) | moved)
 
     def drop(self, rows: list[int]) -> None:
         self._state.ready[rows] = False

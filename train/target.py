@@ -113,22 +113,24 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
     tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    name = Path(recipe.train.output).name
     lines = [
         "---",
         "license: apache-2.0",
         "library_name: transformers",
         "---",
         "",
-        "# A tiny target",
+        f"# {name}",
         "",
-        f"A Llama of {size:.1f}M parameters that continues Python source: large enough to be worth drafting for, small enough to ship. It knows",
-        "nothing else, and what it writes is not to be run.",
+        f"A Llama of {size:.1f}M parameters that continues Python source"
+        + (f", with the tokenizer of `{recipe.architecture.tokenizer}`, to draft for it. " if recipe.architecture.tokenizer else ". ")
+        + "It knows nothing else, and what it writes is not to be run.",
         "",
         f"- Data: {'the source of the standard library of CPython ' + platform.python_version() if recipe.data.train == 'stdlib' else recipe.data.train}"
         " (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
         f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, on {device}; stored as bf16.",
         f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
-        "- Make it again: `accelerate launch train/target.py recipes/target-tiny.yaml`, then copy `runs/target-tiny/artifact`.",
+        f"- Make it again: `accelerate launch train/target.py recipes/{name}.yaml`, then copy `{recipe.train.output}/artifact`.",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
