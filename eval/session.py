@@ -41,7 +41,9 @@ def command() -> str:
 AnyDrafter = DrafterModel | DraftModel | Ngram | Suffix
 
 
-def open_models(target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False) -> tuple[Target, list[AnyDrafter]]:
+def open_models(
+    target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
+) -> tuple[Target, list[AnyDrafter]]:
     """Load a target, and drafters for it: each a kind without weights, the folder or Hub id of a trained drafter, or that of any causal
     LM with the target's tokens. Without a target's name, it is the one that the first trained drafter was made for.
 

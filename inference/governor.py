@@ -12,6 +12,8 @@ __all__ = ["Governor"]
 
 START, LONGEST = 8, 128  # rounds of rest before a probe: doubled by each one that fails
 REFRESH = 128  # rounds after which the cost of a plain round is measured anew: contexts grow
+SURE = 2  # rounds that it takes to believe a price: one may have been disturbed
+AGE = 192  # rounds after which the cost of a depth is forgotten, so that it is tried again
 WARM = 2  # plain rounds at the start, to compare with
 FIRST = 0.6  # P(depth 1 is accepted) before anything was drafted
 GUESS = 0.03  # what a level of drafting costs until it was measured, in plain rounds
@@ -57,8 +59,8 @@ class Governor:
         if max_depth != self.max_depth:
             self.max_depth = max_depth
             self._all = _Counts(max_depth, 0.98, 3.0)
-            self._seconds: dict[int, dict[int, deque[float]]] = {}  # by rows, by depth
-            self._wait, self._rested, self._since, self._plain = START, 0, 0, 0
+            self._seconds: dict[int, dict[int, deque[tuple[int, float]]]] = {}  # by rows, by depth: (round, seconds)
+            self._wait, self._rested, self._since, self._plain, self._round, self._reach = START, 0, 0, 0, 0, 1
             self._resting = self._probing = False
         self._rows: dict[int, _Counts] = {}
 
@@ -90,7 +92,8 @@ class Governor:
                 tokens[k + 1] += reached
         total, best, chosen = 0.0, 0.0, 0
         prices = self._prices(len(rows))
-        for k, more in enumerate(tokens):
+        # No deeper than twice what was ever accepted: the first drafts of a useless drafter should be cheap.
+        for k, more in enumerate(tokens[: 2 * self._reach + 1]):
             total += more
             if total / prices[k] > best:
                 best, chosen = total / prices[k], k
@@ -101,9 +104,10 @@ class Governor:
         ever measured by GUESS, which is low, so that it is tried."""
         known = [count for count, seconds in self._seconds.items() if seconds.get(0)]
         seconds = self._seconds[min(known, key=lambda count: abs(count - rows))]
-        plain = min(seconds[0])
-        # The least of the last few: what disturbs a clock only ever adds to it.
-        points = sorted((k, min(times) / plain) for k, times in seconds.items() if times)
+        # The least of the last few: what disturbs a clock only ever adds to it. If it did so each time, it is forgotten in the end.
+        recent = {k: [took for at, took in times if k == 0 or self._round - at < AGE] for k, times in seconds.items()}
+        plain = min(recent[0])
+        points = sorted((k, min(times) / plain) for k, times in recent.items() if len(times) >= SURE or k == 0)
         prices, place = [], 0
         for k in range(self.max_depth + 1):
             while place + 1 < len(points) and points[place + 1][0] <= k:
@@ -119,14 +123,16 @@ class Governor:
         """What the round of these rows gave, and how long it took, drafting included."""
         deepest = max(row.depth for row in told)
         times = self._seconds.setdefault(len(rows), {})
+        self._round += 1
         if deepest in times:
-            times[deepest].append(seconds)
+            times[deepest].append((self._round, seconds))
         else:
             times[deepest] = deque(maxlen=9)  # the first round of a shape sets things up: its time says nothing
         self._since = 0 if deepest == 0 else self._since + 1
         self._plain += deepest == 0
         for row, one in zip(rows, told, strict=True):
             if one.depth:
+                self._reach = max(self._reach, one.length - 1)
                 self._all.add(one.length - 1, one.depth)
                 self._rows.setdefault(row, _Counts(self.max_depth, 0.9, 6.0)).add(one.length - 1, one.depth)
         if deepest == 0:

@@ -237,7 +237,9 @@ class Ngram(_Lookup):
 
     def __init__(self, shape: Shape = CHAIN, longest: int = 3, shortest: int = 1, factor: float = 2.0) -> None:
         if not 1 <= shortest <= longest or factor < 1:
-            raise ValueError(f"got n-grams of {shortest} to {longest} tokens, factor {factor}; expected 1 <= shortest <= longest, 1 <= factor")
+            raise ValueError(
+                f"got n-grams of {shortest} to {longest} tokens, factor {factor}; expected 1 <= shortest <= longest, 1 <= factor"
+            )
         super().__init__(shape, range(longest, shortest - 1, -1))
         self.factor = factor
 

@@ -24,9 +24,7 @@ def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = No
     name = f"{getattr(config, 'model_type', type(config).__name__)!r}"
     reason = _config_reason(config, text) or _class_reason(text, model)
     if reason:
-        raise ValueError(
-            f"architecture {name} {reason}; expected a decoder of full or sliding-window attention; choose another model"
-        )
+        raise ValueError(f"architecture {name} {reason}; expected a decoder of full or sliding-window attention; choose another model")
 
 
 def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str:

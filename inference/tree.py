@@ -334,6 +334,8 @@ class Topology:
         if (rows, ranks) not in self._shared:
             index = (self.depth[1:] - 1) * ranks + self.rank[1:]  # into children.flatten(1)
             size = torch.full((rows,), self.num_nodes, dtype=torch.int64, device=self.parents.device)
-            wide = (tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route, self._deepest))
+            wide = (
+                tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route, self._deepest)
+            )
             self._shared[rows, ranks] = (index, self.parents.expand(rows, -1), size, *wide)
         return self._shared[rows, ranks]

@@ -2,12 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from planting import PlantingDrafter
 from zoo import VOCAB, reference, tiny
 
+from draftsmith.data.prompts import Prompt
+from draftsmith.eval import session
 from draftsmith.inference import attention, rules, sampler, verify
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
@@ -47,6 +50,25 @@ def independent(how: Sampling = SAMPLED) -> bool:
     zero, position = torch.zeros(64, dtype=torch.int64), torch.arange(64)
     noise = sampler.gumbel(how.seed, zero, position, VOCAB)
     return len(noise.unique(dim=0)) == 64
+
+
+def one_beginning() -> bool:
+    """Whether a conversation's ids begin with one beginning-of-text token, which the template writes and the tokenizer would too."""
+    from conftest import byte_tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    begin = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 256)])
+    tokenizer.chat_template = begin + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokenizer.encode("a")[0] == 256, "the tokenizer writes one by itself"
+    prompt = Prompt("p", "d", "hello", ({"role": "user", "content": "hello"},))
+    return session.encode(SimpleNamespace(tokenizer=tokenizer), prompt).count(256) == 1
+
+
+def doubled_beginning(target, prompt):
+    text = target.tokenizer.apply_chat_template(list(prompt.messages), tokenize=False)
+    return target.tokenizer.encode(text)
 
 
 greedy, sampled = lossless, functools.partial(lossless, how=SAMPLED)
@@ -182,6 +204,7 @@ FAULTS = {
     "rejected rows are kept": (TreeCache, "commit", keep_all_nodes, greedy),
     "a replaced row keeps its prefix": (TreeCache, "reset", forget_to_reset, functools.partial(greedy, rows=1)),
     "short prompts keep their padding": (TreeCache, "advance", advance_by_width, greedy),
+    "the beginning-of-text token is doubled": (session, "encode", doubled_beginning, one_beginning),
     "no soft-capping": (None, "softcap", forget("softcap"), functools.partial(greedy, "gemma2")),
     "no sinks": (None, "s_aux", forget("s_aux"), functools.partial(greedy, "gpt_oss")),
 }
@@ -207,5 +230,5 @@ def test_every_fault_is_seen(monkeypatch, register):
         if owner is None:
             register(plain_forward)
     assert missed == []
-    assert len(FAULTS) == 21 and len(seen) == 7
+    assert len(FAULTS) == 22 and len(seen) == 8
     assert all(check() for check in (greedy, sampled, independent)), "every fault was taken out again"

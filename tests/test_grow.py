@@ -89,7 +89,9 @@ def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
     assert (slots >= 0).any() == (beam.depth > 1)
 
 
-@pytest.mark.parametrize("paths", [[(0,)], [(0,), (0, 0), (0, 0, 0)], [(0,), (2,), (2, 1), (0, 1), (2, 1, 0)], list(product(range(2), repeat=1))])
+@pytest.mark.parametrize(
+    "paths", [[(0,)], [(0,), (0, 0), (0, 0, 0)], [(0,), (2,), (2, 1), (0, 1), (2, 1, 0)], list(product(range(2), repeat=1))]
+)
 def test_a_static_tree_asks_each_node_for_its_children(paths):
     topology, roots = Topology.from_paths(paths), [4, 9]
     tree, slots, encoded = run(StaticGrowth(topology, ask([0, 1], roots)), roots)
@@ -127,7 +129,9 @@ def test_children_are_chosen_as_asked(kind):
     warped = warp(logits, how)
     for b, f in product(range(2), range(3)):
         place = index[b, f]
-        noise = [gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "coupled" else PURPOSE_DRAFT, copy) for copy in range(3)]
+        noise = [
+            gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "coupled" else PURPOSE_DRAFT, copy) for copy in range(3)
+        ]
         if kind == "one-draw":
             expected, law = logits[b, f].argsort(descending=True)[:3].tolist(), logits[b, f]
         elif kind == "rejection-replacement":

@@ -38,9 +38,9 @@ def test_the_wheel_is_complete_and_resolves_the_target_offline(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"draftsmith/{file.relative_to(ROOT)}" for room in ROOMS for file in (ROOT / room).glob("*.py")}
     wanted |= {f"draftsmith/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")}
-    wanted |= {f"draftsmith/models/{folder}/{file.name}" for folder in ("tiny", "tiny_draft") for file in (ROOT / "models" / folder).iterdir()} | {
-        "draftsmith/data/prompts-tiny.jsonl"
-    }
+    wanted |= {
+        f"draftsmith/models/{folder}/{file.name}" for folder in ("tiny", "tiny_draft") for file in (ROOT / "models" / folder).iterdir()
+    } | {"draftsmith/data/prompts-tiny.jsonl"}
     assert len(wanted) > 40 and wanted <= names, sorted(wanted - names)
     assert not [name for name in names if "/tests/" in name or name.startswith("tests")]
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

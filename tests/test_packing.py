@@ -1,0 +1,77 @@
+"""Packed linear layers: the same numbers, where it was asked for and nowhere else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from zoo import tiny
+
+from draftsmith.inference import packing
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.packing import Packing
+from draftsmith.models.target import Target
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Pack whether it is faster here or not."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(packing, "GAIN", 0.0)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    calls = []
+    multiply = packing._multiply
+    monkeypatch.setattr(packing, "_multiply", lambda x, packed, bias: calls.append(tuple(x.shape)) or multiply(x, packed, bias))
+    return calls
+
+
+def test_the_same_products(always, counted):
+    layers = nn.Sequential(nn.Linear(48, 80), nn.Linear(80, 33, bias=False))
+    plain = copy.deepcopy(layers)
+    packed = Packing(layers)
+    assert len(packed.layers) == 2
+    del counted[:]
+    for shape in ((1, 48), (3, 48), (2, 5, 48), (1, 1, 48), (1, 64, 48)):
+        x = torch.randn(shape)
+        with torch.no_grad(), packed.on():
+            torch.testing.assert_close(layers(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert len(counted) == 10
+    with torch.no_grad():
+        layers(x)  # not asked for
+        with packed.on():
+            layers(torch.randn(1, packing.WIDEST + 1, 48))  # a prompt's chunk
+    with packed.on():
+        layers(x).sum().backward()  # training
+    assert len(counted) == 10 and layers[0].weight.grad is not None
+
+
+def test_decoding_uses_it_and_others_do_not(always, counted):
+    model = tiny("llama")
+    target = Target.wrap(model)
+    prompt = [3, 1, 4, 1, 5]
+    plain = Decoder(target).generate([prompt], None, 20, ())[0].tokens
+    target.pack()
+    del counted[:]
+    assert Decoder(target).generate([prompt], None, 20, ())[0].tokens == plain
+    assert len(counted) >= 20 * 15
+    del counted[:]
+    model.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+    assert counted == [], "transformers runs the model as it is"
+    packing_of = target._packing
+    target.pack()
+    assert target._packing is packing_of, "once"
+
+
+def test_what_is_not_packed(always, monkeypatch):
+    layer = nn.Sequential(nn.Linear(32, 32))
+    assert Packing(copy.deepcopy(layer).bfloat16()).layers == []
+    assert Packing(copy.deepcopy(layer).to("meta")).layers == []
+    monkeypatch.setattr(packing, "_free_memory", lambda: 4 * 32 * 32)
+    assert Packing(copy.deepcopy(layer)).layers == []
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "GAIN", 1e9)
+    assert Packing(layer).layers == []
