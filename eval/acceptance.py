@@ -197,7 +197,8 @@ def _decode(
                 found[case.key] = _outcome(target, case, {name: turn.answers[place] for name, turn in turns.items()}, sampling)
             records = [record for outcome in found.values() for record in outcome.rounds]
             bar.update(len(found), f"tau {sum(r.committed for r in records) / len(records):.2f}")
-    seconds["c"] = statistics.median(verifying["drafted"]) / statistics.median(verifying["plain"])
+    # Rounds differ in size (a look-up finds something or not), so that only means say what they cost.
+    seconds["c"] = statistics.fmean(verifying["drafted"]) / statistics.fmean(verifying["plain"])
     seconds["tokens"] = sum(len(outcome.tokens) for outcome in found.values())
     gathered = ranks.gather(found)
     return [gathered[case.key] for case in cases], seconds
@@ -231,10 +232,11 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
 
 
 def _speed(seconds: dict[str, float], records: list[RoundRecord], tau: float) -> dict[str, float]:
-    """Speedups are of total times over the same prompts; c(N) is the verifying time of a round over a plain one's, medians."""
-    drafting = statistics.median([record.draft_s for record in records]) / statistics.median([r.verify_s for r in records]) * seconds["c"]
+    """Speedups are of total times over the same prompts; c is the verifying time of a round over a plain one's, drafting likewise; means."""
+    drafting = sum(record.draft_s for record in records) / sum(record.verify_s for record in records) * seconds["c"]
     speed = {
         "tau": tau,
+        "nodes": sum(record.nodes for record in records) / len(records),
         "c": seconds["c"],
         "drafting": drafting,
         "tau_over_c": tau / seconds["c"],

@@ -18,7 +18,7 @@ def survival(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=150)
     first = next(iter(report.overall))
     lines: list[tuple[str, Any, dict[str, Any]]] = [
-        (domain + " (lossy)" * (first in report.lossy), found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()
+        (domain + " LOSSY" * (first in report.lossy), found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()
     ]
     lines += [
         (f"all, T={table.labelled(report, temperature)}", found, {"lw": 2.4, "color": "black", "ls": "-" if temperature == first else "--"})

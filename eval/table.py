@@ -5,6 +5,7 @@ from rich.table import Table
 
 from draftsmith.eval.records import Report
 
+DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 
 
@@ -20,7 +21,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
             f"{found.tau:.2f}",
             f"{found.low:.2f} – {found.high:.2f}",
             str(found.rounds),
-            "  ".join(f"{chance:.2f}" for chance in found.conditional),
+            "  ".join(f"{chance:.2f}" for chance in found.conditional[:DEPTHS]) + "  …" * (len(found.conditional) > DEPTHS),
         )
         for domain, temperature, found in named
     ]
@@ -28,18 +29,22 @@ def rows(report: Report) -> list[tuple[str, ...]]:
 
 def labelled(report: Report, temperature: str) -> str:
     """The temperature, marked where the rule changed the output's law: its numbers must not be taken for lossless ones."""
-    return f"{temperature} (lossy)" if temperature in report.lossy else temperature
+    return f"{temperature} LOSSY" if temperature in report.lossy else temperature
 
 
 def lossless(report: Report) -> str:
     """One sentence on whether the answers are plain decoding's."""
     bugs = [parted for parted in report.divergences if parted.verdict == "bug"]
-    same = report.answers - len(report.divergences)
-    text = f"{same} of {report.answers} answers equal plain decoding's, token for token"
+    same, rule = report.answers - len(report.divergences), report.settings["rule"]
+    text = (
+        f"{same} of {report.answers} answers equal plain decoding's, token for token"
+        if report.answers
+        else "no answer was compared with plain decoding's"
+    )
     if report.lossy:
-        text += f"; LOSSY at T = {', '.join(report.lossy)}: rule {report.settings['rule']} changes the law of the output"
-    elif report.settings["rule"].startswith("rejection"):
-        text += f" (T = 0); rule {report.settings['rule']} is lossless in law at other temperatures, which no single answer shows"
+        text += f"; LOSSY at T = {', '.join(report.lossy)}: rule {rule} changes the law of the output"
+    elif rule.startswith("rejection"):
+        text += f"; at T > 0 rule {rule} is lossless in law, which no single answer shows"
     if report.divergences:
         text += f"; {len(report.divergences) - len(bugs)} part at a tie within measured noise, {len(bugs)} for no such reason"
     text += " (NOT LOSSLESS)" if bugs else ""
@@ -52,8 +57,10 @@ def speed(report: Report) -> list[str]:
         return []
     s = report.speed
     lines = [
-        f"τ {s['tau']:.2f}   c(N={report.nodes}) {s['c']:.2f}   drafting {s['drafting']:.2f}   τ/c {s['tau_over_c']:.2f}   "
-        f"speedup {s['speedup']:.2f} × plain decoding ({s['share_of_limit']:.2f} of τ/c)",
+        f"τ {s['tau']:.2f}   c {s['c']:.2f}, drafting {s['drafting']:.2f} (plain rounds; {s['nodes']:.1f} nodes on average)   "
+        f"τ/c {s['tau_over_c']:.2f}   speedup {s['speedup']:.2f} × plain decoding ({s['share_of_limit']:.2f} of τ/c)"
+        + " LOSSY"
+        * (next(iter(report.overall)) in report.lossy),
         f"{s['drafted_tokens_per_s']:.0f} tokens/s drafted, {s['plain_tokens_per_s']:.0f} plain",
     ]
     if "speedup_over_transformers" in s:
@@ -75,18 +82,19 @@ def by_nodes(report: Report) -> str:
 
 
 def _size(report: Report) -> str:
-    return (
-        "dynamic trees of " * isinstance(report.tree, dict) + f"{report.nodes} nodes a round" + ", governed" * report.settings["governed"]
-    )
+    return f"{'up to ' * isinstance(report.tree, dict)}{report.nodes} nodes a round{', governed' * report.settings['governed']}"
 
 
 def show(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
     table = Table(title=f"Acceptance of {report.method} on held-out prompts, {_size(report)}")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True)
-    for row in rows(report):
+    shown = rows(report)
+    for column, name in enumerate(HEADER):
+        # Only the last column may be cut short: a temperature carries its label.
+        width = max(len(name), *(len(row[column]) for row in shown)) if column < len(HEADER) - 1 else None
+        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True, min_width=width)
+    for row in shown:
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     console.print(table)
     if report.by_nodes:

@@ -1,17 +1,24 @@
 """Evaluation: τ by its definition, trees from records against real decoding, and divergences judged right."""
 
 import itertools
+import json
 import math
+from collections import Counter
 
 import pytest
 import torch
+from test_draft_model import relative
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import acceptance, cost, lossless, summary, table, trees
-from draftsmith.eval.records import PositionRecord, RoundRecord, distinct_ngrams, rank_of
+from draftsmith.eval import acceptance, cost, lossless, plot, summary, table, trees
+from draftsmith.eval.records import PositionRecord, RoundRecord, as_json, distinct_ngrams, rank_of
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam
+from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
@@ -167,3 +174,106 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, price):
     assert (report.nodes > 1) == (price == 0.0) == ("No draft tree pays" not in printed)
     assert "10 of 10 answers equal plain decoding's" in printed and "speedup" in printed
     assert table.markdown(report).count("\n") == 6
+
+
+class Bytes:
+    chat_template, is_fast = None, False
+
+    def get_vocab(self):
+        return {str(i): i for i in range(48)}
+
+    def encode(self, text):
+        return [ord(c) % 48 for c in text]
+
+
+@pytest.fixture
+def readable():
+    target = Target.wrap(tiny("llama"))
+    target.tokenizer = Bytes()
+    return target
+
+
+PROMPTS = [Prompt(f"{d}{i}", d, f"{d} number {i}, {d} number {i}, {d}") for d in ("x", "y") for i in range(3)]
+
+
+def kinds():
+    yield "draft model", DraftModel(relative("llama", 0.005), Topology.chain(3)), "best"
+    yield "draft model", DraftModel(relative("llama", 0.005), Beam(3, 2, 8)), ""
+    yield "ngram", Ngram(), ""
+    yield "suffix", Suffix(memory=200), ""
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_any_drafter_is_evaluated(readable, number, rows, capsys):
+    method, drafter, choose = list(kinds())[number]
+    report, rounds, records = acceptance.evaluate(
+        readable, drafter, PROMPTS, max_new_tokens=16, temperatures=[0.0, 1.0], most_nodes=8, choose=choose, rows=rows, rule="coupled"
+    )
+    reported = len({record.prompt for record in rounds})
+    assert report.method == method and report.answers == 2 * reported and not report.divergences and not report.lossy
+    assert report.compared == report.like_transformers == (reported if rows == 1 else 0)
+    assert bool(records) == bool(report.by_nodes) == bool(choose) and reported == (2 if choose else 6)
+    assert set(report.drafting) == {1, 4} and all(seconds > 0 for seconds in report.drafting.values())
+    if choose:  # the records say what real decoding accepted
+        paths = [tuple(path) for path in report.tree]
+        assert trees.tau([r for r in records if r.prompt in {x.prompt for x in rounds}], paths) == pytest.approx(report.overall["0"].tau)
+    table.show(report)
+    printed = capsys.readouterr().out
+    assert f"{report.answers} of {report.answers} answers equal plain decoding's" in printed and "LOSSY" not in printed
+
+
+@pytest.mark.parametrize("rule", ["typical", "rejection"])
+def test_what_a_rule_does_to_the_output_is_said(readable, rule, capsys, tmp_path):
+    drafter = DraftModel(relative("llama", 0.005), Topology.chain(3))
+    report, _, _ = acceptance.evaluate(
+        readable, drafter, PROMPTS[:2], max_new_tokens=12, temperatures=[1.0, 0.0], most_nodes=8, choose="", rule=rule
+    )
+    assert report.lossy == ({"1": "typical"} if rule == "typical" else {})
+    assert report.answers == 2, "at T = 0 every rule is greedy"
+    table.show(report)
+    printed = capsys.readouterr().out
+    assert printed.count("LOSSY") >= 4 if rule == "typical" else "LOSSY" not in printed and "lossless in law" in printed
+    assert ("1 LOSSY" in table.markdown(report)) == (rule == "typical")
+    assert (json.loads(as_json(report))["lossy"] == {"1": "typical"}) == (rule == "typical")
+    plot.survival(report, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_the_price_of_a_round():
+    price = cost.of_round({1: 1.0, 4: 1.3, 8: 1.5}, {1: 0.4, 4: 1.0})
+    assert price(1, 0) == 1.0 and price(4, 1) == pytest.approx(1.7) and price(8, 6) == pytest.approx(1.5 + 1.4)
+    level = cost.of_round({1: 2.0, 8: 2.0}, {1: 0.5})
+    assert level(8, 9) == pytest.approx(1.25)
+
+
+def test_the_best_tree_weighs_depth_against_width():
+    records = [PositionRecord("p", "d", torch.tensor([[0, -1, -1]] * 40 + [[1, 0, 0]] * 20), torch.zeros(60, 3))]
+    for level, deepest in ((0.01, 3), (0.4, 1)):
+        chosen = trees.choose(records, lambda nodes, depth, level=level: 1 + 0.02 * nodes + level * depth, 8)
+        assert max(map(len, chosen)) == deepest
+
+
+def test_growth_is_what_dynamic_programming_finds():
+    """Sequoia's knapsack over subtrees, on joint counts: of every size and depth the best tree, by another road."""
+    generator = torch.Generator().manual_seed(4)
+    ranks = (torch.rand(300, 4, generator=generator) ** 2 * 4).long()
+    records = [PositionRecord("p", "d", ranks, torch.zeros(300, 4))]
+    counts = Counter(tuple(row[: k + 1]) for row in ranks.tolist() for k in range(4))
+
+    def best(path, most, depth):
+        """[0 … most]: the largest sum of counts of m nodes in the subtree under `path`, itself included."""
+        below = [0] + [-math.inf] * (most - 1)
+        if depth > 0:
+            for rank in range(4):
+                if (*path, rank) in counts:
+                    child = best((*path, rank), most - 1, depth - 1)
+                    below = [max(below[m - n] + child[n] for n in range(m + 1)) for m in range(most)]
+        return [0] + [below[m - 1] + counts[path] for m in range(1, most + 1)]
+
+    for depth in (1, 2, 4):
+        order = trees.grow(records, 12, depth)
+        optimum = best((), 13, depth)
+        for size in range(1, len(order) + 1):
+            assert sum(counts[path] for path in order[:size]) == optimum[size + 1]
+        assert len(order) == min(12, sum(len(path) <= depth for path in counts))
