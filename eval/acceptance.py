@@ -38,7 +38,7 @@ from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.governor import Governor
 from draftsmith.inference.grow import tree_of
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.sampler import RULES, Sampling
+from draftsmith.inference.sampler import DEFAULT_RULE, RULES, Sampling
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
@@ -57,7 +57,7 @@ def evaluate(
     temperatures: list[float],
     most_nodes: int,
     choose: str = "best",
-    rule: str = "one-draw",
+    rule: str = DEFAULT_RULE,
     rows: int = 1,
     governed: bool = False,
 ) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--limit", type=int, help="prompts of each domain")
     described.add_argument("--max-new-tokens", type=int, default=96)
     described.add_argument("--temperature", type=float, action="append", help="may be given more than once (default: 0 and 1)")
-    described.add_argument("--rule", choices=list(RULES), default="one-draw", help="how drafts are verified at T > 0; " + _lossy_rules())
+    described.add_argument("--rule", choices=list(RULES), default=DEFAULT_RULE, help="how drafts are verified at T > 0; " + _lossy_rules())
     described.add_argument(
         "--tree",
         choices=["best", "largest", "saved", "chain", "dynamic"],

@@ -15,7 +15,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.eval import session
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.governor import Governor
-from draftsmith.inference.sampler import RULES, Sampling
+from draftsmith.inference.sampler import DEFAULT_RULE, RULES, Sampling
 from draftsmith.models.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--repetition-penalty", type=float, help="1 is off")
     described.add_argument(
-        "--rule", choices=list(RULES), default="one-draw", help="how drafts are verified at T > 0 (see draftsmith eval --help)"
+        "--rule", choices=list(RULES), default=DEFAULT_RULE, help="how drafts are verified at T > 0 (see draftsmith eval --help)"
     )
     described.add_argument(
         "--tree", choices=["saved", "chain", "dynamic"], default="saved", help="the drafter's own draft tree, or another"

@@ -9,7 +9,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-Item, Value = TypeVar("Item"), TypeVar("Value")
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 def count() -> int:

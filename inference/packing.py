@@ -34,7 +34,7 @@ class Packing:
         size = sum(layer.weight.numel() * 4 for layer in layers)
         self.layers = layers if layers and size < SHARE * _free_memory() and _pays(layers) else []
         for layer in self.layers:
-            layer.forward = functools.partial(self._forward, layer, _pack(layer.weight))
+            layer.__dict__["forward"] = functools.partial(self._forward, layer, _pack(layer.weight))
 
     def _forward(self, layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
         if self.active and not torch.is_grad_enabled() and x.dim() > 1 and x.shape[:-1].numel() <= WIDEST:

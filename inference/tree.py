@@ -149,9 +149,8 @@ class DraftTree:
         """The same tree on `device`."""
         if self.tokens.device == device:
             return self
-        return DraftTree(
-            **{slot.name: value.to(device) if isinstance(value := getattr(self, slot.name), Tensor) else value for slot in fields(self)}
-        )
+        moved = {slot.name: value.to(device) for slot in fields(self) if isinstance(value := getattr(self, slot.name), Tensor)}
+        return replace(self, **moved)
 
     def validate(self) -> None:
         """Check every promise of the class. Reads the device: for tests and for trees from outside.
@@ -182,7 +181,8 @@ class DraftTree:
 def _listed(parents: tuple[int, ...], device: torch.device) -> DraftTree:
     up = torch.tensor([parents], device=device)
     tree = DraftTree.build(torch.zeros_like(up), up, torch.full_like(up[:, 0], len(parents)))
-    tree.route(), tree.deepest()
+    tree.route()
+    tree.deepest()
     tree.full = True
     return tree
 

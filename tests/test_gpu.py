@@ -5,6 +5,8 @@ import torch
 from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import new_drafter
@@ -54,3 +56,46 @@ def test_losses_and_gradients_are_the_cpus():
         found.append([loss.sum.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
     for cpu, gpu in zip(*found, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["draft model", "suffix"])
+def test_a_target_on_two_devices_equals_one_on_one(kind):
+    """The second layer, the norm and the head stay on the CPU, the draft model is on the GPU: trees and logits lie apart."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = tiny("llama")
+    prompts = [[1, 2, 3, 1, 2, 3, 1], [7], [9, 8, 9, 8, 9]]
+    plain = {
+        how: [a.tokens for a in Decoder(Target.wrap(model)).generate(prompts, how, 20, ())] for how in (Sampling(), Sampling(0.9, seed=1))
+    }
+    model.model.embed_tokens.to(DEVICE), model.model.layers[0].to(DEVICE), model.model.rotary_emb.to(DEVICE)
+    for module, device in (
+        (model.model.embed_tokens, DEVICE),
+        (model.model.rotary_emb, DEVICE),
+        (model.model.layers[0], DEVICE),
+        (model.model.layers[1], "cpu"),
+        (model.model.norm, "cpu"),
+        (model.lm_head, "cpu"),
+    ):
+        add_hook_to_module(module, AlignDevicesHook(execution_device=device))
+    target = Target.wrap(model)
+    assert target.device.type == DEVICE
+    for how, answers in plain.items():
+        drafter = Suffix() if kind == "suffix" else DraftModel(Target.wrap(tiny("llama", 1).to(DEVICE)), Topology.cartesian((3, 2)))
+        out = Decoder(target, drafter, rows=2).generate(prompts, how, 20, ())
+        assert [answer.tokens for answer in out] == answers
+
+
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+def test_a_draft_model_equals_plain(shape):
+    from test_draft_model import SHAPES, relative
+
+    target, draft = Target.wrap(tiny("llama").to(DEVICE)), relative("llama", 0.005)
+    draft = Target.wrap(draft.model.to(DEVICE))
+    prompts = [[1, 2, 3, 1, 2, 3, 1], [7], [9, 8, 9, 8, 9]]
+    for how in (Sampling(), Sampling(0.9, seed=1), Sampling(0.9, seed=1, rule="coupled")):
+        plain = [answer.tokens for answer in Decoder(target).generate(prompts, how, 24, ())]
+        for rows in (1, 3):
+            out = Decoder(target, DraftModel(draft, SHAPES[shape]), rows=rows).generate(prompts, how, 24, ())
+            assert [answer.tokens for answer in out] == plain
+            assert len({round.accepted for answer in out for round in answer.rounds}) >= 3

@@ -146,3 +146,22 @@ def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monke
             steps = next(stream)
         assert not any(step.finished for step in steps)
         assert watch.syncs == [] and len(transfers) == 1 and watch.calls > 50
+
+
+def test_a_target_in_pieces_decodes(target, answers, heads, tmp_path):
+    """As `device_map` spreads it: here a layer lies on disk and comes when it is needed (several devices: tests/test_gpu.py)."""
+    from accelerate import dispatch_model
+
+    model = tiny("llama")
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+    }
+    spread = Target.wrap(dispatch_model(model, places | {"lm_head": "cpu"}, main_device="cpu", offload_dir=tmp_path))
+    assert spread.model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    for kind in ("draft model", "suffix"):
+        out = Decoder(spread, make(kind, SHAPES["static"], heads, []), rows=3).generate(REPEATED, HOWS["sampled"], NEW, ())
+        assert texts(out) == answers["sampled"]

@@ -305,7 +305,7 @@ SETTINGS = {
     "cut laws": (Sampling(0.8, top_k=3, seed=4, rule="rejection"), WIDE, V),  # four children of a law on three tokens
     "cut, replacement": (Sampling(1.3, top_k=3, seed=5, rule="rejection-replacement"), BUSHY, V),
     "draft vocabulary": (Sampling(1.0, seed=6, rule="rejection"), BUSHY, D),
-    "one draw": (Sampling(1.0, seed=7), BUSHY, V),
+    "one draw": (Sampling(1.0, seed=7, rule="one-draw"), BUSHY, V),
     "coupled": (Sampling(0.7, top_k=4, seed=8, rule="coupled"), BUSHY, V),
 }
 
@@ -428,7 +428,7 @@ def test_children_that_only_the_best_are():
     ids, _, law = grow.choose(logits, 2, ask, index, False)
     assert law is None and torch.equal(ids[:, :, 0], sample(logits, ask.sampling, ask.request[:, None], index))
     assert len(ids.unique(dim=0)) > 3
-    for how in (Sampling(0.8), Sampling(rule="coupled"), Sampling(rule="rejection"), Sampling(0.8, rule="typical")):
+    for how in (Sampling(0.8, rule="one-draw"), Sampling(), Sampling(rule="rejection"), Sampling(0.8, rule="typical")):
         ids, scores, law = grow.choose(logits, 2, replace(ask, sampling=how), index, True)
         assert law is None and torch.equal(ids, logits.topk(2).indices) and torch.equal(scores, logits.log_softmax(-1).gather(-1, ids))
 
@@ -567,7 +567,7 @@ def test_who_is_lossless():
     assert all(Sampling(0.0, rule=rule, **limits).lossless and Sampling(rule=rule, **limits).children == "top" for rule in RULES)
     with pytest.raises(ValueError, match="rule membership without top_k, top_p or min_p"):
         Sampling(1.0, rule="membership")
-    with pytest.raises(ValueError, match="rule greedy; expected one of one-draw"):
+    with pytest.raises(ValueError, match="rule greedy; expected one of coupled, one-draw"):
         Sampling(rule="greedy")
 
 

@@ -95,7 +95,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 
 @torch.no_grad()
-def bits_per_byte(model: nn.Module, valid: Corpus, tokenizer: PreTrainedTokenizerFast) -> float:
+def bits_per_byte(model: LlamaForCausalLM, valid: Corpus, tokenizer: PreTrainedTokenizerFast) -> float:
     """Mean loss over all held-out rows, in bits per byte of the text that the predicted tokens stand for."""
     nats = num_bytes = 0.0
     model.eval()
