@@ -1,7 +1,7 @@
 """Measure speed from prompt to answer against transformers: the same models and prompts, in one process, in turn; greedy, batch 1.
 
     draftsmith bench                                                  # what ships here: target, draft model, drafters without weights
-    draftsmith bench --drafter runs/draft-tiny/artifact --drafter ngram
+    draftsmith bench --drafter runs/target-tiny-draft/artifact --drafter ngram
     draftsmith bench --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompts my-prompts.jsonl --out speed.json
 
 Every contender answers a prompt before the next prompt comes, and another one is the first each time.

@@ -71,6 +71,21 @@ def test_the_artifact_can_be_published_as_it_stands(place):
     assert json.loads((artifact / "config.json").read_text())["target"]["config_hash"]
 
 
+def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
+    for words, tree in (
+        (("tree.depth=2", "tree.width=2", "tree.nodes=5"), {"depth": 2, "width": 2, "nodes": 5}),
+        (("tree.width=1",), [[0], [0, 0]]),
+    ):
+        output = tmp_path / str(len(words))
+        train(place, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
+        assert json.loads((output / "artifact" / "config.json").read_text())["tree"] == tree
+        capsys.readouterr()
+        guard(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
+        assert "τ" in capsys.readouterr().err
+    words = arguments(place, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
+    assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words, "usage")
+
+
 def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     artifact = place / "run" / "artifact"
     words = [str(artifact), "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from draftsmith.data import corpus
 from draftsmith.data.corpus import Corpus
 from draftsmith.eval import card
-from draftsmith.eval.session import command, dtype_of
+from draftsmith.eval.session import command, dtype_of, shape
 from draftsmith.inference import machine
 from draftsmith.models.drafter import DrafterModel, load_config, new_drafter
 from draftsmith.models.target import Target
@@ -43,6 +43,9 @@ def begin(recipe: Recipe, method: str, **architecture: Any) -> tuple[Target, Dra
         )
     torch.manual_seed(recipe.train.seed)
     drafter = new_drafter(method, target, training={"positions": data.seq_len}, **architecture)
+    tree = recipe.tree
+    if tree.depth or tree.width or tree.nodes:
+        drafter.shape = shape("chain" if tree.width == 1 else "dynamic", drafter, tree.depth, tree.width, tree.nodes)
     return target, drafter, train, valid
 
 

@@ -38,6 +38,16 @@ class DataSection(Section):
     cache: str = Field(default="runs/cache", description="folder for tokenised data")
 
 
+class TreeSection(Section):
+    """The artifact's draft tree until `draftsmith eval` chooses one for the machine; nothing said: the method's own."""
+
+    depth: int | None = Field(
+        default=None, ge=1, description="K of the artifact's draft tree, until eval chooses one; unset: the method's tree"
+    )
+    width: int | None = Field(default=None, ge=1, description="children of a node; 1 is a chain, more a dynamic tree")
+    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, the root included")
+
+
 class TrainSection(Section):
     output: str = Field(description="folder for checkpoints, metrics and the artifact")
     steps: int = Field(ge=1)
@@ -65,6 +75,7 @@ class Recipe(Section):
 
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
+    tree: TreeSection = TreeSection()
     train: TrainSection
 
 
