@@ -4,7 +4,8 @@
     draftsmith eval --drafter runs/target-tiny-draft/artifact --target tiny        # any causal LM with the target's tokens
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
 
-Half of the prompts choose the draft tree, the other half is reported. Every answer is compared with plain decoding's.
+Half of the prompts choose the draft tree, the other half is reported. Every answer is compared with plain decoding's, where the rule
+promises its tokens.
 """
 
 import argparse
@@ -35,10 +36,11 @@ from draftsmith.eval.records import (
 )
 from draftsmith.eval.summary import acceptance
 from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.governor import Governor
 from draftsmith.inference.grow import tree_of
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.sampler import DEFAULT_RULE, RULES, Sampling
+from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
@@ -57,7 +59,7 @@ def evaluate(
     temperatures: list[float],
     most_nodes: int,
     choose: str = "best",
-    rule: str = DEFAULT_RULE,
+    rule: str = "one-draw",
     rows: int = 1,
     governed: bool = False,
 ) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
@@ -69,8 +71,10 @@ def evaluate(
     cases = contest.cases(target, prompts, max_new_tokens)
     choosing, reporting = _halves(cases) if choose else ([], cases)
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
-    seconds = cost.measure(target, context, max(most_nodes, drafter.max_nodes))
-    drafting = cost.measure_drafting(target, drafter, [case.ids for case in reporting[:4]])
+    if isinstance(drafter, DraftModel):
+        drafter.check(target, max(len(case.ids) for case in cases) + max_new_tokens)
+    seconds = ranks.agreed(cost.measure(target, context, max(most_nodes, drafter.max_nodes)))
+    drafting = ranks.agreed(cost.measure_drafting(target, drafter, [case.ids[-context:] for case in reporting[:4]]))
     by_nodes: list[dict[str, float]] = []
     records: list[PositionRecord] = []
     if choose:
@@ -197,8 +201,9 @@ def _decode(
                 found[case.key] = _outcome(target, case, {name: turn.answers[place] for name, turn in turns.items()}, sampling)
             records = [record for outcome in found.values() for record in outcome.rounds]
             bar.update(len(found), f"tau {sum(r.committed for r in records) / len(records):.2f}")
-    # Rounds differ in size (a look-up finds something or not), so that only means say what they cost.
-    seconds["c"] = statistics.fmean(verifying["drafted"]) / statistics.fmean(verifying["plain"])
+    if rows == 1:  # in a batch, rounds of different numbers of rows would be compared
+        # Rounds differ in size (a look-up finds something or not), so that only means say what they cost.
+        seconds["c"] = statistics.fmean(verifying["drafted"]) / statistics.fmean(verifying["plain"])
     seconds["tokens"] = sum(len(outcome.tokens) for outcome in found.values())
     gathered = ranks.gather(found)
     return [gathered[case.key] for case in cases], seconds
@@ -210,15 +215,16 @@ def _outcome(target: Target, case: Case, answers: dict[str, Completion], samplin
     checked = sampling.greedy or sampling.rule in KEYED
     parted = compare(target, case.prompt.id, case.ids, plain, drafted.tokens, sampling, case.key) if checked else None
     alike = answers["transformers"].tokens == plain if "transformers" in answers else None
-    return Outcome(_records(case, drafted, sampling.temperature), drafted.tokens, checked, parted, alike)
+    return Outcome(_records(case, drafted, sampling), drafted.tokens, checked, parted, alike)
 
 
-def _records(case: Case, completion: Completion, temperature: float) -> list[RoundRecord]:
+def _records(case: Case, completion: Completion, sampling: Sampling) -> list[RoundRecord]:
     return [
         RoundRecord(
             case.prompt.id,
             case.prompt.domain,
-            temperature,
+            sampling.temperature,
+            sampling.rule,
             round.position,
             round.size,
             round.length,
@@ -233,21 +239,22 @@ def _records(case: Case, completion: Completion, temperature: float) -> list[Rou
 
 def _speed(seconds: dict[str, float], records: list[RoundRecord], tau: float) -> dict[str, float]:
     """Speedups are of total times over the same prompts; c is the verifying time of a round over a plain one's, drafting likewise; means."""
-    drafting = sum(record.draft_s for record in records) / sum(record.verify_s for record in records) * seconds["c"]
     speed = {
         "tau": tau,
         "nodes": sum(record.nodes for record in records) / len(records),
-        "c": seconds["c"],
-        "drafting": drafting,
-        "tau_over_c": tau / seconds["c"],
         "speedup": seconds["plain"] / seconds["drafted"],
         "plain_tokens_per_s": seconds["tokens"] / seconds["plain"],
         "drafted_tokens_per_s": seconds["tokens"] / seconds["drafted"],
     }
+    if "c" in seconds:
+        speed["c"] = seconds["c"]
+        speed["drafting"] = sum(record.draft_s for record in records) / sum(record.verify_s for record in records) * seconds["c"]
+        speed["tau_over_c"] = tau / seconds["c"]
+        speed["share_of_limit"] = speed["speedup"] / speed["tau_over_c"]
     if "transformers" in seconds:
         speed["speedup_over_transformers"] = seconds["transformers"] / seconds["drafted"]
         speed["plain_over_transformers"] = seconds["transformers"] / seconds["plain"]
-    return speed | {"share_of_limit": speed["speedup"] / speed["tau_over_c"]}
+    return speed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -261,7 +268,13 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--limit", type=int, help="prompts of each domain")
     described.add_argument("--max-new-tokens", type=int, default=96)
     described.add_argument("--temperature", type=float, action="append", help="may be given more than once (default: 0 and 1)")
-    described.add_argument("--rule", choices=list(RULES), default=DEFAULT_RULE, help="how drafts are verified at T > 0; " + _lossy_rules())
+    described.add_argument(
+        "--rule",
+        choices=list(RULES),
+        default="one-draw",
+        help="how drafts are verified at T > 0 (default one-draw, what serving engines come nearest to; `generate` takes coupled): "
+        + "; ".join(f"{name}{'' if rule.lossless else ' (LOSSY)'}: {rule.about}" for name, rule in RULES.items()).replace("%", "%%"),
+    )
     described.add_argument(
         "--tree",
         choices=["best", "largest", "saved", "chain", "dynamic"],
@@ -279,25 +292,12 @@ def parser() -> argparse.ArgumentParser:
     return described
 
 
-def _lossy_rules() -> str:
-    return ", ".join(name for name, rule in RULES.items() if not rule.lossless) + " change the output's law"
-
-
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     temperatures = list(dict.fromkeys(options.temperature or [0.0, 1.0]))
-    checks = (
-        ("--nodes", options.nodes, 2, 256),
-        ("--depth", options.depth, 1, 64),
-        ("--width", options.width, 1, 64),
-        ("--rows", options.rows, 1, 1 << 12),
-        ("--max-new-tokens", options.max_new_tokens, 2, 1 << 20),
-        ("--limit", options.limit, 1, 1 << 20),
-        ("--temperature", min(temperatures), 0, float("inf")),
-    )
-    for name, value, low, high in checks:
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{name} {value}: expected {low} to {high}")
+    session.check_numbers(options, least_tokens=2)
+    if min(temperatures) < 0:
+        raise ValueError(f"--temperature {min(temperatures)}: expected 0 or more")
     if options.rule == "membership":
         raise ValueError(
             "--rule membership: expected a rule that needs no filters; draftsmith generate takes --top-k, --top-p and --min-p with it"
@@ -315,6 +315,9 @@ def main(arguments: list[str]) -> None:
         )
     if tree not in ("best", "largest"):
         drafter.shape = session.shape(tree, drafter, options.depth, options.width, options.nodes)
+    elif options.depth or options.width:
+        raise ValueError(f"--tree {tree} takes --nodes only, got --depth or --width; leave it out, or take --tree dynamic")
+    session.check_rule(options.rule, drafter)
     report, rounds, records = evaluate(
         target,
         drafter,
@@ -329,7 +332,10 @@ def main(arguments: list[str]) -> None:
     )
     if ranks.first():
         _tell(options.json, report)
-        if isinstance(drafter, DrafterModel) and Path(named).is_dir() and tree == "best":
+        kept = isinstance(drafter, DrafterModel) and Path(named).is_dir() and tree == "best"
+        # The card is for what the artifact does by itself, losslessly.
+        if kept and options.rows == 1 and not options.governor and not report.lossy:
+            assert isinstance(drafter, DrafterModel)
             _keep(Path(named), drafter, report, rounds, records)
             if not options.json:
                 print(
@@ -360,5 +366,7 @@ def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[Roun
     card.write(folder, drafter.config, report)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+if __name__ == "__main__":  # accelerate launch -m draftsmith.eval.acceptance
+    from draftsmith.train.cli import guard
+
+    guard(main, sys.argv[1:])

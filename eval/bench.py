@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from draftsmith.data import prompts as prompt_files
-from draftsmith.eval import contest, cost, session
+from draftsmith.eval import contest, cost, ranks, session
 from draftsmith.eval.contest import Case, Runner
 from draftsmith.eval.lossless import compare
 from draftsmith.inference.decoder import Decoder
@@ -277,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
         "--drafter",
         action="append",
         help="ngram, suffix, or folder or Hub id of a trained drafter or of a causal LM with the target's tokens; may be given more than "
-        f"once (default: {' and '.join(DRAFTERS)})",
+        f"once (default: {', '.join(DRAFTERS)}, and tiny-draft for tiny)",
     )
     described.add_argument("--prompts", help=".jsonl file with `prompt` (or `turns`, `messages`) and `domain`; by default the shipped ones")
     described.add_argument("--limit", type=int, default=3, help="prompts of each domain (default 3)")
@@ -299,17 +298,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    checks = (
-        ("--limit", options.limit, 1, 1 << 20),
-        ("--max-new-tokens", options.max_new_tokens, 1, 1 << 20),
-        ("--repeats", options.repeats, 1, 1 << 12),
-        ("--depth", options.depth, 1, 64),
-        ("--width", options.width, 1, 64),
-        ("--nodes", options.nodes, 2, 256),
-    )
-    for name, value, low, high in checks:
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{name} {value}: expected {low} to {high}")
+    session.check_numbers(options)
+    if ranks.count() > 1:
+        raise ValueError(
+            f"draftsmith bench in {ranks.count()} processes: they would disturb each other's clocks; expected one; run it alone"
+        )
     if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         raise ValueError(f"--out {options.out}: expected a file in a folder that exists; make the folder first")
     prompts = prompt_files.load(options.prompts, options.limit)
@@ -332,7 +325,3 @@ def main(arguments: list[str]) -> None:
         show(report)
     if lossy(report):
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -42,8 +42,8 @@ def write(folder: Path, config: DrafterConfig, report: Report | None) -> None:
 def _measured(report: Report) -> list[str]:
     settings = report.settings
     return [
-        f"{settings['prompts']} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {report.nodes} nodes a round "
-        "(root included), batch 1. τ counts the tokens that a round commits, the bonus token in. Intervals are over prompts.",
+        f"{settings['prompts']} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {table.size(report)}. "
+        "τ counts the tokens that a round commits, the bonus token in. Intervals are over prompts.",
         "",
         table.markdown(report),
         "",

@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--top-k", type=int, help="0 is off")
     described.add_argument("--top-p", type=float, help="1 is off")
     described.add_argument("--min-p", type=float, help="0 is off")
-    described.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none")
+    described.add_argument(
+        "--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none (rules coupled, one-draw)"
+    )
     described.add_argument("--max-new-tokens", type=int, default=200)
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--repetition-penalty", type=float, help="1 is off")
@@ -92,10 +94,12 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     named = [] if options.drafter == "none" else [options.drafter]
+    session.check_numbers(options)
     target, drafters = session.open_models(options.target, named, options.dtype, options.trust_remote_code)
     drafter = drafters[0] if drafters else None
     if drafter is not None:
         drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)
+        session.check_rule(options.rule, drafter)
     sampling = sampling_of(options, target)
     if not sampling.lossless:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
@@ -125,7 +129,3 @@ def main(arguments: list[str]) -> None:
             f"{'LOSSY: ' * (not sampling.lossless)}{counts['tokens']} tokens in {counts['rounds']} rounds: τ {counts['tokens'] / counts['rounds']:.2f}, {speed:.0f} tokens/s",
             file=sys.stderr,
         )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -28,7 +28,7 @@ def survival(report: Report, path: Path) -> None:
         axes.plot(range(len(found.survival) + 1), [1.0, *found.survival], marker="o", ms=3.5, label=f"{name}  (τ {found.tau:.2f})", **style)
     axes.set(xlabel="draft depth k", ylabel="survival: P(at least k accepted)", ylim=(0, 1.02), xlim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(f"{report.method}, {report.nodes} nodes a round, {report.settings['prompts']} prompts", fontsize=10)
+    axes.set_title(f"{report.method}, {table.size(report)}, {report.settings['prompts']} prompts", fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
     figure.tight_layout()

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -45,6 +45,13 @@ def share(items: Sequence[Item]) -> list[Item]:
             f"got {len(items)} prompts for {count()} processes; expected one for each at least; launch fewer, or give more prompts"
         )
     return list(items[_state().process_index :: count()]) if count() > 1 else list(items)
+
+
+def agreed(value: Value) -> Value:
+    """The first rank's value, on every rank: what was timed differs, what follows from it must not."""
+    if count() == 1:
+        return value
+    return broadcast_object_list([value])[0]
 
 
 def gather(found: dict[int, Value]) -> dict[int, Value]:

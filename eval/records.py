@@ -18,12 +18,13 @@ ALLOWANCE = 4.0  # times the noise measured at the very position: one sample of 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One round: `position` of its root in the sequence, nodes verified, tokens committed (the bonus in, what is past the end
+    """One round: `rule` that verified it (some are lossy, see RULES), `position` of its root in the sequence, nodes verified, tokens committed (the bonus in, what is past the end
     out), tokens accepted (the bonus out), seconds."""
 
     prompt: str
     domain: str
     temperature: float
+    rule: str
     position: int
     nodes: int
     committed: int
@@ -130,10 +131,12 @@ def distinct_ngrams(texts: list[list[int]], n: int = 8) -> float:
 
 def rank_of(logits: Tensor, token: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """logits [...,V] and token [...] -> (rank [...], −1 from `keep` on; log-probability [...])."""
+    known = token < logits.shape[-1]  # a draft vocabulary may be smaller than the target's: a miss
+    token = torch.where(known, token, 0)
     chosen = logits.gather(-1, token[..., None])
     # Equal logits rank by id, as top-k on the CPU and the argmax do.
     ids = torch.arange(logits.shape[-1], device=logits.device)
     before = (logits > chosen) | ((logits == chosen) & (ids < token[..., None]))
     rank = before.sum(-1)
     log_prob = chosen[..., 0].float() - logits.float().logsumexp(-1)
-    return torch.where(rank < keep, rank, -1), log_prob
+    return torch.where(known & (rank < keep), rank, -1), torch.where(known, log_prob, -torch.inf)

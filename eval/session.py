@@ -1,5 +1,6 @@
 """The target and the drafter that a command works with, and a person's prompt as token ids."""
 
+import argparse
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ import torch
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
-from draftsmith.inference import machine
+from draftsmith.inference import grow, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam, Shape, shape_of
+from draftsmith.inference.grow import Shape, shape_of
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
@@ -53,7 +54,7 @@ def open_models(
     """
     named = [word for word in drafters if word not in WEIGHTLESS]
     for word in named:
-        if "/" not in word and not Path(resolve_path(word)).is_dir():
+        if not word or ("/" not in word and not Path(resolve_path(word)).is_dir()):
             raise ValueError(
                 f"drafter {word!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, "
                 "or a Hub id such as name/drafter"
@@ -86,16 +87,44 @@ def open_models(
     return loaded, found
 
 
+def check_numbers(options: argparse.Namespace, least_tokens: int = 1) -> None:
+    """Raises ValueError for a number outside its range, by the name of its option."""
+    ranges = {
+        "nodes": (2, 256),
+        "depth": (1, 64),
+        "width": (1, 64),
+        "rows": (1, 1 << 12),
+        "max_new_tokens": (least_tokens, 1 << 20),
+        "limit": (1, 1 << 20),
+        "repeats": (1, 1 << 12),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(options, name, None)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {low} to {high}")
+
+
+def check_rule(rule: str, drafter: Any) -> None:
+    """Raises ValueError where the drafter's tree or the drafter itself has nothing for the rule to do."""
+    grow.check_rule(rule, drafter.shape)
+    if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
+        raise ValueError(
+            f"--rule {rule}: {drafter.method} draws no children from a law; expected another rule: one-draw does the same for it"
+        )
+
+
 def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> Shape:
     """The draft tree that options ask for: saved (the drafter's own), chain, or dynamic.
 
     Raises:
-        ValueError: a tree deeper than the drafter can look.
+        ValueError: numbers that such a tree has not, or a tree deeper than the drafter can look.
     """
+    if tree != "dynamic" and (width or nodes):
+        raise ValueError(f"--tree {tree} takes --depth only, got --width or --nodes; leave it out, or take --tree dynamic")
     if tree == "chain":
         shape: Shape = Topology.chain(depth or min(4, drafter.depth_limit))
     elif tree == "dynamic":
-        shape = Beam(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
+        shape = grow.Beam(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
     else:
         shape = drafter.shape.cut(depth or drafter.shape.max_depth)
     if shape.max_depth > drafter.depth_limit:

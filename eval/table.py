@@ -55,19 +55,16 @@ def speed(report: Report) -> list[str]:
     """The measured speed, line by line."""
     if not report.speed:
         return []
-    s = report.speed
-    lines = [
-        f"τ {s['tau']:.2f}   c {s['c']:.2f}, drafting {s['drafting']:.2f} (plain rounds; {s['nodes']:.1f} nodes on average)   "
-        f"τ/c {s['tau_over_c']:.2f}   speedup {s['speedup']:.2f} × plain decoding ({s['share_of_limit']:.2f} of τ/c)"
-        + " LOSSY"
-        * (next(iter(report.overall)) in report.lossy),
-        f"{s['drafted_tokens_per_s']:.0f} tokens/s drafted, {s['plain_tokens_per_s']:.0f} plain",
-    ]
+    s, lossy = report.speed, " LOSSY" * (next(iter(report.overall)) in report.lossy)
+    first = f"τ {s['tau']:.2f}   speedup {s['speedup']:.2f} × plain decoding{lossy}   {s['nodes']:.1f} nodes a round on average"
+    if "c" in s:
+        first += f"\nc {s['c']:.2f}, drafting {s['drafting']:.2f} (in plain rounds)   τ/c {s['tau_over_c']:.2f}, of which {s['share_of_limit']:.2f} came true"
+    second = f"{s['drafted_tokens_per_s']:.0f} tokens/s drafted, {s['plain_tokens_per_s']:.0f} plain"
     if "speedup_over_transformers" in s:
-        lines[1] += (
+        second += (
             f"; {s['speedup_over_transformers']:.2f} × transformers' generate (our plain decoding: {s['plain_over_transformers']:.2f} ×)"
         )
-    return lines
+    return [*first.split("\n"), second]
 
 
 def by_nodes(report: Report) -> str:
@@ -81,14 +78,18 @@ def by_nodes(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _size(report: Report) -> str:
-    return f"{'up to ' * isinstance(report.tree, dict)}{report.nodes} nodes a round{', governed' * report.settings['governed']}"
+def size(report: Report) -> str:
+    """Of the trees, and what else the numbers depend on: rule, batch, governor."""
+    settings = report.settings
+    rule = f", rule {settings['rule']}" * any(temperature != "0" for temperature in report.overall)
+    batch = f", {settings['rows']} prompts at a time" * (settings["rows"] > 1)
+    return f"{'up to ' * isinstance(report.tree, dict)}{report.nodes} nodes a round{rule}{batch}{', governed' * settings['governed']}"
 
 
 def show(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
-    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {_size(report)}")
+    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {size(report)}")
     shown = rows(report)
     for column, name in enumerate(HEADER):
         # Only the last column may be cut short: a temperature carries its label.

@@ -50,7 +50,12 @@ class DraftModel:
     def max_depth(self) -> int:
         return self.shape.max_depth
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
+    def check(self, target: Target, context: int) -> None:
+        """Whether it can draft for this target at this length.
+
+        Raises:
+            ValueError: more tokens than the target's, or fewer positions than the context.
+        """
         if self.model.vocab_size > target.vocab_size:
             raise ValueError(
                 f"got a draft model of {self.model.vocab_size} tokens for a target of {target.vocab_size}; expected no more; "
@@ -61,6 +66,9 @@ class DraftModel:
                 f"got a context of {context} for a draft model of {self.model.max_positions} positions; expected no more; "
                 "shorten prompt and answer, or give another draft model"
             )
+
+    def bind(self, target: Target, rows: int, context: int) -> None:
+        self.check(target, context)
         self._fewer = self.model.vocab_size < target.vocab_size
         self.shape = self.shape.to(self.model.device)
         if isinstance(self.shape, Topology):
@@ -169,5 +177,5 @@ class DraftModel:
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:
-            del self._missing[row]
+            self._missing.pop(row, None)
         self._cache.reset(rows)

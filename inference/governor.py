@@ -1,4 +1,7 @@
-"""How deep to draft, if at all, from what was accepted lately and what rounds really cost. Whatever it decides, the output is the same.
+"""How deep to draft, if at all, from what was accepted lately and what rounds really cost.
+
+Whatever it decides, plain decoding's tokens come out, where the rule draws with the noise of positions; under rejection other tokens of the
+same law do, and which ones then depends on the clock.
 
 Letters: B live rows · K draft depth.
 """
@@ -14,7 +17,6 @@ START, LONGEST = 8, 128  # rounds of rest before a probe: doubled by each one th
 REFRESH = 128  # rounds after which the cost of a plain round is measured anew: contexts grow
 SURE = 2  # rounds that it takes to believe a price: one may have been disturbed
 AGE = 192  # rounds after which the cost of a depth is forgotten, so that it is tried again
-WARM = 2  # plain rounds at the start, to compare with
 FIRST = 0.6  # P(depth 1 is accepted) before anything was drafted
 GUESS = 0.03  # what a level of drafting costs until it was measured, in plain rounds
 
@@ -60,7 +62,7 @@ class Governor:
             self.max_depth = max_depth
             self._all = _Counts(max_depth, 0.98, 3.0)
             self._seconds: dict[int, dict[int, deque[tuple[int, float]]]] = {}  # by rows, by depth: (round, seconds)
-            self._wait, self._rested, self._since, self._plain, self._round, self._reach = START, 0, 0, 0, 0, 1
+            self._wait, self._rested, self._since, self._round, self._reach = START, 0, 0, 0, 1
             self._resting = self._probing = False
         self._rows: dict[int, _Counts] = {}
 
@@ -71,8 +73,8 @@ class Governor:
 
     def depth(self, rows: Sequence[int]) -> int:
         """How deep to draft for these rows in this round; 0 for not at all."""
-        if self._plain < WARM or self._since >= REFRESH:
-            return 0
+        if self._since >= REFRESH or not any(seconds.get(0) for seconds in self._seconds.values()):
+            return 0  # there must be a plain round to compare with
         if self._resting and self._rested < self._wait:
             return 0  # nothing was learnt meanwhile
         chosen = self._best(rows)
@@ -129,7 +131,6 @@ class Governor:
         else:
             times[deepest] = deque(maxlen=9)  # the first round of a shape sets things up: its time says nothing
         self._since = 0 if deepest == 0 else self._since + 1
-        self._plain += deepest == 0
         for row, one in zip(rows, told, strict=True):
             if one.depth:
                 self._reach = max(self._reach, one.length - 1)

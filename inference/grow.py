@@ -14,7 +14,20 @@ from draftsmith.inference.drafter import Ask
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, gumbel, warp
 from draftsmith.inference.tree import DraftTree, Topology
 
-__all__ = ["Beam", "BeamGrowth", "Frontier", "Growth", "Shape", "StaticGrowth", "choose", "grow", "ranked", "shape_of", "tree_of"]
+__all__ = [
+    "Beam",
+    "BeamGrowth",
+    "Frontier",
+    "Growth",
+    "Shape",
+    "StaticGrowth",
+    "check_rule",
+    "choose",
+    "grow",
+    "ranked",
+    "shape_of",
+    "tree_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +99,7 @@ class StaticGrowth:
     scored = False
 
     def __init__(self, topology: Topology, ask: Ask) -> None:
-        if ask.sampling.children in ("drawn", "replaced") and not topology.whole:
-            raise ValueError(f"got rule {ask.sampling.rule} with a tree that skips ranks; expected siblings 0, 1, 2, …; give another tree")
+        topology = topology.closed() if ask.sampling.children in ("drawn", "replaced") else topology
         self.topology = topology
         self.levels = topology.levels()
         self.replacement = ask.sampling.children == "replaced"
@@ -137,10 +149,7 @@ class BeamGrowth:
     scored = True
 
     def __init__(self, beam: Beam, ask: Ask) -> None:
-        if ask.sampling.children in ("drawn", "replaced"):
-            raise ValueError(
-                f"got rule {ask.sampling.rule} with a dynamic tree, where what is kept depends on what was drawn; give a static tree"
-            )
+        check_rule(ask.sampling.rule if not ask.sampling.greedy else "", beam)
         self.beam, self.count, self.level, self.encoded = beam, beam.width, 0, 0
         root = ask.root[:, None]
         self.tokens, self.parents, self.slots = [root], [torch.full_like(root, -1)], [torch.full_like(root, -1)]
@@ -202,6 +211,16 @@ class BeamGrowth:
 Growth = StaticGrowth | BeamGrowth
 
 
+def check_rule(rule: str, shape: Shape) -> None:
+    """Whether the rule can verify such trees.
+
+    Raises:
+        ValueError: drawn children in a dynamic tree.
+    """
+    if rule.startswith("rejection") and isinstance(shape, Beam):
+        raise ValueError(f"got rule {rule} with a dynamic tree, where what is kept depends on what was drawn; give a static tree")
+
+
 def grow(shape: Shape, ask: Ask) -> Growth:
     """The growth of a tree of this shape, no deeper than asked for."""
     shape = shape.cut(ask.depth)
@@ -211,7 +230,7 @@ def grow(shape: Shape, ask: Ask) -> Growth:
 def choose(logits: Tensor, count: int, ask: Ask, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """logits [B,F,V] for the tokens of absolute index [B,F] -> ids [B,F,R], log-probabilities [B,F,R] if `scored`, and the law
     that ids were drawn from as logits [B,F,V], or None where they were not. As `ask.sampling.children` says."""
-    how, kind = ask.sampling, ask.sampling.children
+    how, kind, count = ask.sampling, ask.sampling.children, min(count, logits.shape[-1])
     if kind == "top":
         ids = ranked(logits, count)
     else:

@@ -216,7 +216,7 @@ class _Lookup:
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:
-            del self._rows[row]
+            self._rows.pop(row, None)
 
     def _draft(self, text: Corpus, depth: int) -> Draft:
         raise NotImplementedError

@@ -6,9 +6,11 @@ product itself; oneDNN takes a weight that was rearranged once (256 to 768, one 
 
 import functools
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +26,55 @@ class Packing:
     """The packed weights of a model's linear layers; used within `on()` only, so that others who run the model run it as it is.
 
     Nothing is packed on other devices, for other dtypes than float32, where the product is not at least GAIN times as fast, or where
-    the copy would take more than SHARE of the free memory.
+    the copy would take more than SHARE of the free memory. A weight that is changed or replaced afterwards is used as it is then.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.active = False
+        self._depth = threading.local()
         layers = [module for module in model.modules() if type(module) is nn.Linear and module.weight.dtype == torch.float32]
         layers = [layer for layer in layers if layer.weight.device.type == "cpu" and "forward" not in layer.__dict__]
         size = sum(layer.weight.numel() * 4 for layer in layers)
         self.layers = layers if layers and size < SHARE * _free_memory() and _pays(layers) else []
         for layer in self.layers:
-            layer.__dict__["forward"] = functools.partial(self._forward, layer, _pack(layer.weight))
+            layer.__dict__["forward"] = _Forward(layer, self)
 
-    def _forward(self, layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-        if self.active and not torch.is_grad_enabled() and x.dim() > 1 and x.shape[:-1].numel() <= WIDEST:
-            return _multiply(x, packed, layer.bias)
-        return nn.functional.linear(x, layer.weight, layer.bias)
+    @property
+    def active(self) -> bool:
+        return getattr(self._depth, "count", 0) > 0
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        before, self.active = self.active, True
+        """In this thread the packed weights are used; may be nested."""
+        self._depth.count = getattr(self._depth, "count", 0) + 1
         try:
             yield
         finally:
-            self.active = before
+            self._depth.count -= 1
+
+
+class _Forward:
+    """The forward of one layer. A copy of the layer gets the plain one: packed tensors can be neither copied nor pickled."""
+
+    def __init__(self, layer: nn.Linear, packing: Packing) -> None:
+        self.layer, self.packing = layer, packing
+        self.packed, self.of = _pack(layer.weight), self._state()
+
+    def _state(self) -> tuple[int, int, torch.dtype]:
+        weight = self.layer.weight
+        return weight.data_ptr(), weight._version, weight.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        usable = self.packing.active and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        if usable and x.dtype == torch.float32 and x.dim() > 1 and x.shape[:-1].numel() <= WIDEST and self._state() == self.of:
+            return _multiply(x, self.packed, layer.bias)
+        return nn.functional.linear(x, layer.weight, layer.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[Tensor], Tensor]:
+        return functools.partial(nn.Linear.forward, memo[id(self.layer)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (nn.Linear.forward, self.layer)
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -216,7 +216,6 @@ class Topology:
     def __init__(self, paths: tuple[Path, ...]) -> None:
         node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
         self.paths = paths
-        self._paths = frozenset(paths)
         self.num_nodes = len(node)
         self.max_depth = max((len(path) for path in paths), default=0)
         self.parents = torch.tensor([-1] + [node[path[:-1]] for path in paths])
@@ -232,6 +231,7 @@ class Topology:
         self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._cut: dict[int, Topology] = {}
         self._levels: list[Level] | None = None
+        self._closed: Topology | None = None
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Topology":
@@ -303,10 +303,17 @@ class Topology:
             setattr(moved, name, getattr(self, name).to(device))
         return moved
 
-    @property
-    def whole(self) -> bool:
-        """Whether the ranks of all siblings are 0, 1, 2, … without a gap: only then are drawn children distributed as drawn."""
-        return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self._paths for path in self.paths)
+    def closed(self) -> "Topology":
+        """The same tree with siblings ranked 0, 1, 2, … without a gap, made once. For drawn children a rank is the order of the draw."""
+        if self._closed is None:
+            new: dict[Path, Path] = {(): ()}
+            children: Counter[Path] = Counter()
+            for path in sorted(self.paths, key=lambda path: (len(path), path)):
+                new[path] = (*new[path[:-1]], children[path[:-1]])
+                children[path[:-1]] += 1
+            gone = set(new.values()) - {()} == set(self.paths)
+            self._closed = self if gone else Topology.from_paths([new[path] for path in self.paths]).to(self.parents.device)
+        return self._closed
 
     def tree(self, root: Tensor, children: Tensor) -> DraftTree:
         """root [B], children [B,K,R] -> the tree in which rank r at depth k+1 is children[b,k,r], whatever its parent.

@@ -6,6 +6,7 @@ name, and `Model`, a `DrafterModel`. Nothing else lists it: config.json's `model
 Letters: S positions · V target vocabulary · H hidden size · K draft depth.
 """
 
+import copy
 import dataclasses
 import heapq
 import importlib
@@ -57,6 +58,7 @@ class DrafterModel(PreTrainedModel):
         # A Target is no nn.Module, so it enters neither the modules nor the state dict.
         self._target: Target | None = None
         self._state: Any = None
+        self._shape: tuple[Any, Shape] | None = None
 
     @property
     def target(self) -> Target:
@@ -96,8 +98,10 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def shape(self) -> Shape:
-        """The tree of the config; subclasses see to it that there is one."""
-        return shape_of(self.config.tree)
+        """The tree of the config; subclasses see to it that there is one. Made once for each."""
+        if self._shape is None or self._shape[0] != self.config.tree:
+            self._shape = (copy.deepcopy(self.config.tree), shape_of(self.config.tree))
+        return self._shape[1]
 
     @shape.setter
     def shape(self, shape: Shape) -> None:

@@ -24,7 +24,7 @@ from draftsmith.models.target import Target
 
 
 def record(prompt, committed, accepted, domain="d"):
-    return RoundRecord(prompt, domain, 0.0, 0, 8, committed, accepted, 0, 0, 0)
+    return RoundRecord(prompt, domain, 0.0, "coupled", 0, 8, committed, accepted, 0, 0, 0)
 
 
 def test_tau_survival_and_conditional_by_hand():

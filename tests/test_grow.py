@@ -160,8 +160,10 @@ def test_refusals():
     drawn = ask([0], [0], sampling=Sampling(1.0, rule="rejection"))
     with pytest.raises(ValueError, match="rule rejection with a dynamic tree"):
         BeamGrowth(Beam(2, 2, 4), drawn)
-    with pytest.raises(ValueError, match="skips ranks"):
-        StaticGrowth(Topology.from_paths([(1,)]), drawn)
+    gaps = Topology.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
+    closed = Topology.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0)])
+    assert StaticGrowth(gaps, drawn).topology.paths == closed.paths == closed.closed().paths and closed.closed() is closed
+    assert StaticGrowth(gaps, ask([0], [0])).topology is gaps
     with pytest.raises(ValueError, match="depth 0"):
         Beam(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):

@@ -1,6 +1,7 @@
 """Packed linear layers: the same numbers, where it was asked for and nowhere else."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -75,3 +76,41 @@ def test_what_is_not_packed(always, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(packing, "GAIN", 1e9)
     assert Packing(layer).layers == []
+
+
+def test_a_changed_weight_is_used_as_it_is(always, counted):
+    layer = nn.Sequential(nn.Linear(32, 40))
+    packed, x = Packing(layer), torch.randn(3, 32)
+    del counted[:]
+    with torch.no_grad(), packed.on():
+        layer[0].weight[5] = 0.0
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer[0].weight, layer[0].bias))
+        layer.load_state_dict(nn.Sequential(nn.Linear(32, 40)).state_dict())
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer[0].weight, layer[0].bias))
+        layer.bfloat16()
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert counted == []
+
+
+def test_copies_are_plain(always, counted):
+    layer = nn.Sequential(nn.Linear(32, 40))
+    packed, x = Packing(layer), torch.randn(3, 32)
+    again = copy.deepcopy(layer)
+    del counted[:]
+    with torch.no_grad(), packed.on():
+        again[0].weight.zero_()
+        assert torch.equal(again(x), again[0].bias.expand(3, -1)) and not torch.equal(layer(x), again(x))
+    assert len(counted) == 1
+
+
+def test_contexts_may_nest_and_threads_have_their_own(always):
+    packed = Packing(nn.Sequential(nn.Linear(32, 40)))
+    seen = []
+    with packed.on():
+        with packed.on():
+            pass
+        thread = threading.Thread(target=lambda: seen.append(packed.active))
+        thread.start()
+        thread.join()
+        assert packed.active and seen == [False]
+    assert not packed.active

@@ -45,7 +45,8 @@ def begin(recipe: Recipe, method: str, **architecture: Any) -> tuple[Target, Dra
     drafter = new_drafter(method, target, training={"positions": data.seq_len}, **architecture)
     tree = recipe.tree
     if tree.depth or tree.width or tree.nodes:
-        drafter.shape = shape("chain" if tree.width == 1 else "dynamic", drafter, tree.depth, tree.width, tree.nodes)
+        chain = tree.width == 1
+        drafter.shape = shape("chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes)
     return target, drafter, train, valid
 
 
