@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.inference.support import check_supported
-from draftsmith.models.target import check_folder, resolve_path
+from draftsmith.models.target import TOKENIZER_FILES, check_folder, resolve_path
 
 __all__ = ["check_pair", "check_tokens"]
 
@@ -24,6 +24,10 @@ def check_pair(target: str, draft: str, *, revision: str | None = None, trust_re
         local = os.path.isdir(source)
         if local:
             check_folder(source)
+            if not any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):
+                raise ValueError(
+                    f"{path!r} has no tokenizer beside its weights, so that its tokens cannot be compared; copy tokenizer.json there"
+                )
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local, "revision": commit or "main"}
         config = AutoConfig.from_pretrained(source, **common)
         check_supported(config)

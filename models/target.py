@@ -29,7 +29,7 @@ __all__ = ["Target", "TargetIdentity", "check_folder", "check_loaded", "check_sa
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -108,7 +108,7 @@ class Target:
         check_loaded(path, info)
         if str(device) != "auto":
             model = model.to(device)
-        has_tokenizer = not local or any((Path(source) / name).exists() for name in _TOKENIZER_FILES)
+        has_tokenizer = not local or any((Path(source) / name).exists() for name in TOKENIZER_FILES)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main", **common) if has_tokenizer else None
         return cls(model, tokenizer, path, commit)
 

@@ -269,3 +269,18 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+
+
+def test_prompts_are_split_over_ranks_that_agree_on_the_tree(place, target_folder):
+    """Two processes time the same forwards differently; one tree, one report, every prompt once."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]
+    command += ["-m", "draftsmith.eval.acceptance", "--drafter", str(target_folder), "--target", str(target_folder)]
+    command += ["--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=place)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    report = json.loads(line)
+    assert report["settings"]["ranks"] == 2 and report["settings"]["prompts"] == report["answers"] == report["compared"] == 4
+    assert report["overall"]["0"]["prompts"] == 4 and report["overall"]["0"]["tokens"] == 4 * 8
+    assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(map(len, report["tree"]))

@@ -183,6 +183,11 @@ def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_pat
     larger = copy_of(target_folder, tmp_path / "larger", vocab_size=300)
     with pytest.raises(ValueError, match="a vocabulary of 300, target .* one of 257"):
         session.open_models(str(target_folder), [str(larger)], "float32")
+    bare = copy_of(target_folder, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="no tokenizer beside its weights"):
+        session.open_models(str(target_folder), [str(bare)], "float32")
     for kind, name in (("mamba", "linear_attention"), ("t5", "encoder-decoder")):
         odd = copy_of(target_folder, tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
         with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):

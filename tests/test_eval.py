@@ -277,3 +277,9 @@ def test_growth_is_what_dynamic_programming_finds():
         for size in range(1, len(order) + 1):
             assert sum(counts[path] for path in order[:size]) == optimum[size + 1]
         assert len(order) == min(12, sum(len(path) <= depth for path in counts))
+
+
+def test_a_token_that_the_drafter_does_not_have_is_a_miss():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
+    rank, log = rank_of(logits, torch.tensor([2, 7]), 32)
+    assert rank.tolist() == [1, -1] and log[0] > -3 and log[1] == -torch.inf

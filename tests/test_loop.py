@@ -152,6 +152,7 @@ def test_what_a_probe_decided_stays_decided(tmp_path):
 
 
 def test_signals_are_given_back_and_a_second_one_acts(tmp_path):
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     before = signal.getsignal(signal.SIGTERM)
     run(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -159,6 +160,7 @@ def test_signals_are_given_back_and_a_second_one_acts(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.caught == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, inherited)
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
