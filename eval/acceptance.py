@@ -342,6 +342,7 @@ def main(arguments: list[str]) -> None:
                     f"\nWritten to {named}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
                 )
                 print(f'Try it:  {session.command()} generate --drafter {named} --show-accepted "def parse_"')
+    ranks.leave()
     if any(parted.verdict == "bug" for parted in report.divergences):
         raise SystemExit(1)
 

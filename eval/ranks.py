@@ -27,6 +27,13 @@ def first() -> bool:
     return count() == 1 or _state().is_main_process
 
 
+def leave() -> None:
+    """Every rank has said its word: part in order, else a rank may be aborted by the others' going."""
+    if count() > 1:
+        _state().wait_for_everyone()
+        _state().destroy_process_group()
+
+
 def device() -> str:
     """The device of this process."""
     if count() > 1:

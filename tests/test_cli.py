@@ -278,9 +278,9 @@ def test_prompts_are_split_over_ranks_that_agree_on_the_tree(place, target_folde
     command += ["--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=place)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[:6000]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)
     assert report["settings"]["ranks"] == 2 and report["settings"]["prompts"] == report["answers"] == report["compared"] == 4
     assert report["overall"]["0"]["prompts"] == 4 and report["overall"]["0"]["tokens"] == 4 * 8
-    assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(map(len, report["tree"]))
+    assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(map(len, report["tree"]), default=0)
