@@ -283,4 +283,6 @@ def test_prompts_are_split_over_ranks_that_agree_on_the_tree(place, target_folde
     report = json.loads(line)
     assert report["settings"]["ranks"] == 2 and report["settings"]["prompts"] == report["answers"] == report["compared"] == 4
     assert report["overall"]["0"]["prompts"] == 4 and report["overall"]["0"]["tokens"] == 4 * 8
-    assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(map(len, report["tree"]), default=0)
+    assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(
+        map(len, report["tree"]), default=0
+    )
