@@ -1,7 +1,7 @@
 """Measure a drafter's acceptance before it is deployed.
 
     draftsmith eval runs/medusa-tiny/artifact
-    draftsmith eval --drafter runs/target-tiny-draft/artifact --target tiny        # any causal LM with the target's tokens
+    draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
 
 Half of the prompts choose the draft tree, the other half is reported. Every answer is compared with plain decoding's, where the rule
