@@ -1,6 +1,8 @@
 """Draft losses: exact against plain ones on full [M,V] tensors in float64, hits and chains against loops, and no tensor near S·V."""
 
 import functools
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +12,12 @@ from test_losses import Largest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.train import draft_losses, losses
-from draftsmith.train.draft_losses import LOSSES, chain, chunked_draft_loss, feature_loss
+from draftsmith.train.draft_losses import LOSSES, chain, chunked_draft_loss, feature_loss, mix
 
 M, V, D, H = 41, 29, 13, 7
 MIX = {"kl": 0.3, "tv": 0.2, "lk": 0.5}
-EVERYTHING = {name: 0.1 * i for i, name in enumerate(LOSSES, 1)}
+EVERYTHING = {name: 0.1 * i for i, name in enumerate([*LOSSES, "jsd(0.1)"], 1)}
+FINITE = {name: share for name, share in EVERYTHING.items() if name != "reverse_kl"}  # whatever top_k is
 CAP = 3.0
 
 
@@ -40,8 +43,15 @@ def problem(steps=3, full=False, dtype=torch.float64, seed=0, shifts=None):
         targets=None if full else targets,
         decay=[0.8**k for k in range(steps)],
     )
+    at = torch.randint(V, (M,), generator=gen)
+    made.tokens = torch.where(read(made), at, torch.where(at % 2 == 0, -1, V))
     made.teacher_head = lambda x: x @ made.teacher_w.T
     return made
+
+
+def read(one):
+    """The teacher's rows [M] that some step is held against."""
+    return torch.stack([F.pad(one.weights[k] > 0, (shift, 0))[:M] for k, shift in enumerate(one.shifts)]).any(0)
 
 
 def capped(w):
@@ -59,50 +69,65 @@ def chunked(one, loss, head=None, **more):
         one.targets,
         loss,
         one.decay,
+        tokens=one.tokens,
         **more,
     )
 
 
-def plain_position(p, q, targets, loss):
+def plain_position(p, q, targets, tokens, loss):
     """The loss at positions [n] and α, for p [n,V] of the teacher and q [n,V] of the drafter, which is 0 at OOV tokens."""
     inside = torch.zeros(V, dtype=torch.bool)
     inside[targets] = True
     known = inside[p.argmax(-1)]
-    covered = torch.where(inside, p, 0) / p[:, inside].sum(-1, keepdim=True)
-    alpha = torch.minimum(p, q).sum(-1)
-    log = {name: law[:, inside].log() for name, law in (("covered", covered), ("q", q))}
-    terms = {"ce": covered[:, inside] * -log["q"]}
-    terms["kl"] = covered[:, inside] * (log["covered"] - log["q"])
-    terms["reverse_kl"] = q[:, inside] * (log["q"] - log["covered"])
-    value = {name: torch.where(known, term.sum(-1), 0) for name, term in terms.items()}
+    q_all, p_all, q = q, p, q[:, inside]
+    p = torch.where(known[:, None], p[:, inside], 1)  # any law: where the best token is OOV it is not used
+    p = p / p.sum(-1, keepdim=True)
+    alpha = torch.minimum(p_all, q_all).sum(-1)
+
+    def kl(a, b):
+        return (torch.where(a > 0, a.log(), 0) * a - torch.where(a > 0, b.log(), 0) * a).sum(-1)
+
+    def jsd(beta):
+        m = beta * p + (1 - beta) * q
+        return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+    value = {"ce": -(p * q.log()).sum(-1), "kl": kl(p, q), "jsd": jsd(0.5)}
+    value |= {f"jsd({beta})": jsd(beta) for beta in (0.1, 0.5, 0.9)}
+    if (p > 0).all():
+        value["reverse_kl"] = kl(q, p)
+    value = {name: torch.where(known, one, 0) for name, one in value.items()}
+    right = q_all.gather(1, tokens.clamp(0, V - 1)[:, None]).squeeze(1)
+    value["nll"] = -torch.where(right > 0, right, 1).log()
     value["tv"] = 1 - alpha
-    value["lk"] = -alpha.log()
+    value["lk"] = -torch.where(alpha > 0, alpha, 1).log()
     share = torch.exp(-3 * alpha.detach())
     value["lk_hybrid"] = share * value["kl"] + (1 - share) * value["tv"]
     return sum(part * value[name] for name, part in ({loss: 1.0} if isinstance(loss, str) else loss).items()), alpha
 
 
-def plain(one, loss, function=None):
+def plain(one, loss, function=None, temperature=1.0, top_k=0):
     """The same DraftLosses from full tensors in float64, with a graph; gradients of sum with respect to hidden and w."""
     hidden, w = (tensor.detach().double().requires_grad_() for tensor in (one.hidden, one.w))
     logits = (function or (lambda w: lambda x: x @ w.T))(w)(hidden)
     targets = torch.arange(V) if one.targets is None else one.targets
-    q = torch.zeros(*logits.shape[:2], V, dtype=torch.float64).index_copy(2, targets, logits.softmax(-1))
+    q = torch.zeros(*logits.shape[:2], V, dtype=torch.float64).index_copy(2, targets, (logits / temperature).softmax(-1))
     raw = one.teacher_hidden.double() @ one.teacher_w.double().T
-    sums, overlap, hits = [], [], torch.zeros(one.weights.shape, dtype=torch.bool)
+    p = (raw / temperature).softmax(-1)
+    if top_k:
+        p = torch.where(p >= p.sort(descending=True).values[:, top_k - 1 : top_k], p, 0)
+        p = p / p.sum(-1, keepdim=True)
+    sums, overlap, hits = [], torch.zeros(one.weights.shape, dtype=torch.float64), torch.zeros(one.weights.shape, dtype=torch.bool)
     for k, shift in enumerate(one.shifts):
         n = max(M - shift, 0)
         weight = one.weights[k, :n].double()
-        value, alpha = plain_position(raw.softmax(-1)[shift:], q[k, :n], targets, loss)
+        value, alpha = plain_position(p[shift:], q[k, :n], targets, one.tokens[shift:], loss)
         sums.append((value * weight).sum())
-        overlap.append((alpha * weight).sum().detach())
+        overlap[k, :n] = torch.where(weight > 0, alpha.detach(), 0)
         for t in range(n):
             hits[k, t] = weight[t] > 0 and targets[logits[k, t].argmax()] == raw[t + shift].argmax()
     total = sum(factor * part for factor, part in zip(one.decay, sums, strict=True))
     gradients = torch.autograd.grad(total * 0.7, [hidden, w])
-    return SimpleNamespace(
-        sum=total.detach(), sums=torch.stack(sums).detach(), hits=hits, overlap=torch.stack(overlap), gradients=gradients
-    )
+    return SimpleNamespace(sum=total.detach(), sums=torch.stack(sums).detach(), hits=hits, overlap=overlap, gradients=gradients)
 
 
 def gap(a, b):
@@ -127,9 +152,69 @@ def test_equals_the_plain_form(steps, full, loss):
     one = problem(steps, full, seed=steps)
     for head, function in ((None, None), (capped(one.w), capped)):
         want = plain(one, loss, function)
-        assert want.hits.any() and (want.overlap > 0).all()
+        assert want.hits.any() and (want.overlap[want.hits] > 0).all()
         for budget in (1, 4 * V, 1 << 23):
             assert differences(one, loss, want, head, budget=budget) == set()
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "jsd(0.1)", "jsd(0.5)", "jsd(0.9)", MIX, FINITE], ids=str)
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("temperature,top_k", [(0.7, 0), (1.0, 5), (0.7, 5), (1.6, 2 * V)])
+def test_softened_and_cut(monkeypatch, temperature, top_k, full, loss):
+    one = problem(2, full, seed=5)
+    more = {"temperature": temperature, "top_k": top_k}
+    if loss == "reverse_kl" and top_k:
+        with pytest.raises(ValueError, match="infinite"):
+            chunked(one, loss, **more)
+        return
+    want = plain(one, loss, None, temperature, min(top_k, V))
+    assert (want.overlap[one.weights > 0] == 0).any() == (not full and top_k == 5 or (one.weights[:, -1] > 0).any())
+    assert differences(one, loss, want, **more) == set()
+    small = chunked(one, loss, budget=1, **more)
+    monkeypatch.setattr(draft_losses, "chunk_rows", lambda *_: M)
+    whole = chunked(one, loss, **more)
+    of = [torch.autograd.grad(got.sum, [one.hidden, one.w]) for got in (small, whole)]
+    for a, b in zip((small.sums, small.overlap, *of[0]), (whole.sums, whole.overlap, *of[1]), strict=True):
+        assert gap(a, b) < 1e-12
+
+
+def test_top_k_keeps_all_that_tie_with_the_last():
+    p = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]], dtype=torch.float64)
+    q = torch.tensor([[[0.1, 0.1, 0.5, 0.1, 0.2]]], dtype=torch.float64)
+    for top_k, alpha in ((1, 0.1), (2, 0.1 + 0.1 + 0.25), (3, 0.1 + 0.1 + 0.25), (4, 0.6), (9, 0.6), (0, 0.6)):
+        got = chunked_draft_loss(
+            q.log(), torch.eye(5).double(), p.log(), torch.eye(5).double(), torch.ones(1, 1), [0], None, "tv", top_k=top_k
+        )
+        assert abs(got.overlap - alpha) < 1e-12 and abs(got.sum - (1 - alpha)) < 1e-12
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_jsd_lies_between_the_two_divergences(full):
+    one = problem(full=full)
+    for near, limit in (({"jsd(0.000000001)": 1e9}, "kl"), ({"jsd(0.999999999)": 1e9}, "reverse_kl")):
+        got, want = chunked(one, near), chunked(one, limit)
+        assert gap(got.sums, want.sums) < 1e-5
+        for a, b in zip(*(torch.autograd.grad(loss.sum, [one.hidden, one.w]) for loss in (got, want)), strict=True):
+            assert gap(a, b) < 1e-4
+
+
+def test_jsd_of_laws_without_common_tokens():
+    hidden, teacher = torch.zeros(1, 1, V), torch.zeros(1, V)
+    hidden[..., 2], teacher[:, 5] = 3e3, 3e3
+    got = chunked_draft_loss(hidden.requires_grad_(), torch.eye(V), teacher, torch.eye(V), torch.ones(1, 1), [0], None, "jsd(0.1)")
+    got.sum.backward()
+    assert abs(got.sum - (-0.1 * math.log(0.1) - 0.9 * math.log(0.9))) < 1e-6 and hidden.grad.isfinite().all()
+
+
+def test_nll_is_the_cross_entropy_of_the_text():
+    one = problem(full=True)
+    want = [
+        losses.chunked_cross_entropy(
+            one.hidden[k], one.w, F.pad(one.tokens[shift:], (0, shift)), F.pad(one.weights[k, : M - shift], (0, shift))
+        )
+        for k, shift in enumerate(one.shifts)
+    ]
+    assert gap(chunked(one, "nll").sums, torch.stack([loss.sum for loss in want])) < 1e-10
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, MIX], ids=str)
@@ -152,12 +237,11 @@ def test_on_a_device_every_position_is_visited(monkeypatch, bad, kind):
     one = problem()
     one.weights[:, 10:20] = 0
     want = plain(one, EVERYTHING, capped if kind == "callable" else None)
-    unused = torch.stack([F.pad(one.weights[k] > 0, (shift, 0))[:M] for k, shift in enumerate(one.shifts)]).any(0).logical_not()
-    assert unused.sum() > 3
+    assert (~read(one)).sum() > 3
     with torch.no_grad():
         one.hidden[one.weights == 0] = bad
-        one.teacher_hidden[unused] = bad
-    monkeypatch.setattr(draft_losses, "_used", lambda mask: torch.arange(len(mask)))
+        one.teacher_hidden[~read(one)] = bad
+    monkeypatch.setattr(draft_losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
     assert differences(one, EVERYTHING, want, capped(one.w) if kind == "callable" else None, budget=4 * V) == set()
 
 
@@ -203,14 +287,14 @@ def test_identities():
     one = problem(full=True, shifts=[0, 0, 0])
     one.hidden = one.teacher_hidden.expand(3, M, H + 2).clone().requires_grad_()
     one.w = one.teacher_w.clone().requires_grad_()
-    for name in set(LOSSES) - {"ce"}:  # q = p
+    for name in set(LOSSES) - {"ce", "nll"}:  # q = p
         got = chunked(one, name)
         got.sum.backward()
         assert abs(got.sum) < 1e-10 and got.hits[one.weights > 0].all()
         # The others have a kink there.
-        assert name not in ("kl", "reverse_kl") or one.hidden.grad.abs().max() < 1e-12
+        assert name not in ("kl", "reverse_kl", "jsd") or one.hidden.grad.abs().max() < 1e-12
         one.hidden.grad = None
-        assert gap(got.overlap, one.weights.sum(1)) < 1e-12
+        assert gap(got.overlap, (one.weights > 0).double()) < 1e-12
     one = problem()
     p = (one.teacher_hidden @ one.teacher_w.T)[:, one.targets].softmax(-1)
     known = torch.isin((one.teacher_hidden @ one.teacher_w.T).argmax(-1), one.targets)
@@ -218,10 +302,9 @@ def test_identities():
     entropy = -(p * p.log()).sum(-1) * known
     lost = torch.stack([(one.weights[k, : M - k - 1] * entropy[k + 1 :]).sum() for k in range(3)])
     assert gap(chunked(one, "ce").sums - chunked(one, "kl").sums, lost) < 1e-10
-    assert (
-        gap(chunked(one, "tv").sums, torch.stack([one.weights[k, : M - k - 1].sum() for k in range(3)]) - chunked(one, "tv").overlap)
-        < 1e-10
-    )
+    got = chunked(one, "tv")
+    lost = torch.stack([(one.weights[k] * (1 - got.overlap[k]))[: M - k - 1].sum() for k in range(3)])
+    assert gap(got.sums, lost) < 1e-10
 
 
 def test_a_tiny_overlap_still_has_a_gradient():
@@ -266,10 +349,10 @@ def test_no_tensor_near_the_logits_of_all_positions(kind):
         (hidden @ w.T).log_softmax(-1).sum().backward()
     assert full.elements >= steps * positions * draft  # the watch sees what it should
     arguments = (teacher_hidden, lambda x: x @ teacher_w.T, torch.ones(steps, positions), [1, 2, 3], targets)
-    head = w if kind == "weight" else capped(w)
-    for loss in (*LOSSES, EVERYTHING):
+    head, tokens = w if kind == "weight" else capped(w), torch.randint(vocab, (positions,))
+    for loss, more in [(loss, {}) for loss in (*LOSSES, EVERYTHING)] + [(FINITE, {"temperature": 0.7, "top_k": 50})]:
         with Largest() as seen:
-            chunked_draft_loss(hidden, head, *arguments, loss).sum.backward()
+            chunked_draft_loss(hidden, head, *arguments, loss, tokens=tokens, **more).sum.backward()
         assert seen.seen > 100
         assert seen.elements < positions * vocab // 8
 
@@ -288,7 +371,7 @@ def test_autocast_is_obeyed_and_sums_stay_in_float32(loss):
         got = chunked(one, loss)
         logits, raw = (one.hidden @ one.w.T).float(), one.teacher_head(one.teacher_hidden).float()
     same = problem(dtype=torch.float32)
-    same.hidden, same.w, same.targets = logits.detach(), torch.eye(D), one.targets
+    same.hidden, same.w = logits.detach(), torch.eye(D)
     same.teacher_hidden, same.teacher_w = raw, torch.eye(V)
     want, exact = plain(same, loss), plain(one, loss)
     assert gap(got.sums, want.sums) < 1e-5 and gap(got.overlap, want.overlap) < 1e-5 and torch.equal(got.hits, want.hits)
@@ -302,10 +385,11 @@ def test_autocast_is_obeyed_and_sums_stay_in_float32(loss):
 def test_all_weights_zero(monkeypatch, everywhere):
     one = problem(shifts=[1, 2, M + 200])
     if everywhere:
-        monkeypatch.setattr(draft_losses, "_used", lambda mask: torch.arange(len(mask)))
+        monkeypatch.setattr(draft_losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
     with torch.no_grad():
-        one.hidden[:, 3] = torch.inf
+        one.hidden[:, [0, 3]] = torch.inf
     one.weights.zero_()
+    one.tokens.fill_(-1)
     got = chunked(one, EVERYTHING)
     assert got.sum == 0 and not got.sums.any() and not got.hits.any() and not got.overlap.any()
     for gradient in torch.autograd.grad(got.sum, [one.hidden, one.w]):
@@ -321,9 +405,10 @@ def test_nothing_waits_for_a_device(monkeypatch):
             return func(*args, **(kwargs or {}))
 
     one = problem()
-    monkeypatch.setattr(draft_losses, "_used", lambda mask: torch.arange(len(mask)))
+    monkeypatch.setattr(draft_losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
     with Called() as seen:
-        got = chunked(one, EVERYTHING)
+        chunked(one, EVERYTHING).sum.backward()
+        got = chunked(one, FINITE, temperature=0.7, top_k=5)
         got.sum.backward()
         chain(got.hits, one.weights)
     waits = {"_local_scalar_dense.default", "nonzero.default", "masked_select.default"}
@@ -344,7 +429,14 @@ def test_no_grad_and_a_second_backward():
 @pytest.mark.parametrize(
     "change,words",
     [
-        ({"loss": "kld"}, "expected one of kl, ce"),
+        ({"loss": "kld"}, "loss='kld': expected one of kl, ce"),
+        ({"loss": "jsd(1)"}, "jsd.* with 0 < β < 1"),
+        ({"loss": {"jsd(0.0)": 1.0}}, "jsd.* with 0 < β < 1"),
+        ({"loss": "nll", "tokens": None}, "nll without tokens"),
+        ({"loss": "nll", "tokens": torch.zeros(M + 1).long()}, "one for each position"),
+        ({"temperature": 0.0}, "above 0"),
+        ({"top_k": -1}, "0 .off. or more"),
+        ({"loss": "0.5 tv + 0.5 reverse_kl", "top_k": 5}, "it is infinite"),
         ({"loss": {}}, "got the loss {}"),
         ({"loss": {"kl": 0.5, "tv": 0.0}}, "shares above 0"),
         ({"shifts": [1, 2]}, "K of each"),
@@ -358,10 +450,20 @@ def test_no_grad_and_a_second_backward():
 )
 def test_what_does_not_fit_is_refused(change, words):
     one = problem()
-    loss = change.pop("loss", "kl")
+    change = {"loss": "kl"} | change
+    more = {name: change.pop(name) for name in ("loss", "temperature", "top_k") if name in change}
     one.__dict__.update(change)
     with pytest.raises(ValueError, match=words):
-        chunked(one, loss)
+        chunked(one, **more)
+
+
+def test_a_mix_as_text():
+    assert mix("0.5 jsd(0.1) + .5 tv") == {"jsd(0.1)": 0.5, "tv": 0.5} and mix("jsd") == {"jsd": 1.0}
+    one = problem()
+    assert torch.equal(chunked(one, "0.3 kl + 0.2 tv + 0.5 lk").sums, chunked(one, MIX).sums)
+    for text in ("", "jsd()", "jsd(1.0)", "kl(0.5)", "jsd(0.1) + jsd(0.1)", "0.5jsd", "0 nll"):
+        with pytest.raises(ValueError, match=f"^distill.loss='{re.escape(text)}': expected one of kl"):
+            mix(text, "distill.loss")
 
 
 def test_feature_loss():
@@ -403,8 +505,10 @@ def test_chain_of_nothing():
 
 
 FAULTY = problem()
-plain_restricted, plain_aligned, plain_by_row = draft_losses._restricted, draft_losses._aligned, draft_losses._by_row
-plain_ranked, plain_backward, plain_loss = draft_losses.ranked, losses._Part.backward, chunked_draft_loss
+FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
+plain_law, plain_ids, plain_named = draft_losses._target_law, draft_losses._draft_ids, draft_losses._named
+plain_aligned, plain_by_row = losses.aligned, losses.by_row
+plain_ranked, plain_backward, plain_loss = draft_losses.ranked, losses.ChunkedHead.backward, chunked_draft_loss
 
 
 def best_of_the_known(logits, count):
@@ -423,33 +527,38 @@ def head_gradient_of_every_step(self, index, dlogits):
     self.grads[1] += 2 * (self.grads[1] - before)
 
 
+def swapped(name):
+    return functools.partial(draft_losses._jensen_shannon, beta=1 - float(name[4:-1])) if name.startswith("jsd(") else plain_named(name)
+
+
 def one_further(function):
     return lambda what, shifts: function(what, [shift + 1 for shift in shifts])
 
 
 def what_is_dropped_counts(weights, shifts):
-    rows, teacher_rows, _ = plain_aligned(weights, shifts)
-    return rows, teacher_rows, torch.stack([weights[k].roll(shift) for k, shift in enumerate(shifts)])
+    return plain_aligned(weights, shifts)[0], torch.stack([weights[k].roll(shift) for k, shift in enumerate(shifts)])
 
 
 FAULTS = {
     "p is renormalised in tv": (draft_losses._Laws, "p", property(lambda self: self.covered), "tv", "sum"),
-    "p is renormalised in lk": (draft_losses, "_restricted", lambda *a: plain_restricted(*a).log_softmax(-1), "lk", "sum"),
+    "p is renormalised in lk": (draft_losses, "_target_law", lambda *a: plain_law(*a).log_softmax(-1), "lk", "sum"),
     "p is not renormalised in kl": (draft_losses._Laws, "log_covered", property(lambda self: self.log_p), "kl", "hidden"),
     "an OOV token counts as a hit": (draft_losses, "ranked", best_of_the_known, "tv", "hits"),
-    "OOV positions are not masked": (draft_losses, "_known", lambda targets, size, like: like.new_ones(size), "kl", "sum"),
+    "OOV positions are not masked": (draft_losses, "_draft_ids", lambda *a: plain_ids(*a).clamp(min=0), "kl", "sum"),
     "d2t is off by one: the law": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "sum"),
     "d2t is off by one: the hits": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "hits"),
-    "the shift is off by one": (draft_losses, "_aligned", one_further(plain_aligned), "kl", "sum"),
-    "pairs past the last row count": (draft_losses, "_aligned", what_is_dropped_counts, "kl", "sum"),
-    "the hits' shift is off by one": (draft_losses, "_by_row", one_further(plain_by_row), "kl", "hits"),
-    "the head's gradient is counted K times": (losses._Part, "backward", head_gradient_of_every_step, "kl", "head"),
+    "the shift is off by one": (draft_losses, "aligned", one_further(plain_aligned), "kl", "sum"),
+    "pairs past the last row count": (draft_losses, "aligned", what_is_dropped_counts, "kl", "sum"),
+    "the hits' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "hits"),
+    "the overlaps' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "overlap"),
+    "the head's gradient is counted K times": (losses.ChunkedHead, "backward", head_gradient_of_every_step, "kl", "head"),
+    "β is the other's": (draft_losses, "_named", swapped, "jsd(0.1)", "sum"),
     "another η": (draft_losses, "ETA", 2.0, "lk_hybrid", "sum"),
 }
 
 
 def test_every_fault_is_seen(monkeypatch):
-    wants = {loss: plain(FAULTY, loss) for loss in ("kl", "tv", "lk", "lk_hybrid")}
+    wants = {loss: plain(FAULTY, loss) for loss in ("kl", "tv", "lk", "lk_hybrid", "jsd(0.1)")}
     for loss, want in wants.items():
         assert differences(FAULTY, loss, want) == set(), "red before a fault was planted"
     missed = []
@@ -458,6 +567,6 @@ def test_every_fault_is_seen(monkeypatch):
             patch.setattr(owner, attribute, fault)
             if red not in differences(FAULTY, loss, wants[loss]):
                 missed.append(name)
-    assert missed == [] and len(FAULTS) == 12
+    assert missed == [] and len(FAULTS) == 14
     for loss, want in wants.items():
         assert differences(FAULTY, loss, want) == set(), "every fault was taken out again"

@@ -325,7 +325,7 @@ def supervision(target, drafter, batch, section, monkeypatch) -> torch.Tensor:
     got = []
     plain = train.chunked_draft_loss
     with monkeypatch.context() as patch:
-        patch.setattr(train, "chunked_draft_loss", lambda *rest: got.append(rest) or plain(*rest))
+        patch.setattr(train, "chunked_draft_loss", lambda *rest, **more: got.append(rest) or plain(*rest, **more))
         objective3(drafter, batch, target=target, section=section)
     assert list(got[0][5]) == list(range(1, section.steps + 1))  # step j's law is held against the target's after token t + 1 + j
     return got[0][4].view(section.steps, *batch["input_ids"].shape)
@@ -847,7 +847,7 @@ def test_targets_without_such_settings_have_a_drafter_too():
 @pytest.mark.parametrize("text", ["", "kl +", "0.5kl", "kl kl", "-1 kl", "kl, tv", "nonsense", "0.9 tv + 0.1 nonsense", "0 kl", "kl + kl"])
 def test_a_loss_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="eagle.loss"):
-        train.mix(text)
+        train.mix(text, "eagle.loss")
 
 
 def test_a_mix_of_losses():
@@ -1137,8 +1137,8 @@ def token_shift(rows, count, *rest):
     return plain_ahead(rows, count + 1, *rest)
 
 
-def target_shift(*given):
-    return plain_loss(*given[:5], [shift + 1 for shift in given[5]], *given[6:])
+def target_shift(*given, **more):
+    return plain_loss(*given[:5], [shift + 1 for shift in given[5]], *given[6:], **more)
 
 
 class Stuck:

@@ -71,7 +71,7 @@ def test_cross_entropy_equals_the_plain_form(kind, positions, vocab, budget):
 
 def test_on_a_device_every_position_is_visited(monkeypatch):
     x, w, targets, weight = problem(37, 301)
-    monkeypatch.setattr(losses, "_used", lambda mask: torch.arange(len(mask)))
+    monkeypatch.setattr(losses, "rows_to_visit", lambda mask: torch.arange(len(mask)))
     loss = chunked_cross_entropy(x, w, torch.where(weight > 0, targets, -100), weight)
     got = torch.autograd.grad(loss.sum, [x, w])
     want = torch.autograd.grad(plain_ce(x @ w.T, targets, weight), [x, w])
@@ -116,6 +116,42 @@ def test_kl_heads_share_the_teacher_rows_that_they_predict():
         assert torch.equal(loss.hits, hit)
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_rows_without_weight_hold_does_not_matter(monkeypatch, bad, kind, everywhere):
+    """Also where another head supervises the teacher's row, or a head has no row left; on a device all rows are visited."""
+    teacher_x, teacher_w, _, _ = problem(41, 97, seed=9)
+    shifts = [0, 2, 41, 60]
+    xs, ws, targets, weights = zip(*(problem(41, 97, seed=k) for k in range(4)), strict=True)
+    weights[0][::2] = 0
+    outputs = [heads(kind, w) for w in ws]
+    plain = [plain_ce(outputs[0][1](xs[0]), targets[0], weights[0])]
+    teacher = (teacher_x @ teacher_w.T).detach()
+    for x, (_, function), weight, shift in zip(xs, outputs, weights, shifts, strict=True):
+        n = max(41 - shift, 0)
+        plain.append(plain_kl(function(x[:n]), teacher[41 - n :], weight[:n], 1.0))
+    want = torch.autograd.grad(sum(plain), [*xs, *ws])
+    if everywhere:
+        monkeypatch.setattr(losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
+    used = torch.zeros(41, dtype=torch.bool)
+    with torch.no_grad():
+        for x, weight, shift in zip(xs, weights, shifts, strict=True):
+            used |= F.pad(weight > 0, (shift, 0))[:41]
+            x[weight == 0] = bad
+        teacher_x[~used] = bad
+    assert 0 < used.sum() < 41
+    head, *_ = zip(*outputs, strict=True)
+    shared = chunked_kl_heads(xs, head, teacher_x, teacher_w, weights, shifts, budget=300)
+    found = [chunked_cross_entropy(xs[0], head[0], targets[0], weights[0]), *shared]
+    got = torch.autograd.grad(sum(loss.sum for loss in found), [*xs, *ws])
+    for loss, value in zip(found, plain, strict=True):
+        assert abs(loss.sum - value) < 1e-10
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+    assert [loss.hits.shape for loss in shared] == 4 * [(41,)] and not torch.stack([loss.hits for loss in shared[2:]]).any()
 
 
 @pytest.mark.parametrize("kind", ["weight", "callable"])

@@ -4,7 +4,6 @@ accelerate launch train/eagle.py recipes/eagle3-tiny.yaml
 accelerate launch train/eagle.py recipes/eagle3-qwen3-8b.yaml data.train=answers.jsonl
 """
 
-import re
 import sys
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead
 from draftsmith.train import artifact, loop
 from draftsmith.train.cli import guard
-from draftsmith.train.draft_losses import LOSSES, chain, chunked_draft_loss, feature_loss
+from draftsmith.train.draft_losses import chain, chunked_draft_loss, feature_loss, mix
 from draftsmith.train.loop import Batch, Loss
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
@@ -43,7 +42,9 @@ class EagleSection(Section):
     norm_output: bool = Field(default=False, description="EAGLE-3.1: the normed output recurs")
     steps: int = Field(default=7, ge=1, description="K: steps of training-time test (version 1: how deep it may draft)")
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
-    loss: str = Field(default="kl", description="kl, ce, tv, lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`")
+    loss: str = Field(
+        default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
+    )
     noise: float = Field(default=0.2, ge=0, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(default=0.1, ge=0, description="version 1: weight of the soft cross-entropy beside SmoothL1")
     checkpointing: bool = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
@@ -74,8 +75,9 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
         weights.float(),
         range(1, section.steps + 1),
         vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None,
-        mix(section.loss),
+        section.loss,
         [section.decay**j for j in range(section.steps)],
+        tokens=ahead(ids, 1, document).flatten(),
     )
     return Loss(found.sum, loop.loss_tokens(batch), _serving(found.hits, weights, batch))
 
@@ -109,17 +111,6 @@ def objective1(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     )
     total = regression + section.classification * found.sum
     return Loss(total, loop.loss_tokens(batch), _serving(found.hits, weight[None] > 0, batch))
-
-
-def mix(text: str) -> dict[str, float]:
-    """`kl`, or `0.9 tv + 0.1 ce` -> the share of each loss. Raises ValueError for anything else."""
-    shares: dict[str, float] = {}
-    for term in text.split("+"):
-        found = re.fullmatch(r"\s*(?:(\d*\.?\d+)\s+)?(\w+)\s*", term)
-        if not found or found[2] not in LOSSES or found[2] in shares or not float(found[1] or 1):
-            raise ValueError(f"eagle.loss={text!r}: expected one of {', '.join(LOSSES)}, or a mix such as `0.9 tv + 0.1 ce`")
-        shares[found[2]] = float(found[1] or 1)
-    return shares
 
 
 def _serving(hits: Tensor, supervised: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -210,7 +201,7 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
 def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
-    mix(section.loss)
+    mix(section.loss, "eagle.loss")
     target, corpora = artifact.prepare(recipe)
     shape = architecture(section, target)
     drafter, train, valid = artifact.begin(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.inference.grow import ranked
@@ -35,25 +34,26 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, targets: Tensor, weight: T
     weight, or to whatever leaves a callable head uses. Softmax and sums are in fp32 (fp64 for fp64 inputs).
     On the CPU positions of weight 0 are skipped.
     """
-    part = _Part(hidden, head)
+    part = ChunkedHead(hidden, head)
     weight = weight.to(part.sum_dtype)
-    at = _used(weight > 0)
+    at = rows_to_visit(weight > 0)
     targets = torch.where(weight > 0, targets, 0)
     hits = torch.zeros_like(targets, dtype=torch.bool)
     rows = chunk_rows(targets.numel(), part.vocab_size, budget)
 
     def step(index: Tensor) -> Tensor:
-        logits = part.logits(index)
         right, scale = targets[index][:, None], weight[index][:, None]
-        hits[index] = (ranked(logits, 1) == right).squeeze(1) & (scale.squeeze(1) > 0)
+        counts = scale > 0
+        logits = part.logits(index, counts.squeeze(1))
+        hits[index] = ((ranked(logits, 1) == right) & counts).squeeze(1)
         logp = logits.log_softmax(-1)
-        # where, not a product: a row of weight 0 may hold inf.
-        loss = -torch.where(scale > 0, logp.gather(1, right) * scale, 0).sum()
+        # where, not a product: a head may say −inf.
+        loss = -torch.where(counts, logp.gather(1, right) * scale, 0).sum()
         if part.wanted:
             part.backward(index, logp.exp_().mul_(scale).scatter_add_(1, right, -scale))
         return loss
 
-    return ChunkedLoss(_summed([part], at, rows, step)[0], hits)
+    return ChunkedLoss(summed_in_chunks([part], at, rows, step)[0], hits)
 
 
 def chunked_kl(
@@ -98,36 +98,34 @@ def chunked_kl_heads(
             f"got {len(student_hidden)} hidden states, {len(student_heads)} heads, {len(weights)} weights and shifts {list(shifts)}; "
             "expected one of each per head and shifts >= 0"
         )
-    parts = [_Part(hidden, head) for hidden, head in zip(student_hidden, student_heads, strict=True)]
+    parts = [ChunkedHead(hidden, head) for hidden, head in zip(student_hidden, student_heads, strict=True)]
     with torch.no_grad():
-        teacher = _Part(teacher_hidden.detach(), teacher_head)
-    weights = [weight.to(part.sum_dtype) for weight, part in zip(weights, parts, strict=True)]
-    positions = teacher_hidden.shape[0]
-    hits = [torch.zeros(positions, dtype=torch.bool, device=teacher_hidden.device) for _ in parts]
-    at = _used(torch.stack([F.pad(w > 0, (shift, 0))[:positions] for w, shift in zip(weights, shifts, strict=True)]).any(0))
+        teacher = ChunkedHead(teacher_hidden.detach(), teacher_head)
+    rows, weight = aligned(torch.stack([weight.to(parts[0].sum_dtype) for weight in weights]), shifts)
+    counts = weight > 0
+    hits = torch.zeros_like(counts)
 
     def step(index: Tensor) -> Tensor:
         with torch.no_grad():
-            raw = teacher.logits(index)
+            raw = teacher.logits(index, counts[:, index].any(0))
             best = ranked(raw, 1)
-            teacher_logp = _softened(raw, temperature)
+            teacher_logp = softened(raw, temperature)
             teacher_p = teacher_logp.exp()
         sums = []
-        for part, weight, shift, hit in zip(parts, weights, shifts, hits, strict=True):
-            row = (index - shift).clamp(min=0)
-            scale = torch.where(index >= shift, weight[row], 0)[:, None]
-            logits = part.logits(row)
-            hit[index] = (ranked(logits, 1) == best).squeeze(1) & (scale.squeeze(1) > 0)
-            logp = _softened(logits, temperature)
+        for k, part in enumerate(parts):
+            row, scale, used = rows[k, index], weight[k, index][:, None], counts[k, index][:, None]
+            logits = part.logits(row, used.squeeze(1))
+            hits[k, index] = ((ranked(logits, 1) == best) & used).squeeze(1)
+            logp = softened(logits, temperature)
             gap = torch.where(teacher_p > 0, teacher_p * (teacher_logp - logp), 0).sum(-1, keepdim=True)
-            sums.append(torch.where(scale > 0, gap * scale, 0).sum() * temperature**2)
+            sums.append(torch.where(used, gap * scale, 0).sum() * temperature**2)
             if part.wanted:
                 part.backward(row, logp.exp_().sub_(teacher_p).mul_(scale * temperature))
         return torch.stack(sums)
 
-    total = _summed(parts, at, chunk_rows(positions, teacher.vocab_size, budget), step)
-    # Hits were noted by teacher row.
-    return [ChunkedLoss(one, F.pad(hit[shift:], (0, shift))) for one, hit, shift in zip(total.unbind(), hits, shifts, strict=True)]
+    size = chunk_rows(len(teacher_hidden), teacher.vocab_size, budget)
+    total = summed_in_chunks(parts, rows_to_visit(counts.any(0)), size, step)
+    return [ChunkedLoss(one, hit) for one, hit in zip(total.unbind(), by_row(hits, shifts).unbind(), strict=True)]
 
 
 def chunk_rows(positions: int, vocab_size: int, budget: int = BUDGET) -> int:
@@ -135,7 +133,7 @@ def chunk_rows(positions: int, vocab_size: int, budget: int = BUDGET) -> int:
     return max(1, min(budget // vocab_size, positions // 16))
 
 
-class _Part:
+class ChunkedHead:
     """One head on its hidden states [M,H], and the gradients that its chunks leave behind."""
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
@@ -158,9 +156,10 @@ class _Part:
         ]
         self._chunk: tuple[Tensor, Tensor] | None = None
 
-    def logits(self, index: Tensor) -> Tensor:
-        """Positions index [m] -> logits [m,V] in the dtype of the sums, cut from any graph."""
-        x = self.hidden[index]
+    def logits(self, index: Tensor, counts: Tensor) -> Tensor:
+        """Positions index [m] -> logits [m,V] in the dtype of the sums, cut from any graph; the head's of 0 where counts [m] is False."""
+        # Padding may hold inf or NaN, which times 0 would spoil the gradient of the head.
+        x = torch.where(counts[:, None], self.hidden[index], 0)
         if self.weight is not None:
             with torch.autocast(x.device.type, enabled=False):
                 raw = x @ self.weight.T
@@ -205,7 +204,7 @@ class _InForward(torch.autograd.Function):
     """Sums [P] of P parts whose gradients were made together with them; backward only scales."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, parts: list[_Part], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, parts: list[ChunkedHead], *inputs: Tensor) -> Tensor:
         ctx.parts = parts
         return sums.clone()
 
@@ -222,8 +221,8 @@ class _InForward(torch.autograd.Function):
         return None, None, *grads
 
 
-def _summed(parts: list[_Part], at: Tensor, rows: int, step: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run `step` over chunks of positions `at` and join the sums [P] to the graph of the parts' inputs."""
+def summed_in_chunks(parts: list[ChunkedHead], at: Tensor, rows: int, step: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run `step` over chunks of positions `at`, `rows` at a time, and join its sums [P] to the graph of the P parts' inputs."""
     with torch.no_grad():
         sums = torch.zeros(len(parts), dtype=parts[0].sum_dtype, device=at.device)
         for index in at.split(rows):
@@ -234,12 +233,29 @@ def _summed(parts: list[_Part], at: Tensor, rows: int, step: Callable[[Tensor], 
     return _InForward.apply(sums, parts, *(tensor for part in parts for tensor in part.inputs))
 
 
-def _used(mask: Tensor) -> Tensor:
+def rows_to_visit(counts: Tensor) -> Tensor:
     """Positions to visit: on the CPU those that count; on a device all, since finding them would wait for it."""
-    return mask.nonzero().squeeze(1) if mask.device.type == "cpu" else torch.arange(len(mask), device=mask.device)
+    return counts.nonzero().squeeze(1) if counts.device.type == "cpu" else torch.arange(len(counts), device=counts.device)
 
 
-def _softened(logits: Tensor, temperature: float) -> Tensor:
+def aligned(weights: Tensor, shifts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """For each head and teacher row: the row of hidden that is held against it [K,M], and its weight [K,M], 0 where there is none.
+
+    weights [K,M] by row of hidden; row t of head k is held against the teacher's row t + shifts[k].
+    """
+    row = torch.arange(weights.shape[1], device=weights.device) - torch.tensor(shifts, device=weights.device)[:, None]
+    return row.clamp(min=0), weights.gather(1, row.clamp(min=0)).masked_fill(row < 0, 0)
+
+
+def by_row(noted: Tensor, shifts: Sequence[int]) -> Tensor:
+    """What was noted by teacher row [K,M], by row of hidden; 0 (or False) where the teacher has none."""
+    positions = noted.shape[1]
+    row = torch.arange(positions, device=noted.device) + torch.tensor(shifts, device=noted.device)[:, None]
+    return noted.gather(1, row.clamp(max=positions - 1)).masked_fill(row >= positions, 0)
+
+
+def softened(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature)."""
     return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
 
