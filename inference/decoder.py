@@ -151,9 +151,9 @@ class Decoder:
     ) -> Iterator[list[Step]]:
         """Yield after every round one Step per row that was live.
 
-        stop_ids: None takes the target's. requests: the noise key of each prompt, its index by default; the output depends on
-        prompt, sampling and key alone, never on row or batch. processors: transformers LogitsProcessors, applied to every node with
-        the tokens before it (see `draftsmith.inference.processors`).
+        stop_ids: None takes the target's. requests: the noise key of each prompt, its index by default; the output depends on prompt,
+        sampling and key alone, never on row or batch (under rejection a DraftModel with confidence keeps the law alone). processors:
+        transformers LogitsProcessors, applied to every node with the tokens before it (see `draftsmith.inference.processors`).
 
         Raises:
             ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a

@@ -1,9 +1,9 @@
 """An independent language model as the drafter: chain, static tree or dynamic tree, with a KV cache of its own.
 
-Its KV are kept by length: what was drafted and accepted stays, the rest is overwritten. The deepest accepted token was never
+Its KV are kept by length: what was drafted and accepted stays, the rest is overwritten. The deepest token of a whole tree was never
 run through it, nor was any token of a round that it did not draft for; these are encoded first in the next round that it drafts.
 
-Letters: B rows · N tree nodes with the root · F nodes of a level · P tokens to catch up with · K draft depth.
+Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabulary of the target · P tokens to catch up with · K draft depth.
 """
 
 import torch
@@ -13,22 +13,29 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Ask, NodeOutput, Target, TargetOutput
 from draftsmith.inference.grow import Frontier, Shape, choose, grow
+from draftsmith.inference.sampler import Sampling, warp
 from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.inference.verify import Verdict
 
 __all__ = ["DraftModel"]
 
 FEW = 8  # tokens to catch up with that are worth no forward of their own
+APART = 2**24  # more than any index
 
 
 class DraftModel:
     """`model` drafts trees of `shape` for a target with the same tokens. How many tokens it lags behind is host knowledge from the
     round's one transfer; its shapes follow it, and a tree (a chain apart) reads how many nodes were kept: not capturable.
 
-    chunk: tokens of a prompt per forward.
+    Rows of its head past the target's vocabulary V are padding and cut off; where it has fewer, it never proposes what it lacks.
+
+    chunk: tokens of a prompt per forward · confidence: a level below the first is drafted only where the best token of some node above it
+    is at least this likely by the law that its children would be drawn from (0: always). That law depends on tokens drawn before alone,
+    so that every lossless rule stays so. A batch stops together, once all its rows would: what is drafted along costs nothing in a
+    padded batch. Under rejection a row's tokens then depend on the rows beside it; their law does not.
 
     Raises:
-        ValueError: more tokens than the target has, or an architecture that cannot run on a tree.
+        ValueError: a confidence that is no probability.
     """
 
     method = "draft model"
@@ -36,11 +43,15 @@ class DraftModel:
     capturable = False
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, shape: Shape, chunk: int = 256) -> None:
+    def __init__(self, model: Target, shape: Shape, chunk: int = 256, confidence: float = 0.0) -> None:
+        if not 0.0 <= confidence <= 1.0:
+            raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
         self.model = model
         self.shape = shape
         self.chunk = chunk
+        self.confidence = confidence
         self._fewer = True
+        self._vocab: int | None = None  # V, once bound
 
     @property
     def max_nodes(self) -> int:
@@ -50,17 +61,12 @@ class DraftModel:
     def max_depth(self) -> int:
         return self.shape.max_depth
 
-    def check(self, target: Target, context: int) -> None:
-        """Whether it can draft for this target at this length.
+    def check(self, context: int) -> None:
+        """Whether it can draft at this length.
 
         Raises:
-            ValueError: more tokens than the target's, or fewer positions than the context.
+            ValueError: fewer positions than the context.
         """
-        if self.model.vocab_size > target.vocab_size:
-            raise ValueError(
-                f"got a draft model of {self.model.vocab_size} tokens for a target of {target.vocab_size}; expected no more; "
-                "give one with the target's tokenizer"
-            )
         if context > self.model.max_positions:
             raise ValueError(
                 f"got a context of {context} for a draft model of {self.model.max_positions} positions; expected no more; "
@@ -68,8 +74,8 @@ class DraftModel:
             )
 
     def bind(self, target: Target, rows: int, context: int) -> None:
-        self.check(target, context)
-        self._fewer = self.model.vocab_size < target.vocab_size
+        self.check(context)
+        self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
         self.shape = self.shape.to(self.model.device)
         if isinstance(self.shape, Topology):
             encoded = sum(level.nodes for level in self.shape.levels()[1:])
@@ -78,6 +84,7 @@ class DraftModel:
         self._cache = TreeCache(rows, context + max(encoded, 2), self.model.device)
         self._missing: dict[int, list[int]] = {}  # by row: the tokens that the cache lacks, up to the root
         self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
+        self._encoded = 0  # levels of it that were
         self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -88,25 +95,35 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, ask: Ask) -> DraftTree:
-        """Catch up to the root, then a level of the tree per forward."""
-        device = self.model.device
-        growth = grow(self.shape, ask)
+        """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
+        growth, depth = grow(self.shape, ask), 0
         with tree_attention(self.model.model):
             behind = [row for row in ask.rows if len(self._missing[row]) > FEW]
             if behind and len(ask.rows) > 1:  # by themselves: the others would be padding
                 self._catch_up(behind, leave=1)
             hidden = self._catch_up(ask.rows, leave=0)[:, None]
-            frontier: Frontier | None = None
-            index = ask.position[:, None].to(device) + 1
+            index = ask.position[:, None].to(self.model.device) + 1
+            # Whether an index is drafted for may hang, through the rows beside, on what an earlier round drew for it in vain: drawn with
+            # the same noise again it would not be a draw from q. So here draws are keyed by depth too, which no two rounds share.
+            drawn = self.confidence and ask.sampling.children in ("drawn", "replaced")
+            step = APART + 1 if drawn else 1
             while True:
-                logits = self.model.logits(hidden)
-                level = index.expand(-1, hidden.shape[1]) + (frontier.depth if frontier else 0)
+                logits = self.model.logits(hidden)[..., : self._vocab]
+                if depth and self.confidence and not self._confident(logits, ask.sampling):
+                    break
+                level = index.expand(-1, hidden.shape[1]) + depth * step
                 frontier = growth.extend(*choose(logits, growth.count, ask, level, growth.scored))
                 if frontier is None:
                     break
-                hidden = self._encode(frontier)
+                hidden, depth = self._encode(frontier), frontier.depth
         tree, self._slots = growth.finish()
+        self._encoded = depth
         return tree
+
+    def _confident(self, logits: Tensor, sampling: Sampling) -> bool:
+        """logits [B,F,V] -> whether some node's best token is likely enough; reads the device."""
+        law = logits if sampling.greedy else warp(logits, sampling)
+        return bool((law.float().softmax(-1).amax(-1) >= self.confidence).any())
 
     def _catch_up(self, rows: list[int], leave: int) -> Tensor:
         """Encode what each row lacks, but for its last `leave` tokens -> hidden [B,H] at the last token encoded."""
@@ -154,11 +171,11 @@ class DraftModel:
             return self.model.forward(self._known(ids[None]).to(self.model.device)).hidden[0]
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,H], consecutive roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
+        """features [S,H], consecutive roots [R] -> [R,K,D], D = V or fewer: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
         at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
         first, last = int(at.min()), int(at.max())
         with torch.inference_mode():
-            return self.model.logits(features[first : last + 1])[at - first]
+            return self.model.logits(features[first : last + 1])[..., : self._vocab][at - first]
 
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""
@@ -170,7 +187,7 @@ class DraftModel:
             places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))  # [B,K]
             # Whatever has accepted children was encoded: of a path only the last node can lack its KV.
             counts = (places >= 0).sum(1)
-            kept = [min(one.length - 1, one.depth - 1) for one in told] if self._chain else counts.tolist()
+            kept = [min(one.length - 1, self._encoded) for one in told] if self._chain else counts.tolist()
             self._cache.keep(places, counts, kept, in_place=self._chain)
         for row, one, count in zip(ask.rows, told, kept, strict=True):
             self._missing[row] += one.tokens[count:]

@@ -141,9 +141,13 @@ class StaticGrowth:
         )
 
     def finish(self) -> tuple[DraftTree, Tensor]:
-        """The tree, and of each node [B,N] the place where it was encoded, −1 where it was not."""
-        tree = self.topology.place(self.tokens, self.q_logits, replacement=self.replacement)
-        return tree, self.slots.expand(len(self.tokens), -1)
+        """The tree of the levels that were filled, and of each node [B,N] the place where it was encoded, −1 where it was not."""
+        topology, tokens, q_logits, slots = self.topology.cut(self.level), self.tokens, self.q_logits, self.slots
+        if topology is not self.topology:  # which keeps the order of the nodes that stay
+            kept = (self.topology.depth <= self.level).nonzero()[:, 0]
+            tokens, slots = tokens[:, kept], slots[kept]
+            q_logits = None if q_logits is None else q_logits[:, kept]
+        return topology.place(tokens, q_logits, replacement=self.replacement), slots.expand(len(tokens), -1)
 
 
 class BeamGrowth:

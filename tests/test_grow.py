@@ -20,18 +20,24 @@ def law(prefix: tuple[int, ...], seed: int) -> torch.Tensor:
     return 2 * torch.randn(VOCAB, generator=generator)
 
 
-def run(growth, roots: list[int], how: Sampling = Sampling()) -> tuple[DraftTree, torch.Tensor, list[list[tuple[int, ...]]]]:  # noqa: B008
-    """Grow with `law`, reading each frontier through its `visible` alone -> the tree, its slots, and the encoded prefixes by row."""
+def run(
+    growth,
+    roots: list[int],
+    how: Sampling = Sampling(),  # noqa: B008
+    levels: int = 99,
+) -> tuple[DraftTree, torch.Tensor, list[list[tuple[int, ...]]]]:
+    """Grow with `law`, reading each frontier through its `visible` alone, and stop before what comes after `levels` -> the tree, its
+    slots, and the encoded prefixes by row."""
     asked = ask(list(range(len(roots))), roots, sampling=how)
     encoded: list[list[tuple[int, ...]]] = [[] for _ in roots]
     prefixes = [[(root,)] for root in roots]
     depth = 0
-    while True:
+    while depth < levels:
         logits = torch.stack([torch.stack([law(prefix, b) for prefix in row]) for b, row in enumerate(prefixes)])
         index = (asked.position[:, None] + 1 + depth).expand(-1, logits.shape[1])
         frontier = growth.extend(*choose(logits, growth.count, asked, index, growth.scored))
         if frontier is None:
-            return *growth.finish(), encoded
+            break
         depth = frontier.depth
         assert frontier.visible.shape[2] == len(encoded[0]) + frontier.tokens.shape[1] == len(frontier.key_depth)
         for b, root in enumerate(roots):
@@ -46,6 +52,7 @@ def run(growth, roots: list[int], how: Sampling = Sampling()) -> tuple[DraftTree
             prefixes[b] = fresh
             encoded[b] += fresh
         assert bool(frontier.visible.all()) or not frontier.open
+    return *growth.finish(), encoded
 
 
 def paths_of(tree: DraftTree, b: int) -> list[tuple[int, ...]]:
@@ -117,6 +124,33 @@ def test_depth_asked_for_is_heeded():
             tree, _, _ = run(grow(shape, asked), roots)
             assert int(tree.depth.max()) == depth
             tree.validate()
+
+
+GAPS = Topology.from_paths([(0,), (2,), (2, 1), (0, 1), (0, 0), (2, 1, 0), (0, 0, 0), (0, 0, 1)])
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "rejection-replacement"])
+@pytest.mark.parametrize("shape", [Topology.chain(3), GAPS, Topology.cartesian([2, 2, 2]), Beam(3, 2, 9)])
+def test_a_tree_may_be_finished_early(shape, rule):
+    """It is the tree that was asked for no deeper, but that the deepest nodes were encoded where they have children in the whole one."""
+    if isinstance(shape, Beam) and rule != "coupled":
+        pytest.skip("refused: see test_refusals")
+    roots, how = [4, 9], Sampling(1.0, seed=1, rule=rule)
+    for levels in (1, 2, 3):
+        tree, slots, encoded = run(grow(shape, ask([0, 1], roots, sampling=how)), roots, how, levels)
+        wanted, _, before = run(grow(shape, ask([0, 1], roots, levels, how)), roots, how)
+        tree.validate()
+        assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents) and torch.equal(tree.size, wanted.size)
+        assert (tree.width, tree.full, tree.replacement) == (wanted.width, wanted.full, wanted.replacement)
+        assert int(tree.deepest().max()) == levels
+        assert (tree.q_logits is None) == (wanted.q_logits is None) == (rule == "coupled")
+        assert tree.q_logits is None or torch.equal(tree.q_logits, wanted.q_logits)
+        for b in range(2):
+            paths = paths_of(tree, b)
+            assert encoded[b][: len(before[b])] == before[b] and (len(encoded[b]) > len(before[b])) == (levels < 3)
+            for i, slot in enumerate(slots[b].tolist()):
+                assert (encoded[b][slot] == paths[i]) if slot >= 0 else paths[i] not in encoded[b]
+            assert levels == 3 or (slots[b, tree.depth[b] == levels] >= 0).any()
 
 
 @pytest.mark.parametrize("kind", ["one-draw", "coupled", "rejection", "rejection-replacement"])
