@@ -3,11 +3,10 @@
 Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T taps.
 """
 
-import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from transformers.masking_utils import create_masks_for_generate
 from draftsmith.inference.attention import check_supported
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packing import Packing
+from draftsmith.models.head import Head
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 
-__all__ = ["Target", "TargetIdentity", "check_folder", "check_loaded", "check_same", "resolve_path"]
+__all__ = ["Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
 
@@ -50,10 +50,8 @@ class Target:
         self.revision = revision
         self.config: PretrainedConfig = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Module):
-            raise ValueError(f"target {name!r} ({type(model).__name__}) has no output head; give a causal language model")
-        self.head: nn.Module = head
+        self._head = Head(model)
+        self.head: nn.Module = self._head.module
         self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, name)
         self.vocab_size: int = self.head_weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
@@ -64,8 +62,6 @@ class Target:
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
         self._packing: Packing | None = None
-        self._shell = _head_shell(model)
-        self._plain_head = self._head_is_plain()
 
     @classmethod
     def load(
@@ -138,7 +134,7 @@ class Target:
     @property
     def head_weight(self) -> Tensor:
         """The output head's weight [V,H]; scaling and soft-capping after it are in `logits` only."""
-        return self.head.get_parameter("weight")
+        return self._head.weight
 
     @cached_property
     def identity(self) -> TargetIdentity:
@@ -197,13 +193,28 @@ class Target:
         """What `forward` gives for a packed batch (`data/packing.py`), no document seeing another; as stored, where the batch carries it."""
         if "hidden" in batch:
             return TargetOutput(hidden=batch["hidden"], taps=batch.get("taps"))
-        ids, positions = batch["input_ids"], batch["position_ids"]
-        # transformers finds the documents in the position ids, and makes what the attention in use wants: a dense mask for SDPA, a block
-        # mask for FlexAttention, none for varlen. Made here, since some models (gpt-oss) forget to hand their positions to it.
-        shape = torch.empty(*ids.shape, 0, dtype=self.dtype, device=ids.device)
-        mask: Any = create_masks_for_generate(self.config, shape, None, None, position_ids=positions)
-        out = self.forward(ids, position_ids=positions, attention_mask=mask, taps=taps)
+        ids = batch["input_ids"]
+        out = self.forward(ids, **apart(self.config, self.dtype, batch), taps=taps)
         return TargetOutput(out.hidden.to(ids.device), None if out.taps is None else out.taps.to(ids.device))
+
+    @contextmanager
+    def without(self, layers: Iterable[int]) -> Iterator[None]:
+        """Within it these decoder layers hand their input on."""
+
+        def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+            return hidden_states
+
+        # Accelerate gives instances a forward of their own, where the layers are spread over devices.
+        before = [(self.layers[layer].__dict__, self.layers[layer].__dict__.get("forward")) for layer in layers]
+        for place, _ in before:
+            place["forward"] = forward
+        try:
+            yield
+        finally:
+            for place, own in before:
+                del place["forward"]
+                if own is not None:
+                    place["forward"] = own
 
     def watch(self, taps: Iterable[int]) -> None:
         """Hook these decoder layers, once and for good. Call it before torch.compile: later hooks never fire.
@@ -229,23 +240,15 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> the model's own logits [...,V], scaling and soft-capping after the head included.
 
-        Differentiable with respect to hidden. Where the model only applies its head, so does this, without the model's wrapper.
+        Differentiable with respect to hidden.
         """
         with self._packing.on() if self._packing else nullcontext():
-            logits = self.head(hidden) if self._plain_head else self._model_logits(hidden)
-        return logits.to(hidden.device)  # of a target on several devices the head may be elsewhere
+            return self._head(hidden)
 
-    @cached_property
+    @property
     def head_scale(self) -> float:
         """What `logits` multiplies the bare head's output by (Cohere, Granite), soft-capping aside; 1.0 for most models."""
-        if self._plain_head:
-            return 1.0
-        weight = self.head_weight
-        # Small: soft-capping is the identity near 0.
-        hidden = (0.01 * torch.randn(1, 2, self.hidden_size, generator=torch.Generator().manual_seed(0))).to(weight.device, weight.dtype)
-        own, bare = self._model_logits(hidden).double(), self.head(hidden).double()
-        scale = float((own * bare).sum() / (bare * bare).sum())
-        return 1.0 if abs(scale - 1) < 0.01 else scale  # soft-capping alone: 1, but for rounding
+        return self._head.scale
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> input embeddings [...,H], as the model's embedding module gives them.
@@ -255,52 +258,17 @@ class Target:
         """
         return self.model.get_input_embeddings()(ids)
 
-    def _model_logits(self, hidden: Tensor) -> Tensor:
-        flat = hidden.reshape(1, hidden.shape[:-1].numel(), hidden.shape[-1])
-        # The class's forward, not the instance's: hooks on the model itself must see real forwards only.
-        output = type(self._shell).forward(self._shell, inputs_embeds=flat, use_cache=False, return_dict=True)
-        return output.logits.view(*hidden.shape[:-1], self.vocab_size)
 
-    @torch.no_grad()
-    def _head_is_plain(self) -> bool:
-        """Whether the model's logits are its head's output, bit for bit; at scale 100 soft-capping cannot hide."""
-        weight = self.head_weight
-        probe = torch.randn(1, 2, self.hidden_size, generator=torch.Generator().manual_seed(0))
-        for scale in (1.0, 100.0):
-            hidden = (probe * scale).to(weight.device, weight.dtype)
-            if not torch.equal(self._model_logits(hidden), self.head(hidden)):
-                return False
-        return True
+def apart(config: PretrainedConfig, dtype: torch.dtype, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What a base decoder needs beside the tokens, so that no document of a packed batch sees another: position_ids [B,S], attention_mask.
 
-
-class _HeadInput:
-    """What a base model returns, as far as a head reads it: the hidden states, and None for all else."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-class _Passthrough(nn.Module):
-    """Stands in for the base model: gives its input embeddings back as the hidden states."""
-
-    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _HeadInput:
-        return _HeadInput(inputs_embeds)
-
-
-def _head_shell(model: PreTrainedModel) -> PreTrainedModel:
-    """A shallow copy of `model` that shares its head and whose base model only passes hidden states through."""
-    if model.base_model is model:
-        raise ValueError(f"{type(model).__name__} has no base model apart from its head; give a causal language model")
-    shell = copy.copy(model)
-    shell.__dict__.pop("forward", None)  # a forward patched onto the instance would run the real base model
-    shell._modules = {**model._modules, model.base_model_prefix: _Passthrough()}
-    return shell
+    transformers finds the documents in the position ids, and makes what the attention in use wants: a dense mask for SDPA, a block
+    mask for FlexAttention, none for varlen. Made here, since some models (gpt-oss) forget to hand their positions to it.
+    """
+    positions = batch["position_ids"]
+    shape = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    mask: Any = create_masks_for_generate(config, shape, None, None, position_ids=positions)
+    return {"position_ids": positions, "attention_mask": mask}
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
