@@ -12,6 +12,8 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +74,10 @@ def evaluate(
     choosing, reporting = _halves(cases) if choose else ([], cases)
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
     if isinstance(drafter, DraftModel):
-        drafter.check(target, max(len(case.ids) for case in cases) + max_new_tokens)
+        drafter.check(max(len(case.ids) for case in cases) + max_new_tokens)
     seconds = ranks.agreed(cost.measure(target, context, max(most_nodes, drafter.max_nodes)))
-    drafting = ranks.agreed(cost.measure_drafting(target, drafter, [case.ids[-context:] for case in reporting[:4]]))
+    with _whole_trees(drafter):
+        drafting = ranks.agreed(cost.measure_drafting(target, drafter, [case.ids[-context:] for case in reporting[:4]]))
     by_nodes: list[dict[str, float]] = []
     records: list[PositionRecord] = []
     if choose:
@@ -86,6 +89,7 @@ def evaluate(
         drafter.shape = Topology.from_paths(paths)
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
     settings |= {"threads": torch.get_num_threads(), "rows": rows, "rule": rule, "governed": governed, "ranks": ranks.count()}
+    settings |= {"confidence": drafter.confidence} if isinstance(drafter, DraftModel) else {}
     report = Report(
         target.identity.to_dict(), drafter.method, settings, tree_of(drafter.shape), drafter.max_nodes, seconds, drafting, by_nodes
     )
@@ -107,6 +111,19 @@ def evaluate(
                 report.domains[domain] = acceptance([record for record in found if record.domain == domain], drafter.max_depth)
             report.speed = _speed(seconds_by, found, report.overall[f"{temperature:g}"].tau)
     return report, rounds, records
+
+
+@contextmanager
+def _whole_trees(drafter: Any) -> Iterator[None]:
+    """Within it a draft model drafts all of its tree, however unsure: position records know no stops, so neither may the price."""
+    if not isinstance(drafter, DraftModel):
+        yield
+        return
+    before, drafter.confidence = drafter.confidence, 0.0
+    try:
+        yield
+    finally:
+        drafter.confidence = before
 
 
 def positions(target: Target, drafter: Any, cases: list[Case], max_new_tokens: int) -> list[PositionRecord]:
@@ -284,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--nodes", type=int, help="most nodes of a draft tree, the root included (default 64; 16 for a dynamic one)")
     described.add_argument("--depth", type=int, help="of a chain or a dynamic tree (default 4), or to cut the saved one")
     described.add_argument("--width", type=int, help="children of a node of a dynamic tree, and nodes extended of a level (default 4)")
+    described.add_argument("--confidence", type=float, help="draft models: draft on where the best next token is at least this likely")
     described.add_argument("--rows", type=int, default=1, help="prompts decoded at a time (default 1)")
     described.add_argument("--governor", action="store_true", help="draft only as deep as pays, as `generate` does")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
@@ -294,10 +312,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    temperatures = list(dict.fromkeys(options.temperature or [0.0, 1.0]))
+    temperatures = session.temperatures(options.temperature)
     session.check_numbers(options, least_tokens=2)
-    if min(temperatures) < 0:
-        raise ValueError(f"--temperature {min(temperatures)}: expected 0 or more")
     if options.rule == "membership":
         raise ValueError(
             "--rule membership: expected a rule that needs no filters; draftsmith generate takes --top-k, --top-p and --min-p with it"
@@ -307,6 +323,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError("got no drafter or two; expected one: draftsmith eval runs/medusa-tiny/artifact, or --drafter suffix")
     prompts = prompt_files.load(options.prompts, options.limit)
     target, (drafter,) = session.open_models(options.target, [named], options.dtype, options.trust_remote_code)
+    session.set_confidence(drafter, options.confidence)
     ranked = hasattr(drafter, "position_logits")
     tree = options.tree or ("best" if ranked else "saved")
     if tree in ("best", "largest") and not ranked:
@@ -332,11 +349,10 @@ def main(arguments: list[str]) -> None:
     )
     if ranks.first():
         _tell(options.json, report)
-        kept = isinstance(drafter, DrafterModel) and Path(named).is_dir() and tree == "best"
+        kept = tree == "best" and Path(named).is_dir() and (isinstance(drafter, DrafterModel) or session.distilled(named) is not None)
         # The card is for what the artifact does by itself, losslessly.
-        if kept and options.rows == 1 and not options.governor and not report.lossy:
-            assert isinstance(drafter, DrafterModel)
-            _keep(Path(named), drafter, report, rounds, records)
+        if kept and options.rows == 1 and options.confidence is None and not options.governor and not report.lossy:
+            _keep(Path(named), report, rounds, records)
             if not options.json:
                 print(
                     f"\nWritten to {named}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
@@ -354,9 +370,11 @@ def _tell(as_machine: bool, report: Report) -> None:
         table.show(report)
 
 
-def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[RoundRecord], records: list[PositionRecord]) -> None:
+def _keep(folder: Path, report: Report, rounds: list[RoundRecord], records: list[PositionRecord]) -> None:
     """Write the measurements and the chosen tree into the artifact; the rest of its config stays as it is."""
-    config = json.loads((folder / "config.json").read_text()) | {"tree": report.tree}
+    config = json.loads((folder / "config.json").read_text())
+    about = config.get("draftsmith", config)  # of a distilled draft model, whose config is its architecture's; of a drafter
+    about["tree"] = report.tree
     part = folder / "config.json.part"
     part.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     part.replace(folder / "config.json")
@@ -364,7 +382,7 @@ def _keep(folder: Path, drafter: DrafterModel, report: Report, rounds: list[Roun
     write_positions(folder / "positions.jsonl", records)
     (folder / "acceptance.json").write_text(as_json(report) + "\n")
     plot.survival(report, folder / "survival.png")
-    card.write(folder, drafter.config, report)
+    card.write(folder, report.method, about.get("target"), about.get("training"), report)
 
 
 if __name__ == "__main__":  # accelerate launch -m draftsmith.eval.acceptance

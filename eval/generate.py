@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--depth", type=int, help="draft no deeper than this")
     described.add_argument("--width", type=int, help="of a dynamic tree (default 4)")
     described.add_argument("--nodes", type=int, help="of a dynamic tree, the root included (default 16)")
+    described.add_argument("--confidence", type=float, help="draft models: draft on where the best next token is at least this likely")
     described.add_argument("--no-governor", action="store_true", help="draft in every round, whether it pays or not")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
@@ -97,6 +98,7 @@ def main(arguments: list[str]) -> None:
     session.check_numbers(options)
     target, drafters = session.open_models(options.target, named, options.dtype, options.trust_remote_code)
     drafter = drafters[0] if drafters else None
+    session.set_confidence(drafter, options.confidence)
     if drafter is not None:
         drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)
         session.check_rule(options.rule, drafter)

@@ -3,11 +3,13 @@
 import argparse
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
@@ -18,7 +20,7 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.tree import Topology
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.pairing import check_pair
-from draftsmith.models.target import Target, resolve_path
+from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,11 +44,19 @@ def command() -> str:
 AnyDrafter = DrafterModel | DraftModel | Ngram | Suffix
 
 
+def distilled(path: str) -> dict[str, Any] | None:
+    """What the config of a draft model that Draftsmith distilled says under `draftsmith`: target (a `TargetIdentity` as a dict), tree,
+    confidence, training. None for any other model."""
+    raw, _ = PretrainedConfig.get_config_dict(resolve_path(path))
+    return raw.get("draftsmith")
+
+
 def open_models(
     target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
     """Load a target, and drafters for it: each a kind without weights, the folder or Hub id of a trained drafter, or that of any causal
-    LM with the target's tokens. Without a target's name, it is the one that the first trained drafter was made for.
+    LM with the target's tokens. Without a target's name, it is the one that the first trained drafter or distilled draft model was
+    made for. A distilled draft model starts with its own tree and confidence.
 
     Raises:
         ValueError: a drafter of another target, naming both, one with other tokens, or a target without a tokenizer. What configs and
@@ -60,8 +70,9 @@ def open_models(
                 "or a Hub id such as name/drafter"
             )
     trained = {word for word in named if is_drafter(word)}
-    first = next((word for word in named if word in trained), None)
-    made_for = (load_config(first).target or {}) if first else {}
+    entries = {word: distilled(word) for word in named if word not in trained}
+    made = (load_config(word).target if word in trained else (entries[word] or {}).get("target") for word in named)
+    made_for = next(filter(None, made), None) or {}
     name = target or made_for.get("name") or "tiny"
     revision = made_for.get("revision") or None if name == made_for.get("name") and not Path(name).exists() and name != "tiny" else None
     for word in named:
@@ -81,10 +92,43 @@ def open_models(
         elif word in trained:
             found.append(load_drafter(word, loaded, dtype=loaded.dtype))
         else:
-            model = Target.load(word, **common)
-            model.pack()
-            found.append(DraftModel(model, shape_of(default_paths(3, 7))))
+            found.append(_draft_model(word, entries[word], loaded, common))
     return loaded, found
+
+
+def _draft_model(word: str, entry: dict[str, Any] | None, target: Target, common: dict[str, Any]) -> DraftModel:
+    entry = {"target": None, "tree": default_paths(3, 7), "confidence": 0.0} | (entry or {})
+    if entry["target"]:
+        warning = check_same(TargetIdentity.from_dict(entry["target"]), target.identity)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
+    model = Target.load(word, **common)
+    model.pack()
+    return DraftModel(model, shape_of(entry["tree"]), confidence=entry["confidence"])
+
+
+def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None:
+    """Draft on only where the best next token is at least this likely; None leaves the drafter's own.
+
+    Raises:
+        ValueError: a drafter that is no draft model.
+    """
+    if confidence is None:
+        return
+    if not isinstance(drafter, DraftModel):
+        raise ValueError(
+            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
+        )
+    drafter.confidence = confidence
+
+
+def temperatures(given: Sequence[float] | None) -> list[float]:
+    """The temperatures to measure at, each once; 0 and 1 where none is given. Raises ValueError for one that is none."""
+    chosen = list(dict.fromkeys(given or [0.0, 1.0]))
+    for temperature in chosen:
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"--temperature {temperature}: expected 0 or more")
+    return chosen
 
 
 def check_numbers(options: argparse.Namespace, least_tokens: int = 1) -> None:
@@ -102,6 +146,9 @@ def check_numbers(options: argparse.Namespace, least_tokens: int = 1) -> None:
         value = getattr(options, name, None)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected {low} to {high}")
+    confidence = getattr(options, "confidence", None)
+    if confidence is not None and not 0 <= confidence < 1:
+        raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")
 
 
 def check_rule(rule: str, drafter: Any) -> None:

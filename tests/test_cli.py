@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval import acceptance, generate
+from draftsmith.eval import acceptance, compare, generate
 from draftsmith.train import cli, medusa, recipe, target
 from draftsmith.train.cli import guard
 
@@ -237,7 +237,7 @@ def test_help_and_unknown_words(capsys):
     assert shown.returncode == 0 and all(word in shown.stdout for word in (*cli.COMMANDS, "accelerate launch"))
     unknown = command("evaluate")
     assert unknown.returncode == 2 and "no command 'evaluate'; expected one of eval" in unknown.stderr
-    for main in (acceptance.main, generate.main):
+    for main in (acceptance.main, compare.main, generate.main):
         with pytest.raises(SystemExit) as exit:
             main(["--help"])
         assert exit.value.code == 0 and "usage: draftsmith" in capsys.readouterr().out

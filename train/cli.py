@@ -8,6 +8,7 @@ from importlib.metadata import version
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
     "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
+    "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }

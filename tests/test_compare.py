@@ -1,0 +1,288 @@
+"""Expected rounds against every draw there is and against real decoding; drafters compared by prompt; distilled draft models known as such."""
+
+import itertools
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from test_cli import failing
+from test_draft_model import relative
+from zoo import tiny
+
+from draftsmith.eval import acceptance, card, compare, expected, generate, session
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam, tree_of
+from draftsmith.inference.sampler import Sampling, warp
+from draftsmith.inference.tree import Topology
+from draftsmith.models.target import SHIPPED, Target
+from draftsmith.train.cli import guard
+
+ONE = Sampling(temperature=1.0, rule="rejection")
+
+
+def every_round(p, q, last, depth):
+    """(tokens, chance) of all that a round of speculative sampling can emit after `last`: each draft, its coin, each correction."""
+    outcomes, open_paths = [], [((), 1.0)]
+    for _ in range(depth):
+        longer = []
+        for path, chance in open_paths:
+            before = path[-1] if path else last
+            rest = (p[before] - q[before]).clamp(min=0)
+            for x in range(len(p)):
+                ratio = min(1.0, float(p[before, x] / q[before, x]))
+                longer.append(((*path, x), chance * float(q[before, x]) * ratio))
+                if ratio < 1:
+                    missed = chance * float(q[before, x]) * (1 - ratio)
+                    outcomes += [((*path, y), missed * float(rest[y] / rest.sum())) for y in range(len(p))]
+        open_paths = longer
+    return outcomes + [((*path, y), chance * float(p[path[-1], y])) for path, chance in open_paths for y in range(len(p))]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_expected_rounds_are_those_of_all_draws_there_are(depth):
+    size, length, root = 3, 4, 0
+    sampling = Sampling(temperature=0.8, rule="rejection")
+    generator = torch.Generator().manual_seed(depth)
+    p_logits, q_logits = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    p, q = (warp(logits, sampling).double().softmax(-1) for logits in (p_logits, q_logits))
+    live, done = Counter({((), ()): 1.0}), Counter()  # by text so far and tokens of each round so far
+    while live:
+        following = Counter()
+        for (text, taken), chance in live.items():
+            for tokens, share in every_round(p, q, text[-1] if text else root, depth):
+                inside = tokens[: length - len(text)]
+                state = (text + inside, (*taken, len(inside)))
+                (done if len(state[0]) == length else following)[state] += chance * share
+        live = following
+    assert sum(done.values()) == pytest.approx(1, abs=1e-12)
+    for text in itertools.product(range(size), repeat=length):
+        before = torch.tensor([root, *text[:-1]])
+        law = p[before, torch.tensor(text)].prod()  # whatever q is
+        mine = {taken: chance for (one, taken), chance in done.items() if one == text}
+        assert sum(mine.values()) == pytest.approx(float(law), abs=1e-12)
+        chances = expected.accepted(p_logits[before], q_logits[before], torch.tensor(text), sampling)
+        wanted = [sum(chance * sum(count > k for count in taken) for taken, chance in mine.items()) for k in range(depth + 1)]
+        torch.testing.assert_close(law * expected.reached(chances, depth), torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0)
+        assert expected.rounds(chances, depth) == pytest.approx(wanted[0] / float(law), abs=1e-11)
+
+
+def test_chances_are_of_the_laws_that_are_drawn_from():
+    p, q = torch.tensor([[0.5, 0.3, 0.2]] * 3).log(), torch.tensor([[0.2, 0.2, 0.6]] * 3).log()
+    tokens = torch.tensor([0, 1, 2])
+    torch.testing.assert_close(expected.accepted(p, q, tokens, ONE), torch.tensor([0.4, 2 / 3, 1.0], dtype=torch.float64))
+    two = expected.accepted(p, q, tokens, Sampling(temperature=1.0, top_k=2))  # of p 0 and 1 are left, of q (0 and 1 being equal) all
+    torch.testing.assert_close(two[:2], torch.tensor([0.2 / 0.625, 0.2 / 0.375], dtype=torch.float64))
+    hot = expected.accepted(p, q, tokens, Sampling(temperature=2.0))
+    law = [law.sqrt() / law.sqrt().sum() for law in (p[0].exp(), q[0].exp())]
+    torch.testing.assert_close(hot, (law[1] / law[0]).clamp(max=1).double())
+    assert expected.accepted(p, q, tokens, Sampling()).tolist() == [0, 0, 1]
+    # Rows past the target's are padding, whatever they say; a token that the drafter lacks is never drafted.
+    more = torch.cat((q, torch.full((3, 2), 9.0)), 1)
+    assert expected.accepted(p, more, tokens, ONE).tolist() == expected.accepted(p, q, tokens, ONE).tolist()
+    assert expected.accepted(p, more, tokens, Sampling()).tolist() == [0, 0, 1]
+    torch.testing.assert_close(expected.accepted(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.wrap(tiny("llama"))
+
+
+PROMPTS = [[5], [3, 9, 27, 1], list(range(2, 14)), [40, 41, 2], [11, 7, 7, 7, 30]]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 4])
+def test_greedy_rounds_are_those_of_real_decoding(target, depth, monkeypatch):
+    monkeypatch.setattr(compare, "AT_ONCE", 8)
+    drafters = [DraftModel(relative("llama", noise), Topology.chain(depth)) for noise in (0.005, 0.02)]
+    drafters.append(DraftModel(relative("llama", 0.005, vocab=44), Topology.chain(depth)))  # lacks four tokens
+    texts = compare.texts(target, PROMPTS, Sampling(), 23)
+    tokens, rounds = compare.expected_rounds(target, drafters, texts, depth, Sampling())
+    assert any(token >= 44 for text in texts for token in text.tokens)
+    for place, drafter in enumerate(drafters):
+        answers = Decoder(target, drafter).generate(PROMPTS, Sampling(), 23)
+        assert [answer.tokens for answer in answers] == [text.tokens for text in texts]
+        assert rounds[place].tolist() == [len(answer.rounds) for answer in answers] and tokens.tolist() == [23] * 5
+    assert len({float(row.sum()) for row in rounds}) == 3
+
+
+def test_expected_rounds_are_the_mean_of_real_decoding(target):
+    """400 requests of two prompts: on their own texts, whose law is the target's, and on as many others that it answered plainly."""
+    depth, count, length = 3, 400, 12
+    prompts = [PROMPTS[i % 2] for i in range(count)]
+    drafter = DraftModel(relative("llama", 0.03), Topology.chain(depth))
+    answers = Decoder(target, drafter, rows=100).generate(prompts, ONE, length, stop_ids=(7,))
+    real = torch.tensor([len(answer.rounds) for answer in answers], dtype=torch.float64)
+    theirs = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens, (mean,) = compare.expected_rounds(target, [drafter], theirs, depth, ONE)
+    assert 0 < sum(tokens < length) and 1.3 < tokens.sum() / real.sum() < 3
+    difference = real - mean
+    assert difference.abs().max() > 0.5
+    assert abs(float(difference.mean())) < 4 * float(difference.std()) / count**0.5
+    other = Decoder(target, rows=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
+    texts = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, other, strict=True)]
+    _, (elsewhere,) = compare.expected_rounds(target, [drafter], texts, depth, ONE)
+    error = ((real.var() + elsewhere.var()) / count) ** 0.5
+    assert abs(float(real.mean() - elsewhere.mean())) < 4 * float(error)
+
+
+def test_differences_are_paired_by_prompt():
+    generator = torch.Generator().manual_seed(0)
+    tokens, rounds = torch.full((200,), 60.0), torch.randint(15, 60, (200,), generator=generator).double()
+    assert compare.paired(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
+    better = rounds - torch.randint(0, 6, (200,), generator=generator)
+    delta, low, high = compare.paired(tokens, rounds, better)
+    assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
+    first, second = (compare.bootstrap(tokens, one) for one in (rounds, better))
+    alone = (first.var() + second.var()).sqrt()
+    assert (high - low) / (2 * 1.96) < 0.4 * alone  # prompts differ far more than the two do on one prompt
+    (a, b) = compare.summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
+    assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
+    assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
+    shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
+    assert compare.paired(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """A random Llama with the tokens of `tiny`, and the entry that distilling writes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("student") / "artifact"
+    config = AutoConfig.from_pretrained(SHIPPED["tiny"])
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for name, value in (sizes | {"head_dim": 16}).items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.draftsmith = {
+        "target": Target.load("tiny", dtype=torch.float32).identity.to_dict(),
+        "tree": [[0], [0, 0], [1]],
+        "confidence": 0.25,
+        "training": {"steps": 12, "tokens": 3456, "positions": 64},
+    }
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED["tiny"] / name, folder)
+    prompts = [{"prompt": f"def parse_{i}(line", "domain": "ab"[i % 2], "id": str(i)} for i in range(4)]
+    (folder.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    return folder
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, tmp_path):
+    target, (drafter,) = session.open_models(None, [str(student)], "float32")
+    assert target.name == "tiny" and tree_of(drafter.shape) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
+    config = json.loads((student / "config.json").read_text())
+    beam = tmp_path / "beam"
+    shutil.copytree(student, beam)
+    config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
+    (beam / "config.json").write_text(json.dumps(config))
+    _, (drafter, other) = session.open_models("tiny", [str(beam), "tiny-draft"], "float32")
+    assert drafter.shape == Beam(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
+    session.set_confidence(drafter, None)
+    assert drafter.confidence == 0.25
+    session.set_confidence(drafter, 0.0)
+    assert drafter.confidence == 0.0
+    config["draftsmith"]["target"]["config_hash"] = "0" * 64
+    config["draftsmith"]["target"]["name"] = "org/elsewhere"
+    (beam / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="made for 'org/elsewhere', got 'tiny'"):
+        session.open_models("tiny", [str(beam)], "float32")
+    with pytest.warns(UserWarning, match="in bfloat16, this was made with it in float32"):
+        session.open_models("tiny", [str(student)], "bfloat16")
+
+
+def test_what_was_measured_is_written_into_a_distilled_draft_model_alone(student, tmp_path, capsys):
+    own, foreign = tmp_path / "own", tmp_path / "foreign"
+    shutil.copytree(student, own)
+    shutil.copytree(student, foreign)
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "draftsmith"}))
+    words = f"--prompts {student.parent}/prompts.jsonl --max-new-tokens 8 --temperature 0 --nodes 4 --json --dtype float32".split()
+    before = contents(foreign), contents(own)
+    guard(acceptance.main, [str(foreign), *words])
+    guard(acceptance.main, [str(own), *words, "--confidence", "0.5"])
+    guard(acceptance.main, [str(own), *words, "--tree", "largest"])
+    assert (contents(foreign), contents(own)) == before
+    capsys.readouterr()
+    guard(acceptance.main, [str(own), *words])
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"]["confidence"] == 0.25
+    written = json.loads((own / "config.json").read_text())
+    assert written["draftsmith"]["tree"] == report["tree"]
+    assert written | {"draftsmith": written["draftsmith"] | {"tree": [[0], [0, 0], [1]]}} == config
+    new = contents(own).keys() - before[1].keys()
+    assert new == {"README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"}
+    assert json.loads((own / "acceptance.json").read_text()) == report
+    text = (own / "README.md").read_text()
+    assert text.startswith(
+        "---\nlibrary_name: transformers\ntags: [speculative-decoding, draftsmith, draft-model]\n---\n\n# Draft model for tiny\n"
+    )
+    assert "12 steps, 3,456 tokens" in text and "| domain | T | τ |" in text and "Not measured yet" not in text
+
+
+def test_the_snippet_of_the_card_runs(student, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(SHIPPED["tiny"].parents[1])
+    entry = json.loads((student / "config.json").read_text())["draftsmith"]
+    card.write(tmp_path, DraftModel.method, entry["target"], entry["training"], None)
+    text = (tmp_path / "README.md").read_text()
+    assert "Not measured yet" in text
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    assert code.count("\n") == 5
+    exec(code.replace("<this folder>", str(student)).replace("max_new_tokens=100", "max_new_tokens=8"), {})
+    assert capsys.readouterr().out.startswith("def parse_")
+    card.write(tmp_path, "medusa", entry["target"], None, None)
+    text = (tmp_path / "README.md").read_text()
+    assert "library_name: draftsmith\n" in text and "# medusa drafter for tiny" in text and "python" not in text
+
+
+def test_drafters_side_by_side(student, capsys):
+    prompts = str(student.parent / "prompts.jsonl")
+    words = ["tiny-draft", str(student), "ngram", "--prompts", prompts, "--max-new-tokens", "10", "--dtype", "float32"]
+    guard(compare.main, [*words, "--json", "--rows", "4"])
+    report = json.loads(capsys.readouterr().out)
+    names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
+    assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
+    assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "one-draw"
+    assert report["shapes"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
+    for row in report["rows"]:
+        assert row["tokens"] == 40 and row["tau"] == 40 / row["rounds"] and ("delta" in row) == (row["drafter"] != names[0])
+    guard(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
+    computed = json.loads(capsys.readouterr().out)
+    guard(compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"])
+    real = json.loads(capsys.readouterr().out)
+    assert computed["rows"][:2] == real["rows"] and computed["shapes"] == real["shapes"]  # to the last bit: exact at T = 0
+    assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
+    assert computed["rows"][2]["temperature"] == 1 and computed["rows"][2]["rounds"] % 1
+    guard(compare.main, [*words, "--temperature", "1"])
+    printed = capsys.readouterr().out
+    assert "Δτ" in printed and "T = 1: 4 of 4 answers are the same with every drafter" in printed
+
+
+def test_mistakes_in_comparing(student, capsys):
+    pair = ["tiny-draft", str(student)]
+    for words, says in (
+        (["tiny-draft"], "got one drafter, 'tiny-draft'; expected two at least"),
+        ([*pair, "ngram", "--expected"], "--expected: ngram is no draft model"),
+        ([*pair, "ngram", "--confidence", "0.5"], "--confidence 0.5: ngram is no draft model"),
+        ([*pair, "--confidence", "1"], "--confidence 1: expected a probability"),
+        ([*pair, "--expected", "--rule", "one-draw"], "what can be computed is rule rejection"),
+        ([*pair, "--expected", "--tree", "dynamic"], "--expected is of whole chains"),
+        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of whole chains"),
+        ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),
+        ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        ([*pair, "--max-new-tokens", "600"], "does not fit the target's context"),
+        ([*pair, "ngram", "--rule", "rejection"], "ngram draws no children from a law"),
+    ):
+        assert says in failing(capsys, compare.main, words), words
+    for drafter in ("ngram", "none"):
+        assert f"{drafter} is no draft model" in failing(capsys, generate.main, ["--drafter", drafter, "--confidence", "0.5", "x"])
+    assert "suffix is no draft model" in failing(capsys, acceptance.main, ["suffix", "--confidence", "0.5"])
