@@ -1,5 +1,6 @@
 """What every method does before and after its loop: the target, a fresh drafter and the data; then the folder to publish."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from draftsmith.eval import card
 from draftsmith.eval.session import command, dtype_of, encode, shape
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
-from draftsmith.models.drafter import DrafterModel, load_config, new_drafter
+from draftsmith.inference.drafter import Drafter
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.drafter import DrafterModel, new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.recipe import Recipe, save
 
@@ -26,25 +29,33 @@ def begin(
     recipe: Recipe, method: str, target: Target, corpora: dict[str, Corpus], *, reads: tuple[int, ...] = (), **architecture: Any
 ) -> tuple[DrafterModel, Packed | Featured, Packed | Featured]:
     """A drafter for the target, and its training and held-out rows; `reads` are the taps of the target that it needs."""
-    data, section = recipe.data, recipe.features
     torch.manual_seed(recipe.train.seed)
-    drafter = new_drafter(method, target, training={"positions": data.seq_len}, **architecture)
+    drafter = new_drafter(method, target, training={"positions": recipe.data.seq_len}, **architecture)
     tree = recipe.tree
     if tree.depth or tree.width or tree.nodes:
         chain = tree.width == 1
         drafter.shape = shape("chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes)
+    train, valid = rows(recipe, target, corpora, reads)
+    if isinstance(train, Featured):
+        drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had
+    return drafter, train, valid
+
+
+def rows(
+    recipe: Recipe, target: Target, corpora: dict[str, Corpus], reads: tuple[int, ...] = ()
+) -> tuple[Packed | Featured, Packed | Featured]:
+    """Training and held-out rows, with the target's features where they are stored."""
+    section = recipe.features
     if section.mode == "online":
         target.mask_blocks()
-        train, valid = (packed(recipe, target, corpora[part]) for part in ("train", "valid"))
-        return drafter, train, valid
+        return packed(recipe, target, corpora["train"]), packed(recipe, target, corpora["valid"])
     store = open_store(recipe, target, reads)
-    drafter.config.target["dtype"] = store.index.target.dtype  # the precision that its features had
-    rows = []
+    found = []
     for part in ("train", "valid"):
         corpus, cached = corpora[part], section.mode == "cache"
         corpus = corpus if cached else offline.available(corpus, store, section.allow_missing)
-        rows.append(Featured(packed(recipe, target, corpus), store, reads, computing=cached))
-    return drafter, rows[0], rows[1]
+        found.append(Featured(packed(recipe, target, corpus), store, reads, computing=cached))
+    return found[0], found[1]
 
 
 def prepare(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
@@ -103,24 +114,43 @@ def facts(target: Target, train: Packed | Featured) -> dict[str, Any]:
     return found
 
 
-def probe(recipe: Recipe, target: Target, drafter: DrafterModel) -> Callable[[], float] | None:
-    """A function that measures τ itself, greedily, on train.tau_prompts prompts of each domain; None where there are to be none."""
+def probe(recipe: Recipe, target: Target, drafter: Drafter) -> Callable[[], float] | None:
+    """A function that measures τ itself on train.tau_prompts prompts of each domain; None where there are to be none."""
     section = recipe.train
     if not section.tau_prompts:
         return None
     asked = [encode(target, prompt) for prompt in prompts.load(section.tau_file, section.tau_prompts)]
 
     def tau() -> float:
-        done = Decoder(target, drafter, rows=min(8, len(asked))).generate(asked, max_new_tokens=section.tau_tokens)
+        sampling = Sampling(temperature=section.tau_temperature)
+        done = Decoder(target, drafter, rows=min(8, len(asked))).generate(asked, sampling, section.tau_tokens)
         return sum(len(answer.tokens) for answer in done) / sum(len(answer.rounds) for answer in done)
 
     return tau
 
 
 def finish(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:
+    """`publish` for a drafter of ours."""
+
+    def write(folder: Path, training: dict[str, Any]) -> None:
+        drafter.config.training = training
+        drafter.save_pretrained(folder)
+
+    return publish(recipe, target, steps, drafter.method, drafter.config.target, write)
+
+
+def publish(
+    recipe: Recipe,
+    target: Target,
+    steps: int,
+    method: str,
+    made_for: dict[str, Any],
+    write: Callable[[Path, dict[str, Any]], None],
+) -> Path:
     """After `steps` steps, write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card without a table yet.
 
-    An artifact of the same steps is left as it is, its measurements with it.
+    write: puts weights and config into the folder, the config with what it is told of the training. An artifact of the same steps is left as
+    it is, its measurements with it.
     """
     folder = Path(recipe.train.output) / "artifact"
     advice = f"measure it with\n    {command()} eval {folder}"
@@ -129,16 +159,13 @@ def finish(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) ->
         return folder
     for name in ("acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"):  # of other weights
         (folder / name).unlink(missing_ok=True)
-    drafter.config.training = {
-        "positions": recipe.data.seq_len,
-        "steps": steps,
-        "tokens": steps * recipe.train.batch_size * recipe.data.seq_len,
-    }
-    drafter.save_pretrained(folder)
+    tokens = steps * recipe.train.batch_size * recipe.data.seq_len
+    training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens}
+    write(folder, training)
     assert target.tokenizer is not None, "begin refuses a target without one"
     target.tokenizer.save_pretrained(folder)
     save(recipe, folder)
-    card.write(folder, drafter.config, None)
+    card.write(folder, method, made_for, training, None)
     print(f"{folder}: trained for {steps} steps; {advice}", flush=True)
     return folder
 
@@ -146,4 +173,5 @@ def finish(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) ->
 def _steps(folder: Path) -> int | None:
     if not (folder / "README.md").is_file():  # written last
         return None
-    return (load_config(folder).training or {}).get("steps")
+    config = json.loads((folder / "config.json").read_text())
+    return (config.get("draftsmith", config).get("training") or {}).get("steps")

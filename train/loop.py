@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -91,10 +92,23 @@ def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
     while count:
         epoch, offset = divmod(first, length)
         take = min(count, length - offset)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        parts.append(epoch * length + torch.randperm(length, generator=generator)[offset : offset + take])
+        parts.append(epoch * length + _order(length, seed, epoch)[offset : offset + take])
         first, count = first + take, count - take
     return torch.cat(parts)
+
+
+def places_of(rows: Tensor, length: int, seed: int) -> Tensor:
+    """Where in that order row numbers [n] stand, [n] int64: the inverse of `sample_rows`."""
+    places = torch.empty_like(rows)
+    for epoch in rows.div(length, rounding_mode="floor").unique().tolist():
+        here = rows // length == epoch
+        places[here] = epoch * length + _order(length, seed, epoch).argsort()[rows[here] % length]
+    return places
+
+
+@lru_cache(maxsize=4)
+def _order(length: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def loss_tokens(batch: Batch) -> Tensor:
@@ -122,11 +136,14 @@ def fit(
     valid: Rows,
     facts: dict[str, Any],
     probe: Callable[[], float] | None = None,
+    between: Callable[[int, Callable[[], bool]], None] | None = None,
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
 
     probe: measures τ at each evaluation, on the first rank; `model` ends with the weights that were best by it, and the run ends after
     train.patience evaluations without a better one.
+    between: called on all ranks with the number of steps done, before the first step and after each: on-policy samples are made there. Its
+    second argument says whether a signal asks for haste: what it had no time for it is asked for again when the run goes on.
 
     Continues from the newest checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
     the same recipe. SIGINT and SIGTERM save and exit with 128 + signal. Returns the Accelerator and the
@@ -149,6 +166,10 @@ def fit(
     batches = prefetched(train.batch, (part for parts in own for part in parts))
     bar = Bar("training", section.steps, done, accelerator.is_main_process)
     with _Signals() as signals, bar, closing(train), closing(valid), closing(batches):
+        if between:
+            between(done, signals.pending)
+            if stop := signals.agreed(accelerator):
+                raise SystemExit(128 + stop)
         for step in steps:
             total = train.weight(rows(step))
             for group in optimizer.param_groups:
@@ -171,6 +192,8 @@ def fit(
                 means = evaluate(step_module, valid, section, micro, accelerator)
                 log.held_out(step + 1, means | best.measure(probe, step + 1, accelerator))
                 last = last or best.stale(section.patience)
+            if between and not last:
+                between(step + 1, signals.pending)
             stop = signals.agreed(accelerator)
             if last or stop or (section.save_every and (step + 1) % section.save_every == 0):
                 if accelerator.is_main_process:
@@ -298,6 +321,10 @@ class _Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+    def pending(self) -> bool:
+        """Whether this rank has caught one."""
+        return bool(self.caught)
 
     def agreed(self, accelerator: Accelerator) -> int:
         """The signal that any rank has caught, 0 if none: all ranks must stop at the same step."""

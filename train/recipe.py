@@ -131,6 +131,7 @@ class TrainSection(Section):
     )
     tau_file: str | None = Field(default=None, description="prompts for it; unset: the shipped ones")
     tau_tokens: int = Field(default=48, ge=1, description="new tokens of each")
+    tau_temperature: float = Field(default=0.0, ge=0, description="at which they are decoded")
     patience: int = Field(default=0, ge=0, description="evaluations without a better τ before the run ends; 0: it does not end early")
 
 

@@ -1,0 +1,271 @@
+"""Distillation: the objective is its formula, and what a run leaves is an ordinary checkpoint that drafts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from zoo import tiny
+
+from draftsmith.eval import acceptance
+from draftsmith.models import student as students
+from draftsmith.models.target import Target
+from draftsmith.train import data_cli, distill, loop
+from draftsmith.train.distill import DistillSection, objective, survival
+
+DEPTH = 3
+
+
+def batch(vocab, length=24):
+    """Two rows; the first has two documents, the second padding."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(vocab, (2, length), generator=generator)
+    mask = torch.rand(2, length, generator=generator) < 0.8
+    document, positions = torch.zeros_like(ids), torch.arange(length).repeat(2, 1)
+    document[0, 10:], positions[0, 10:] = 1, torch.arange(length - 10)
+    document[1, 18:], positions[1, 18:], mask[1, 18:] = -1, torch.arange(length - 18), False
+    mask[:, 0] = mask[0, 10] = False
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, "document": document, "sample_id": document}
+
+
+def documents(data):
+    for row in range(2):
+        for number in range(2):
+            places = (data["document"][row] == number).nonzero().flatten()
+            if len(places):
+                yield data["input_ids"][row][places], data["loss_mask"][row][places]
+
+
+DIVERGENCES = {
+    "tv": lambda p, q, token: 1 - torch.minimum(p, q).sum(),
+    "kl": lambda p, q, token: (p * (p.log() - q.log())).sum(),
+    "reverse_kl": lambda p, q, token: (q * (q.log() - p.log())).sum(),
+    "nll": lambda p, q, token: -q[token].log(),
+    "0.3 nll + 0.7 tv": lambda p, q, token: -0.3 * q[token].log() + 0.7 * (1 - torch.minimum(p, q).sum()),
+}
+
+
+def by_hand(model, target, data, formula, temperature):
+    """One document at a time, one position at a time, through transformers' own forward."""
+    total, alphas, hits = 0.0, 0.0, 0
+    for ids, mask in documents(data):
+        q_logits, p_logits = model(ids[None]).logits[0], target.model(ids[None]).logits[0]
+        q_logits = q_logits[:, : p_logits.shape[1]]
+        for t in range(len(ids) - 1):
+            if mask[t + 1]:
+                p, q = (p_logits[t] / temperature).softmax(-1), (q_logits[t] / temperature).softmax(-1)
+                total = total + formula(p, q, ids[t + 1])
+                alphas += float(torch.minimum(p, q).sum().detach())
+                hits += int(p.argmax() == q.argmax())
+    return total, alphas, hits
+
+
+@pytest.mark.parametrize("loss", DIVERGENCES)
+@pytest.mark.parametrize(("kind", "temperature"), [("llama", 1.0), ("gemma2", 0.7)])
+def test_the_objective_is_its_formula(loss, kind, temperature):
+    target = Target.wrap(tiny(kind).double())
+    data = batch(target.vocab_size)
+    section = DistillSection(loss=loss, temperature=temperature)
+    results = []
+    for fast in (True, False):
+        model = tiny(kind, seed=1).double().train()
+        if fast:
+            found = objective(model, data, target=target, section=section, depth=DEPTH)
+            value, alphas, hits = found.sum, float(found.metrics["acceptance"]), int(found.metrics["top1"])
+            assert found.weight == data["loss_mask"].sum() == loop.loss_tokens(data)
+        else:
+            value, alphas, hits = by_hand(model, target, data, DIVERGENCES[loss], temperature)
+        value.backward()
+        results.append((float(value.detach()), alphas, hits, {name: p.grad for name, p in model.named_parameters()}))
+    (value, alphas, hits, grads), (slow, slow_alphas, slow_hits, slow_grads) = results
+    assert (
+        value == pytest.approx(slow, rel=1e-6) and alphas == pytest.approx(slow_alphas, rel=1e-6) and hits == slow_hits
+    )  # norms and RoPE are in float32
+    assert value > 1
+    for name, gradient in slow_grads.items():
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+        assert gradient.abs().max() > 0
+
+
+def test_survival_is_counted_over_whole_chains():
+    data = batch(50)
+    document = data["document"]
+    weight = torch.zeros_like(document, dtype=torch.bool)
+    weight[:, :-1] = data["loss_mask"][:, 1:] & (document[:, 1:] == document[:, :-1])
+    overlap = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) * weight
+    products = []
+    for row in range(2):
+        for t in range(24 - DEPTH + 1):
+            if weight[row, t : t + DEPTH].all() and len(document[row, t : t + DEPTH].unique()) == 1:
+                products.append(overlap[row, t : t + DEPTH].cumprod(0))
+    assert len(products) > 5
+    torch.testing.assert_close(survival(overlap.flatten(), weight.flatten(), document, DEPTH), torch.stack(products).mean(0))
+    assert survival(overlap.flatten(), weight.flatten() & False, document, DEPTH).sum() == 0
+
+
+@pytest.mark.parametrize("rows", [40, 64])
+def test_padding_of_either_vocabulary_is_left_out(rows):
+    """A student whose head has fewer or more rows than the target's 50: what one of them lacks is padding, which no text holds."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    target, model = (LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=64, **sizes)).double() for size in (50, rows))
+    data = batch(40)
+    target = Target.wrap(target)
+    found = objective(model, data, target=target, section=DistillSection(), depth=DEPTH)
+    slow = 0.0
+    for ids, mask in documents(data):
+        p, q = target.model(ids[None]).logits[0].softmax(-1), model(ids[None]).logits[0][:, :50].softmax(-1)
+        both = min(50, rows)
+        alpha = torch.minimum(p[:, :both], q[:, :both]).sum(-1)
+        slow += float((1 - alpha)[:-1][mask[1:]].sum().detach())
+    assert float(found.sum.detach()) == pytest.approx(slow, rel=1e-6)
+    data["input_ids"][0, 3] = 49  # a special token that the smaller one has no row for
+    assert objective(model, data, target=target, section=DistillSection(), depth=DEPTH).sum.isfinite()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation returns while the mode is on."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **(keywords or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("loss", ["tv", "jsd(0.5)", "0.5 kl + 0.5 nll"])
+def test_no_tensor_grows_with_positions_times_vocabulary(loss):
+    vocab, length = 4096, 512
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    target, model = (LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=length, **sizes)) for _ in range(2))
+    target = Target.wrap(target)
+    data = {name: torch.cat([one[:1].repeat(1, 22)[:, :length]]) for name, one in batch(vocab).items()}
+    data["document"], data["position_ids"] = torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None]
+    with Largest() as seen:
+        objective(model, data, target=target, section=DistillSection(loss=loss), depth=DEPTH).sum.backward()
+    assert 0 < seen.elements < length * vocab / 8
+    with Largest() as naive:
+        model(data["input_ids"])
+    assert naive.elements >= length * vocab
+
+
+@pytest.fixture
+def words(tmp_path, target_folder):
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
+    shared = [
+        f"target.path={target_folder}",
+        f"data.train={text}",
+        f"data.cache={tmp_path}",
+        "data.seq_len=32",
+        f"train.output={tmp_path / 'out'}",
+    ]
+    return [*shared, "train.steps=3", "train.warmup_steps=1", "train.eval_batches=1", "train.tau_prompts=0", "train.eval_every=0"]
+
+
+def run(words, *more):
+    distill.main(["recipes/distill-tiny.yaml", *words, *more])
+    return Path(next(word for word in [*words, *more][::-1] if word.startswith("train.output=")).partition("=")[2]) / "artifact"
+
+
+def test_the_artifact_is_an_ordinary_checkpoint(tmp_path, words, target_folder):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": text, "domain": "all"}) + "\n" for text in ("for line in", "yield x", "    y = 1")))
+    words += [f"train.tau_file={asked}", "train.tau_prompts=3", "train.tau_tokens=8", "train.eval_every=1"]
+    folder = run(words)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and model.config.num_hidden_layers == 1
+    entry = json.loads((folder / "config.json").read_text())["draftsmith"]
+    assert entry["target"]["name"] == str(target_folder) and entry["tree"] == [[0] * k for k in range(1, 5)]
+    assert entry["training"]["tokens"] == entry["training"]["steps"] * 4 * 32 and entry["confidence"] == 0.0
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert {"valid_acceptance", "valid_top1", "valid_sim_tau", "valid_tau"} <= set(metrics[-1])
+    # It assists transformers' own generation, which stays what it is.
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    prompt = torch.tensor([[70, 71, 72, 73]])
+    plain = target.generate(prompt, do_sample=False, max_new_tokens=20)
+    assert torch.equal(target.generate(prompt, do_sample=False, max_new_tokens=20, assistant_model=model.float()), plain)
+    # And it drafts here, as what it was made for.
+    acceptance.main([str(folder), "--prompts", str(asked), "--max-new-tokens", "8", "--temperature", "0"])
+    assert (folder / "acceptance.json").is_file()
+    run(words)  # there already: measurements stay
+    assert (folder / "acceptance.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "start", [["student.start=random", "student.layers=2"], ["student.layers=[1]"], ["student.layers=1", "student.intermediate_size=16"]]
+)
+def test_starts(words, start):
+    folder = run(words, *start)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == (2 if "student.layers=2" in start else 1)
+
+
+def test_lora_of_a_sibling(tmp_path, words, target_folder):
+    before = load_file(Path(target_folder) / "model.safetensors")
+    folder = run(words, f"student.start={target_folder}", "student.lora=2", "train.lr=0.05")
+    whole = load_file(folder / "model.safetensors")
+    changed = [name for name in before if not torch.equal(whole[name].float(), before[name].bfloat16().float())]
+    assert changed and all("proj" in name for name in changed)
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert adapter and all("lora" in name for name in adapter)
+    checkpoint = load_file(next((tmp_path / "out" / "checkpoints").glob("step-*")) / "model.safetensors")
+    assert len(checkpoint) == len(adapter)
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_stored_features_teach_the_same(tmp_path, words):
+    online = run(words, f"train.output={tmp_path / 'online'}")
+    store = [f"features.store={tmp_path / 'store'}", "features.precision=float32"]
+    data_cli.main(["capture", "recipes/distill-tiny.yaml", *words, *store])
+    offline = run(words, f"train.output={tmp_path / 'offline'}", *store, "features.mode=offline")
+    one, other = (load_file(folder / "model.safetensors") for folder in (online, offline))
+    start = load_file(tmp_path / "online" / "start" / "model.safetensors")
+    assert all(torch.allclose(one[name].float(), other[name].float(), atol=1e-2) for name in one)
+    assert any(not torch.equal(one[name].float(), start[name].bfloat16().float()) for name in one)
+    lines = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["valid_loss"] for name in ("online", "offline")]
+    assert lines[0] == pytest.approx(lines[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["student.layers=null"], "student.start=pruned needs student.layers"),
+        (["student.start=random", "student.layers=[0]"], "student.layers=[0]: a random student has a number"),
+        (["distill.loss=tvv"], "distill.loss"),
+        (["distill.loss=reverse_kl", "distill.top_k=5"], "reverse_kl"),
+        (["distill.on_policy=0.7", "distill.rejections=0.5"], "make more than all rows"),
+        (["student.start=tiny-draft"], "has another tokenizer than target"),
+        (["student.start=./nowhere"], "no folder './nowhere'"),
+    ],
+)
+def test_wrong_words_are_refused(words, more, says):
+    with pytest.raises((ValueError, OSError)) as error:
+        run(words, *more)
+    assert says in str(error.value)
+
+
+def test_samples_need_the_target_online(tmp_path, words):
+    store = [f"features.store={tmp_path / 'store'}", "features.precision=float32"]
+    data_cli.main(["capture", "recipes/distill-tiny.yaml", *words, *store])
+    with pytest.raises(ValueError, match="need features.mode=online"):
+        run(words, *store, "features.mode=offline", "distill.on_policy=0.5")
+
+
+def test_the_start_is_made_once(words, monkeypatch):
+    """A run that goes on, on whatever rank, begins with what was made first: importance may be measured otherwise there."""
+    first = run(words)
+
+    def again(*_, **__):
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(students, "pruned", again)
+    whole = load_file(first / "model.safetensors")
+    more = load_file(run(words, "train.steps=4") / "model.safetensors")
+    assert any(not torch.equal(whole[name], more[name]) for name in whole)

@@ -1,0 +1,231 @@
+"""Distil a small language model that drafts for a frozen target (DistillSpec, Zhou et al. 2023, https://arxiv.org/abs/2310.08461).
+
+accelerate launch train/distill.py recipes/distill-tiny.yaml
+accelerate launch train/distill.py recipes/distill-tiny.yaml student.start=Qwen/Qwen3-0.6B target.path=Qwen/Qwen3-8B data.train=answers.jsonl
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.data.packing import Packed
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.grow import Beam, Shape, tree_of
+from draftsmith.inference.tree import Topology
+from draftsmith.models import student as students
+from draftsmith.models.target import Target
+from draftsmith.models.unroll import ahead
+from draftsmith.train import artifact, loop, replay
+from draftsmith.train.cli import guard
+from draftsmith.train.draft_losses import chunked_draft_loss, mix
+from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.recipe import Recipe, Section, TreeSection, load, usage
+from draftsmith.train.replay import Replay
+
+
+class StudentSection(Section):
+    start: str = Field(
+        default="pruned", description="`pruned`: layers of the target; `random`; or folder or Hub id of a model with the target's tokens"
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of such a model")
+    layers: int | tuple[int, ...] | None = Field(
+        default=None, description="of pruned and random ones: how many (pruned: those that acceptance needs most), or which, from 0"
+    )
+    hidden_size: int | None = Field(default=None, ge=1, description="W; unset, like the three below: the target's")
+    intermediate_size: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1, description="query heads; a pruned student keeps whole KV groups")
+    kv_heads: int | None = Field(default=None, ge=1, description="of a random one")
+    lora: int = Field(default=0, ge=0, description="rank of LoRA adapters, which alone are trained; 0: all weights are")
+    checkpointing: bool = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
+
+
+class DistillSection(Section):
+    loss: str = Field(
+        default="tv", description="kl, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="of both laws; that at which the drafts are to be accepted")
+    top_k: int = Field(default=0, ge=0, description="likeliest tokens of the target's law, to which it is cut; 0: all")
+    on_policy: float = Field(default=0.0, ge=0, le=1, description="λ: share of the rows that are the student's own samples")
+    rejections: float = Field(default=0.0, ge=0, le=1, description="share of the rows that are tokens where the target rejected its drafts")
+    every: int = Field(default=50, ge=4, description="steps between two generations of such rows")
+    keep: int = Field(default=4, ge=1, description="generations that rows are drawn from")
+    prompts: int = Field(default=64, ge=1, description="beginnings of the data's samples that a generation continues")
+    new_tokens: int = Field(default=128, ge=1, description="by so many tokens at most")
+    sample_temperature: float = Field(default=1.0, ge=0)
+    confidence: float = Field(
+        default=0.0, ge=0, lt=1, description="the artifact drafts no deeper where its best token is less likely than this"
+    )
+
+
+class DistillRecipe(Recipe):
+    student: StudentSection = StudentSection()
+    distill: DistillSection = DistillSection()
+
+
+def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: DistillSection, depth: int) -> Loss:
+    """Σ_t loss(p_t, q_t): p_t and q_t [V] are the target's and the student's laws of token t+1, which bears loss.
+
+    A draft is accepted with probability α_t = Σ min(p_t, q_t) = 1 − TV (Leviathan et al. 2023).
+    """
+    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
+    own = students.hidden(model, batch).flatten(0, 1)  # [M,W]
+    theirs = target.features(batch).hidden.flatten(0, 1)  # [M,H]
+    weight = ahead(mask, 1, document).flatten()
+    rows = model.get_output_embeddings().weight.shape[0]
+    found = chunked_draft_loss(
+        own[None],
+        students.head(model, target.vocab_size),
+        theirs,
+        target.logits,
+        weight[None].float(),
+        [0],
+        torch.arange(rows, device=ids.device) if rows < target.vocab_size else None,  # padding that the student lacks
+        mix(section.loss, "distill.loss"),
+        tokens=ahead(ids, 1, document).flatten(),
+        temperature=section.temperature,
+        top_k=section.top_k,
+    )
+    tokens = loop.loss_tokens(batch)
+    metrics = {"acceptance": found.overlap.sum(), "top1": found.hits.sum()}
+    return Loss(found.sum, tokens, metrics | {"sim_tau": tokens * (1 + survival(found.overlap[0], weight, document, depth).sum())})
+
+
+def survival(overlap: Tensor, weight: Tensor, document: Tensor, depth: int) -> Tensor:
+    """α [M] of rows, weight [M] and document [B,S] -> S_k [K]: Π α over k rows on end, mean over the places where K rows in a document count.
+
+    What a chain of drafts would have along the text; decoding tells what it has.
+    """
+    rows = overlap.view(document.shape)
+    steps = torch.stack([ahead(rows, k, document) for k in range(depth)])  # [K,B,S]
+    whole = torch.stack([ahead(weight.view(document.shape), k, document) for k in range(depth)]).all(0)
+    return (steps.cumprod(0) * whole).sum((1, 2)) / whole.sum().clamp(min=1)
+
+
+def shape_of(tree: TreeSection) -> Shape:
+    """What the recipe says; a chain of four where it says nothing."""
+    if tree.width in (None, 1):
+        return Topology.chain(tree.depth or 4)
+    return Beam(tree.depth or 4, tree.width, tree.nodes or 16)
+
+
+def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedModel:
+    """The student as it begins. What rank 0 made is kept in `<output>/start`, for the other ranks and for when the run goes on."""
+    section, made = recipe.student, Path(recipe.train.output) / "start"
+    state = PartialState()
+    if section.start not in ("pruned", "random"):
+        model = students.existing(section.start, target, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
+    else:
+        if state.is_main_process and not made.is_dir():
+            part = made.with_name("start.part")
+            _make(section, target, rows, recipe.train.seed).save_pretrained(part)
+            part.rename(made)
+        state.wait_for_everyone()
+        model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).to(target.device)
+    if model.config.max_position_embeddings < recipe.data.seq_len:
+        raise ValueError(
+            f"data.seq_len={recipe.data.seq_len} is longer than the student's context of {model.config.max_position_embeddings}; lower it"
+        )
+    if section.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return students.with_lora(model, section.lora, seed=recipe.train.seed) if section.lora else model
+
+
+def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> PreTrainedModel:
+    if section.layers is None:
+        raise ValueError(f"student.start={section.start} needs student.layers: how many, or which of the target's {target.num_layers}")
+    if section.start == "pruned":
+        some = loop.sample_rows(len(rows), seed, 0, min(8, len(rows)))
+        batch = {name: tensor.to(target.device) for name, tensor in rows.batch(some).items()}
+        sizes = {"hidden_size": section.hidden_size, "heads": section.heads, "intermediate_size": section.intermediate_size}
+        return students.pruned(target, layers=section.layers, **sizes, rows=batch)
+    if not isinstance(section.layers, int):
+        raise ValueError(f"student.layers={list(section.layers)}: a random student has a number of layers; expected one")
+    return students.fresh(
+        target,
+        layers=section.layers,
+        hidden_size=section.hidden_size or target.hidden_size,
+        heads=section.heads or target.config.num_attention_heads,
+        kv_heads=section.kv_heads,
+        intermediate_size=section.intermediate_size,
+        seed=seed,
+    )
+
+
+def with_replay(recipe: DistillRecipe, target: Target, drafter: DraftModel, model: torch.nn.Module, rows: Packed) -> Replay:
+    """The rows, with a share of the student's own among them."""
+    section = recipe.distill
+    makers = {
+        "samples": replay.samples(drafter.model, section.sample_temperature, section.new_tokens),
+        "rejections": replay.rejections(
+            target,
+            DraftModel(drafter.model, Topology.chain(recipe.tree.depth or 4)),
+            section.sample_temperature,
+            section.new_tokens,
+        ),
+    }
+    shares = {"samples": section.on_policy, "rejections": section.rejections}
+    shares = {kind: share for kind, share in shares.items() if share}
+    if sum(shares.values()) > 1:
+        raise ValueError(
+            f"distill.on_policy={section.on_policy} and distill.rejections={section.rejections} make more than all rows; lower one"
+        )
+    plan = replay.Plan(shares, section.every, section.keep, section.prompts, section.new_tokens, recipe.train.batch_size)
+    return Replay(rows, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size)
+
+
+def writer(recipe: DistillRecipe, target: Target, model: torch.nn.Module, drafter: DraftModel) -> Callable[[Path, dict[str, Any]], None]:
+    """Writes an ordinary checkpoint in bf16, LoRA adapters merged and beside it; its config carries, under `draftsmith`, what it is for."""
+
+    def write(folder: Path, training: dict[str, Any]) -> None:
+        if recipe.student.lora:
+            model.save_pretrained(folder / "adapter")
+        whole = students.merged(model) if recipe.student.lora else model
+        whole.config.draftsmith = {
+            "target": target.identity.to_dict(),
+            "tree": tree_of(drafter.shape),
+            "confidence": recipe.distill.confidence,
+            "training": training,
+        }
+        assert whole.generation_config is not None
+        whole.generation_config.num_assistant_tokens = drafter.max_depth
+        whole.generation_config.num_assistant_tokens_schedule = "constant"
+        whole.to(torch.bfloat16).save_pretrained(folder)
+
+    return write
+
+
+def main(arguments: list[str]) -> None:
+    recipe = load(DistillRecipe, arguments[0], arguments[1:])
+    section = recipe.distill
+    if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
+        raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
+    target, corpora = artifact.prepare(recipe)
+    train, valid = artifact.rows(recipe, target, corpora)
+    packed = train if isinstance(train, Packed) else train.packed
+    model = begin(recipe, target, packed)
+    drafter = DraftModel(students.frozen(model, target.tokenizer), shape_of(recipe.tree), confidence=section.confidence)
+    between = None
+    if section.on_policy or section.rejections:
+        if not isinstance(train, Packed):
+            raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
+        train = with_replay(recipe, target, drafter, model, train)
+        between = train.renew
+    measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
+    facts = artifact.facts(target, train)
+    probe = artifact.probe(recipe, target, drafter)
+    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, probe, between)
+    if accelerator.is_main_process:
+        write = writer(recipe, target, model, drafter)
+        artifact.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)
+
+
+if __name__ == "__main__":
+    guard(main, sys.argv[1:], usage(DistillRecipe, __doc__))
