@@ -101,16 +101,17 @@ def table() -> None:
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, rule="rejection")
         own = texts(target, asked, sampling, NEW_TOKENS)
+        tokens = torch.tensor([float(len(text.tokens)) for text in own]) * len(SEEDS)  # [P]
         rounds: dict[Cell, torch.Tensor] = {}
         for cell in found:
             students = [Target.load(str(FOLDER / name_of(cell, seed) / "artifact"), dtype=torch.float32) for seed in SEEDS]
             drafters = [DraftModel(student, Topology.chain(DEPTH)) for student in students]
-            tokens, rounds[cell] = expected_rounds(target, drafters, own, DEPTH, sampling)  # [P], [seeds,P]
+            rounds[cell] = expected_rounds(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
         first = rounds[next(iter(found))].sum(0)
         for cell, taken in rounds.items():
-            taus = tokens.sum() / taken.sum(1)
-            difference = paired(len(SEEDS) * tokens, first, taken.sum(0))
-            found[cell].append((float(len(SEEDS) * tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
+            taus = tokens.sum() / len(SEEDS) / taken.sum(1)
+            difference = paired(tokens, first, taken.sum(0))
+            found[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
     (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in found.items()]))
     print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")
     for cell, both in found.items():

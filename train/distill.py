@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -79,7 +79,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
     own = students.hidden(model, batch).flatten(0, 1)  # [M,W]
     theirs = target.features(batch).hidden.flatten(0, 1)  # [M,H]
     weight = ahead(mask, 1, document).flatten()
-    rows = model.get_output_embeddings().weight.shape[0]
+    rows = model.config.get_text_config().vocab_size
     found = chunked_draft_loss(
         own[None],
         students.head(model, target.vocab_size),
@@ -128,14 +128,14 @@ def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedMode
             _make(section, target, rows, recipe.train.seed).save_pretrained(part)
             part.rename(made)
         state.wait_for_everyone()
-        model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).to(target.device)
+        model = cast(Any, AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
         raise ValueError(
             f"data.seq_len={recipe.data.seq_len} is longer than the student's context of {model.config.max_position_embeddings}; lower it"
         )
     if section.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return students.with_lora(model, section.lora, seed=recipe.train.seed) if section.lora else model
+    return cast(Any, students.with_lora(model, section.lora, seed=recipe.train.seed)) if section.lora else model
 
 
 def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> PreTrainedModel:
@@ -159,14 +159,14 @@ def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> P
     )
 
 
-def with_replay(recipe: DistillRecipe, target: Target, drafter: DraftModel, model: torch.nn.Module, rows: Packed) -> Replay:
-    """The rows, with a share of the student's own among them."""
+def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: torch.nn.Module, rows: Packed) -> Replay:
+    """The rows, with a share of the student's own among them; `student` is `model` as it decodes."""
     section = recipe.distill
     makers = {
-        "samples": replay.samples(drafter.model, section.sample_temperature, section.new_tokens),
+        "samples": replay.samples(student, section.sample_temperature, section.new_tokens),
         "rejections": replay.rejections(
             target,
-            DraftModel(drafter.model, Topology.chain(recipe.tree.depth or 4)),
+            DraftModel(student, Topology.chain(recipe.tree.depth or 4)),
             section.sample_temperature,
             section.new_tokens,
         ),
@@ -181,20 +181,19 @@ def with_replay(recipe: DistillRecipe, target: Target, drafter: DraftModel, mode
     return Replay(rows, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size)
 
 
-def writer(recipe: DistillRecipe, target: Target, model: torch.nn.Module, drafter: DraftModel) -> Callable[[Path, dict[str, Any]], None]:
+def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafter: DraftModel) -> Callable[[Path, dict[str, Any]], None]:
     """Writes an ordinary checkpoint in bf16, LoRA adapters merged and beside it; its config carries, under `draftsmith`, what it is for."""
 
     def write(folder: Path, training: dict[str, Any]) -> None:
         if recipe.student.lora:
             model.save_pretrained(folder / "adapter")
-        whole = students.merged(model) if recipe.student.lora else model
+        whole: Any = students.merged(model)
         whole.config.draftsmith = {
             "target": target.identity.to_dict(),
             "tree": tree_of(drafter.shape),
             "confidence": recipe.distill.confidence,
             "training": training,
         }
-        assert whole.generation_config is not None
         whole.generation_config.num_assistant_tokens = drafter.max_depth
         whole.generation_config.num_assistant_tokens_schedule = "constant"
         whole.to(torch.bfloat16).save_pretrained(folder)
@@ -211,15 +210,15 @@ def main(arguments: list[str]) -> None:
     train, valid = artifact.rows(recipe, target, corpora)
     packed = train if isinstance(train, Packed) else train.packed
     model = begin(recipe, target, packed)
-    drafter = DraftModel(students.frozen(model, target.tokenizer), shape_of(recipe.tree), confidence=section.confidence)
-    between = None
+    student = students.frozen(model, target.tokenizer)
+    drafter = DraftModel(student, shape_of(recipe.tree), confidence=section.confidence)
+    facts, between = artifact.facts(target, train), None
     if section.on_policy or section.rejections:
         if not isinstance(train, Packed):
             raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
-        train = with_replay(recipe, target, drafter, model, train)
+        train = with_replay(recipe, target, student, model, train)
         between = train.renew
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    facts = artifact.facts(target, train)
     probe = artifact.probe(recipe, target, drafter)
     accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, probe, between)
     if accelerator.is_main_process:

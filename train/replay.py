@@ -270,5 +270,5 @@ def _digest(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             found.update(name.encode())
-            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
