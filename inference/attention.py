@@ -17,12 +17,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.kernels import active
 from draftsmith.inference.support import check_supported
-from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.tree import DraftTree, pack
 
 __all__ = ["TreeAttention", "check_supported", "tree_attention", "tree_attention_forward"]
 
 NAME = "tree"
+MOST_NODES = 256  # that the kernel takes, on either side of the scores
 # Up to this many queries the heads of a group go through one KV head as extra queries; beyond, the G-fold mask costs more
 # than SDPA's own handling (8 query heads, 2 KV heads, 600 keys, one core: 90 against 150 us at N = 1, 440 against 400 at 16).
 _PACK_BELOW = 9
@@ -36,10 +38,16 @@ class TreeAttention:
     """
 
     def __init__(
-        self, cache: TreeCache, depth: Tensor, visible: Tensor | None, key_depth: Tensor | None = None, open: bool = False
+        self,
+        cache: TreeCache,
+        depth: Tensor,
+        visible: Tensor | None,
+        key_depth: Tensor | None = None,
+        open: bool = False,
+        words: Tensor | None = None,
     ) -> None:
         """depth [B,N] int64; visible [B,N,M] bool, or None for a causal chunk, where depth is 0 … N−1; key_depth [B,M], depth by default;
-        open: the host knows that visible is true everywhere."""
+        open: the host knows that visible is true everywhere; words: visible, packed, where it is known."""
         self.length = cache.current  # [B]
         self.reach = cache.reach
         self.exact = cache.exact
@@ -50,17 +58,28 @@ class TreeAttention:
         self.span = self.key_depth.shape[1]
         self.open = open or self.span == 1
         self._masks: dict[Any, Tensor | None] = {}
+        self.rows, self.bound = cache.index, None if cache.fixed else cache.reach
+        # The kernel reads whole buffers: the cache hands them over as they are in the forward that this is made for.
+        self.fused = cache.whole = visible is not None and active() and max(self.nodes, self.span) <= MOST_NODES
+        self._words = words
 
     @classmethod
     def tree(cls, cache: TreeCache, tree: DraftTree) -> "TreeAttention":
         """The nodes of a tree, after the selected rows of the cache."""
-        return cls(cache, tree.depth, tree.visible())
+        return cls(cache, tree.depth, tree.visible(), words=tree.ancestors)
 
     @classmethod
     def causal(cls, cache: TreeCache, count: int) -> "TreeAttention":
         """A chunk of prompts, query j of a row at position length + j; queries past a row's own tokens are not to be read."""
         depth = torch.arange(count, device=cache.length.device).expand(len(cache.selected), count)
         return cls(cache, depth, None)
+
+    def words(self) -> Tensor:
+        """What each node sees of the M slots, as int64 words [B,N,⌈M/64⌉]. Packed once and kept."""
+        if self._words is None:
+            assert self.visible is not None, "a causal chunk has no words"
+            self._words = pack(self.visible)
+        return self._words
 
     def positions(self) -> Tensor:
         """position_ids [B,N] = length + depth."""
@@ -136,11 +155,13 @@ def tree_attention_forward(
         raise ValueError(f"got a mask or position bias from {name}; expected none; this architecture cannot be tree-verified")
     batch, heads, nodes, _ = query.shape
     groups = heads // key.shape[1]
-    assert key.shape[2] == tree_attention.reach + tree_attention.span, "keys must come from the TreeCache of the same forward"
     if sliding_window is _UNSET:
         if module not in _WINDOWS:
             _WINDOWS[module] = _window(module)  # once: reading a config is slow
         sliding_window = _WINDOWS[module]
+    if tree_attention.fused:
+        return _fused(tree_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    assert key.shape[2] == tree_attention.reach + tree_attention.span, "keys must come from the TreeCache of the same forward"
     window = sliding_window
     manual = softcap is not None or s_aux is not None
     packed = groups > 1 and (manual or nodes < _PACK_BELOW or query.is_cuda)
@@ -152,6 +173,25 @@ def tree_attention_forward(
     else:
         out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=groups > 1 and not packed)
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2), None
+
+
+def _fused(
+    tree: TreeAttention,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The kernel, on the whole buffers of the cache."""
+    from draftsmith.inference.kernels.attention import tree_attention
+
+    on = keys.device
+    data = (one.to(on) for one in (tree.rows, tree.length, tree.depth, tree.words(), tree.key_depth))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return tree_attention(query, keys, values, *data, scale=scale, window=window, softcap=softcap, sinks=sinks, reach=tree.bound)
 
 
 def _window(module: nn.Module) -> int | None:

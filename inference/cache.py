@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from draftsmith.inference.kernels import active
+
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
@@ -42,8 +44,13 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self._stores: dict[int, _Store] = {}
+        self._table: tuple[int, Any] = (0, ())  # for the kernel: the buffers' addresses, and of how many layers
         self._bound = [0] * rows
         self._sure = [True] * rows
+        self._every = torch.arange(rows, device=device)
+        self.selected: list[int] = []
+        self.fixed = False  # lengths are the device's knowledge alone: nothing may follow the host's bounds
+        self.whole = False  # the next forward reads whole buffers: set by what attends
         self.select(range(rows))
 
     def __bool__(self) -> bool:
@@ -51,15 +58,19 @@ class TreeCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """The next forwards cover these rows, in this order."""
+        if list(rows) == self.selected:
+            self._changed()
+            return
         self.selected = list(rows)
         first, count = self.selected[0], len(self.selected)
         self._range = (first, count) if self.selected == list(range(first, first + count)) else None
         self._all = self._range == (0, self.rows)
-        self._index = torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
+        # That of all rows stays where it is: a graph may hold it.
+        self.index = self._every if self._all else torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
         self._changed()
 
     def _changed(self) -> None:
-        self.current = self.length if self._all else self.length.index_select(0, self._index)  # [B]
+        self.current = self.length if self._all else self.length.index_select(0, self.index)  # [B]
         bounds = [self._bound[row] for row in self.selected]
         self.reach = max(bounds)
         self.exact = min(bounds) == self.reach and all(self._sure[row] for row in self.selected)
@@ -74,7 +85,8 @@ class TreeCache(Cache):
         raise ValueError("a mask was asked of TreeCache; it works with tree attention only; run inside `with tree_attention(model)`")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys [B,heads,N,dim] and values [B,heads,N,dim'], return views of the first reach + drafted + N slots.
+        """Write keys [B,heads,N,dim] and values [B,heads,N,dim'], return views of the first reach + drafted + N slots; of all
+        rows and slots, where `whole`.
 
         Raises:
             ValueError: the context is full, or the batch is not the selected rows.
@@ -82,7 +94,7 @@ class TreeCache(Cache):
         count, nodes = key_states.shape[0], key_states.shape[2]
         if count != len(self.selected):
             raise ValueError(f"got a batch of {count} rows; expected the {len(self.selected)} selected ones; call select first")
-        if self.reach + self.drafted + nodes > self.capacity:
+        if not self.fixed and self.reach + self.drafted + nodes > self.capacity:
             raise ValueError(
                 f"the context is full: got {nodes} tokens after {self.reach + self.drafted} cached ones, expected at most {self.capacity} slots; "
                 "give a larger context"
@@ -92,6 +104,8 @@ class TreeCache(Cache):
             store = self._stores[layer_idx] = _Store(self._allocate(key_states), self._allocate(value_states))
         self._write(store.keys, key_states)
         self._write(store.values, value_states)
+        if self.whole:
+            return store.keys, store.values
         return self._read(store.keys, nodes), self._read(store.values, nodes)
 
     def _allocate(self, states: Tensor) -> Tensor:
@@ -99,7 +113,7 @@ class TreeCache(Cache):
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         nodes = states.shape[2]
-        if self.exact and self._range is not None:
+        if self.exact and self._range is not None and not self.fixed:
             (first, count), start = self._range, self.reach + self.drafted
             buffer[first : first + count, :, start : start + nodes] = states
             return
@@ -113,19 +127,19 @@ class TreeCache(Cache):
     def _flat(self, slots: Tensor, heads: int) -> Tensor:
         """Slots [B,N] of the selected rows -> indices [B·heads·N] into a buffer seen as [rows·heads·C,dim]."""
         head = torch.arange(heads, device=slots.device)[None, :, None]
-        return ((self._index[:, None, None] * heads + head) * self.capacity + slots[:, None, :]).flatten()
+        return ((self.index[:, None, None] * heads + head) * self.capacity + slots[:, None, :]).flatten()
 
     def _read(self, buffer: Tensor, nodes: int) -> Tensor:
         end = self.reach + self.drafted + nodes
         if self._range is not None:
             first, count = self._range
             return buffer[first : first + count, :, :end]
-        return buffer[:, :, :end].index_select(0, self._index.to(buffer.device))
+        return buffer[:, :, :end].index_select(0, self.index.to(buffer.device))
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] of the slots just written for each selected row: a chunk of a prompt."""
         added = torch.tensor(list(counts), dtype=torch.int64, device=self.length.device)
-        self.length.index_add_(0, self._index, added)
+        self.length.index_add_(0, self.index, added)
         for row, count in zip(self.selected, counts, strict=True):
             self._bound[row] += count
         self._changed()
@@ -150,13 +164,16 @@ class TreeCache(Cache):
         if self._all:
             self.length += count
         else:
-            self.length.index_add_(0, self._index, count)
+            self.length.index_add_(0, self.index, count)
         for place, row in enumerate(self.selected):
             self._bound[row] += first + slots.shape[1] if kept is None else kept[place]
             self._sure[row] = self._sure[row] and kept is not None
         self._changed()
 
     def _move(self, slots: Tensor, first: int) -> None:
+        if active():
+            self._move_fused(slots, first)
+            return
         step = torch.arange(first, first + slots.shape[1], device=slots.device)
         # Where the path has ended a slot is copied onto itself.
         source = self.current[:, None] + torch.where(slots < 0, step, slots)
@@ -171,6 +188,20 @@ class TreeCache(Cache):
                 flat = buffer.view(-1, buffer.shape[3])
                 # The gather is whole before the scatter begins: a slot may be both source and target.
                 flat.index_copy_(0, scatter, flat.index_select(0, gather))
+
+    def _move_fused(self, slots: Tensor, first: int) -> None:
+        from draftsmith.inference.kernels.commit import commit, table
+
+        if self._table[0] != len(self._stores):  # layers were allocated since
+            buffers = [buffer for store in self._stores.values() for buffer in (store.keys, store.values)]
+            self._table = len(self._stores), table(buffers)
+        commit(self._table[1], self.index, self.current.contiguous(), slots, first)
+
+    def bounds(self, given: list[int] | None = None) -> list[int]:
+        """The host's bounds of all rows' lengths; set to `given` where there are any."""
+        if given is not None:
+            self._bound = list(given)
+        return list(self._bound)
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget these rows (all of them by default); their slots are free."""

@@ -3,8 +3,10 @@
 Plain decoding is this loop with the drafter `Plain`; no other loop exists. Letters: B live rows · N nodes · K draft depth.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.captured import Captured, Flight, refusal
 from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput
 from draftsmith.inference.governor import Governor
+from draftsmith.inference.kernels import active, missing, use
 from draftsmith.inference.processors import History, Processor
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.support import check_supported
@@ -80,7 +84,8 @@ class Decoder:
     rows: sequences in flight · context: prompt and answer together, at most; None takes what the prompts and max_new_tokens
     of each call need · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise around the parts of a round so
     that their times are true (the loop itself reads the device once per round) · governor: decides how deep to draft; without one
-    every round drafts as deep as the drafter can.
+    every round drafts as deep as the drafter can · kernels: attend, draft, verify and commit with Triton's (no GPU has run them yet) · graphs:
+    with them, run each round as one CUDA graph where that can be (`refusal` says why not); not if timed.
 
     Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
 
@@ -98,6 +103,8 @@ class Decoder:
         chunk: int = 256,
         timed: bool = False,
         governor: Governor | None = None,
+        kernels: bool = False,
+        graphs: bool = True,
     ) -> None:
         for name, value in (("rows", rows), ("context", context), ("chunk", chunk)):
             if value is not None and value < 1:
@@ -112,6 +119,9 @@ class Decoder:
         self.chunk = chunk
         self.timed = timed and target.device.type == "cuda"
         self.governor = governor
+        if kernels and (reason := missing(target.device)):
+            raise ValueError(f"kernels: {reason}")
+        self.kernels, self.graphs = kernels, graphs
         self.target_forwards = self.prefill_chunks = self.rounds = 0
         self.prefill_s = 0.0
         self._cache: TreeCache | None = None
@@ -198,12 +208,17 @@ class Decoder:
         longest = max(len(request.prompt) for request in waiting)
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
         self._history = history
+        with use(self.kernels):
+            graphs = self.graphs and not (self.timed or self.refusal(sampling, history is not None))
         try:
-            cache = self._bind(limits.context)
+            cache = self._bind(limits.context, graphs)
+            if graphs:
+                yield from self._flights(cache, waiting, live, sampling, limits)
+                return
             batch: _Batch | None = None
             while waiting or live:
                 # The modes are entered per round: a consumer may do its own torch work between two rounds.
-                with torch.inference_mode(), tree_attention(self.target.model):
+                with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
                     if waiting and len(live) < self.rows:
                         self._admit(cache, waiting, live)
                         batch = None
@@ -222,8 +237,50 @@ class Decoder:
                     self._release(self._cache, [request.row for request in live])
             self._busy, self._history = False, None
 
-    def _bind(self, limit: int) -> TreeCache:
-        """A cache and drafter state for `limit` positions; the cache of an earlier call serves again if it is large enough."""
+    def refusal(self, sampling: Sampling, processed: bool = False) -> str:
+        """Why a round is not one graph, in one line; "" where it is."""
+        return refusal(self.target, self.drafter, sampling, processed) if self.kernels else "kernels are off"
+
+    def _flights(
+        self, cache: TreeCache, waiting: list[_Request], live: list[_Request], sampling: Sampling, limits: "_Limits"
+    ) -> Iterator[list[Step]]:
+        """`_run` with rounds that are one graph each: what one committed is looked at while the next is under way."""
+        rounds = Captured(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.target.device.type == "cuda")
+        flights: deque[tuple[Flight, list[_Request]]] = deque()
+        began = self._clock()
+        while waiting or live:
+            with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
+                if waiting and len(live) < self.rows:
+                    fresh = self._admit(cache, waiting, live)
+                    rounds.seat([one.row for one in fresh], [one.last for one in fresh], [one.key for one in fresh])
+                rows = [request.row for request in live]
+                depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
+                flights.append((rounds.launch(depth), list(live)))
+                if len(flights) == 1:
+                    continue
+                flight, flown = flights.popleft()
+                told = flight.land()
+                # Of a row that had ended before the round began there is nothing to learn.
+                known = [request for request in flown if any(request is one for one in live)]
+                steps = [_settle(request, told[request.row], limits) for request in known]
+                total, began = self._clock() - began, self._clock()
+                self.rounds += 1
+                for step in steps:
+                    step.round.verify_s = total
+                if self.governor and known:
+                    self.governor.learn([request.row for request in known], [told[request.row] for request in known], total)
+                gone = [step.row for step in steps if step.finished]
+                if gone:
+                    rounds.leave(gone)
+                    self._release(cache, gone)
+                    live[:] = [request for request in live if request.row not in gone]
+            if steps:
+                yield steps
+
+    def _bind(self, limit: int, late: bool = False) -> TreeCache:
+        """A cache and drafter state for `limit` positions; the cache of an earlier call serves again if it is large enough. late: a row
+        may run a round past its end."""
+        limit += (self.drafter.max_depth + 1) * late
         capacity = limit + self.drafter.max_nodes
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = None  # free the old one first
@@ -236,8 +293,9 @@ class Decoder:
             self.governor.bind(self._depth)
         return self._cache
 
-    def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> None:
-        """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go."""
+    def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> list[_Request]:
+        """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go; the requests that got one."""
+        cache.fixed = False
         began = self._clock()
         used = {request.row for request in live}
         fresh: list[_Request] = []
@@ -254,6 +312,7 @@ class Decoder:
         live.extend(fresh)
         live.sort(key=lambda request: request.row)
         self.prefill_s += self._clock() - began
+        return fresh
 
     def _prefill(self, cache: TreeCache, fresh: list[_Request]) -> None:
         """Run prompt[:-1] of neighbouring rows through the target, a chunk at a time, and start the drafter on them."""
@@ -310,7 +369,7 @@ class Decoder:
             positions = positions.clamp(max=self.target.max_positions - 1)
         out = self._forward(tree.tokens, positions, cache, attention)
         logits = self.target.logits(out.hidden)
-        verdict = _verify(tree, self._history.apply(ask, tree, logits) if self._history else logits, ask)
+        verdict = _verify(tree, self._history.apply(ask, tree, logits) if self._history else logits, ask, self._history is not None)
         told = verdict.told(tree)
         if self._history:
             self._history.commit(ask, tree, verdict)
@@ -365,10 +424,16 @@ class _Batch:
     root: Tensor
 
 
-def _verify(tree: DraftTree, logits: Tensor, ask: Ask) -> Verdict:
-    """On the device of the head, which need not be that of the first layer."""
+def _verify(tree: DraftTree, logits: Tensor, ask: Ask, processed: bool) -> Verdict:
+    """On the device of the head, which need not be that of the first layer. processed: the logits carry penalties already."""
     there, here = logits.device, ask.root.device
-    verdict = verify(tree.to(there), logits, ask.sampling, ask.request.to(there), ask.position.to(there), ask.depth)
+    sampling = replace(ask.sampling, repetition_penalty=1.0) if processed else ask.sampling
+    by = verify
+    if active():
+        from draftsmith.inference.kernels import verify as kernel
+
+        by = verify if kernel.supported(sampling) else kernel.verify
+    verdict = by(tree.to(there), logits, sampling, ask.request.to(there), ask.position.to(there), ask.depth)
     return verdict if there == here else Verdict(verdict.path.to(here), verdict.length.to(here), verdict.next_token.to(here))
 
 

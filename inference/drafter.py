@@ -38,7 +38,8 @@ class NodeOutput:
 class Ask:
     """What a round asks for: rows, B of them, on the host, and `index` [B], the same on the device · root [B], the last committed
     tokens · position [B], their absolute index · request [B], noise keys · sampling, which says how children are to be chosen ·
-    depth: draft no deeper than this (at least 1)."""
+    depth: draft no deeper than this (at least 1) · fixed: this may become part of a graph: no shape may follow what was accepted, nothing may
+    be asked of the host."""
 
     rows: list[int]
     index: Tensor
@@ -47,6 +48,7 @@ class Ask:
     request: Tensor
     sampling: Sampling
     depth: int
+    fixed: bool = False
 
 
 class Target(Protocol):

@@ -6,11 +6,13 @@ M stored nodes · E nodes encoded before a level.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.drafter import Ask
+from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, gumbel, warp
 from draftsmith.inference.tree import DraftTree, Topology
 
@@ -28,6 +30,9 @@ __all__ = [
     "shape_of",
     "tree_of",
 ]
+
+
+MOST_RANKED = 16  # candidates of a node that the kernel ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +236,24 @@ def check_rule(rule: str, shape: Shape) -> None:
 def grow(shape: Shape, ask: Ask) -> Growth:
     """The growth of a tree of this shape, no deeper than asked for."""
     shape = shape.cut(ask.depth)
-    return BeamGrowth(shape, ask) if isinstance(shape, Beam) else StaticGrowth(shape, ask)
+    if not isinstance(shape, Beam):
+        return StaticGrowth(shape, ask)
+    if active():
+        from draftsmith.inference.kernels.expand import FusedGrowth
+
+        fused: Any = FusedGrowth  # it is a BeamGrowth, from a module that imports this one
+        return fused(shape, ask)
+    return BeamGrowth(shape, ask)
 
 
 def choose(logits: Tensor, count: int, ask: Ask, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """logits [B,F,V] for the tokens of absolute index [B,F] -> ids [B,F,R], log-probabilities [B,F,R] if `scored`, and the law
     that ids were drawn from as logits [B,F,V], or None where they were not. As `ask.sampling.children` says."""
     how, kind, count = ask.sampling, ask.sampling.children, min(count, logits.shape[-1])
+    if kind == "top" and active() and count <= MOST_RANKED:
+        from draftsmith.inference.kernels.expand import best
+
+        return *best(logits, count), None
     if kind == "top":
         ids = ranked(logits, count)
     else:

@@ -13,7 +13,7 @@ from draftsmith.inference.rules import decide
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, indices
 
-__all__ = ["Told", "Verdict", "judge", "verify", "walk"]
+__all__ = ["Told", "Verdict", "judge", "packed", "unpacked", "verify", "walk"]
 
 
 @dataclass(slots=True)
@@ -45,16 +45,28 @@ class Verdict:
 
 
 def _transfer(tree: DraftTree, verdict: Verdict) -> list[Told]:
-    path = verdict.path
-    width = path.shape[1]
+    return unpacked(packed(tree, verdict).tolist())
+
+
+def packed(tree: DraftTree, verdict: Verdict) -> Tensor:
+    """All that the host is told of a round, [B,3] for trees of a root alone, else [B,4+2P]: one tensor, so that one transfer takes it."""
     heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
-    if width == 1:
-        return [Told(length, size, 0, True, [token]) for length, size, token in torch.cat(heads, 1).tolist()]
-    kept = tree.tokens.gather(1, path.clamp(min=0))
+    if verdict.path.shape[1] == 1:
+        return torch.cat(heads, 1)
+    kept = tree.tokens.gather(1, verdict.path.clamp(min=0))
+    return torch.cat((*heads, tree.deepest(), verdict.path, kept), 1)
+
+
+def unpacked(rows: list[list[int]]) -> list[Told]:
+    """The inverse of `packed`, on the host."""
     told = []
-    for length, size, token, depth, *rest in torch.cat((*heads, tree.deepest(), path, kept), 1).tolist():
-        in_place = rest[:length] == list(range(length))
-        told.append(Told(length, size, depth, in_place, rest[width + 1 : width + length] + [token]))
+    for length, size, token, *rest in rows:
+        if not rest:
+            told.append(Told(length, size, 0, True, [token]))
+            continue
+        depth, width = rest[0], len(rest) // 2
+        path, kept = rest[1 : width + 1], rest[width + 1 :]
+        told.append(Told(length, size, depth, path[:length] == list(range(length)), kept[1:length] + [token]))
     return told
 
 

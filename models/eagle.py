@@ -146,10 +146,12 @@ class Layer(nn.Module):
 
 @dataclass(slots=True)
 class Rows:
-    """state [rows,W]: the output at the last pair of each row · ready: the rows that have one · cache: KV of their pairs."""
+    """state [rows,W]: the output at the last pair of each row · ready: the rows that have one, begun [rows] bool the same for the device ·
+    cache: KV of their pairs."""
 
     state: Tensor
     ready: set[int]
+    begun: Tensor
     cache: TreeCache
     shape: Shape
 
@@ -335,14 +337,16 @@ class EagleModel(DrafterModel):
         drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, Topology) else (shape.depth - 1) * shape.width
         cache = TreeCache(rows, context + max(drafted, shape.max_depth + 1), target.device)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
-        self._state = Rows(state, set(), cache, shape)
+        self._state = Rows(state, set(), torch.zeros(rows, dtype=torch.bool, device=target.device), cache, shape)
 
     @torch.no_grad()
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
         state = self._state
+        state.cache.fixed = False
         state.cache.reset(rows)
         state.ready.difference_update(rows)
+        state.begun[rows] = False
         sizes = [len(prompt) - 1 for prompt in prompts]
         if not max(sizes):
             return
@@ -359,6 +363,7 @@ class EagleModel(DrafterModel):
         state = self._state
         if state.shape.max_depth == 0:
             return DraftTree.root(ask.root)
+        state.cache.fixed = ask.fixed
         state.cache.select(ask.rows)
         growth = grow(state.shape, ask)
         output, index = state.state[ask.index][:, None], ask.position[:, None] + 1
@@ -377,9 +382,10 @@ class EagleModel(DrafterModel):
             state.cache.draft(frontier.tokens.shape[1])
             index = index + 1
         tree, _ = growth.finish()
-        if state.ready.issuperset(ask.rows):
+        if not ask.fixed and state.ready.issuperset(ask.rows):
             return tree
-        ready = torch.tensor([row in state.ready for row in ask.rows], device=tree.size.device)
+        # In a graph the rows change without the host being asked.
+        ready = state.begun[ask.index] if ask.fixed else torch.tensor([row in state.ready for row in ask.rows], device=tree.size.device)
         return replace(tree, size=torch.where(ready, tree.size, 1), full=False, _deepest=None)
 
     def _choose(self, logits: Tensor, count: int, ask: Ask, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -392,8 +398,8 @@ class EagleModel(DrafterModel):
     @torch.no_grad()
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Forget what was drafted; encode the pairs of the accepted nodes from the target's features."""
-        counts = [row.length for row in verdict.told(tree)]
-        width = max(counts)
+        counts = None if ask.fixed else [row.length for row in verdict.told(tree)]
+        width = verdict.path.shape[1] if counts is None else max(counts)
         if not width:
             return
         path = verdict.path[:, :width].clamp(min=0)
@@ -403,7 +409,24 @@ class EagleModel(DrafterModel):
         tokens = torch.cat((tree.tokens.gather(1, path)[:, 1:], verdict.next_token[:, None]), 1)
         last = torch.arange(width, device=tokens.device) == (verdict.length - 1)[:, None]
         tokens = torch.where(last, verdict.next_token[:, None], tokens)
-        self._encode(ask.rows, self.feature_of(NodeOutput(hidden, taps)), tokens, counts)
+        feature = self.feature_of(NodeOutput(hidden, taps))
+        if counts is None:
+            self._encode_all(ask, feature, tokens, verdict.length)
+        else:
+            self._encode(ask.rows, feature, tokens, counts)
+
+    def _encode_all(self, ask: Ask, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """`_encode` in a fixed shape: counts [B] are the device's."""
+        state, width = self._state, tokens.shape[1]
+        state.cache.select(ask.rows)
+        depth = torch.arange(width, device=tokens.device).expand_as(tokens)
+        causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
+        attention = TreeAttention(state.cache, depth, causal)
+        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
+        state.cache.keep(depth, counts, in_place=True)
+        last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
+        state.state[ask.index] = torch.where(counts[:, None] > 0, last, state.state[ask.index])
+        state.begun[ask.index] |= counts > 0
 
     def _encode(self, rows: list[int], feature: Tensor, tokens: Tensor, counts: list[int]) -> None:
         """Append counts[b] pairs to each of `rows`; of feature [R,n,·] and tokens [R,n] the rest is padding."""
@@ -416,6 +439,7 @@ class EagleModel(DrafterModel):
         index = torch.tensor([[place, counts[place] - 1, rows[place]] for place in some], device=output.device).T
         if some:
             state.state[index[2]] = output[index[0], index[1]]
+            state.begun[index[2]] = True
             state.ready.update(rows[place] for place in some)
 
     def _cached(self, attention: TreeAttention) -> Attend:
@@ -430,6 +454,7 @@ class EagleModel(DrafterModel):
 
     def drop(self, rows: list[int]) -> None:
         self._state.ready.difference_update(rows)
+        self._state.begun[rows] = False
         self._state.cache.reset(rows)
 
     def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Any:

@@ -1,11 +1,16 @@
 """Shared by all tests: GPU tests are skipped, and counted, where there is no GPU; a tiny target with a tokenizer on disk."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
+import interpreted  # first: it decides how Triton is imported
 import pytest
 import torch
 
 from draftsmith.inference import machine
+
+if interpreted.INTERPRETED and find_spec("triton"):
+    interpreted.mend()
 
 
 def pytest_collection_modifyitems(items):
