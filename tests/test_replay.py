@@ -275,7 +275,15 @@ def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path
         "train.save_every=3",
         "train.eval_every=0",
     ]
-    words += ["distill.on_policy=0.5", "distill.rejections=0.2", "distill.every=4", "distill.prompts=20", "distill.new_tokens=12"]
+    words += [
+        "student.start=pruned",
+        "student.layers=1",
+        "distill.on_policy=0.5",
+        "distill.rejections=0.2",
+        "distill.every=4",
+        "distill.prompts=20",
+        "distill.new_tokens=12",
+    ]
     distill.main([*words, f"train.output={tmp_path / 'whole'}"])
     real, calls = replay.samples, []
 

@@ -49,7 +49,7 @@ class StudentSection(Section):
 
 class DistillSection(Section):
     loss: str = Field(
-        default="tv", description="kl, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`"
+        default="jsd(0.5)", description="kl, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`"
     )
     temperature: float = Field(default=1.0, gt=0, description="of both laws; that at which the drafts are to be accepted")
     top_k: int = Field(default=0, ge=0, description="likeliest tokens of the target's law, to which it is cut; 0: all")
