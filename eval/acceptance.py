@@ -64,6 +64,7 @@ def evaluate(
     rule: str = "one-draw",
     rows: int = 1,
     governed: bool = False,
+    kernels: bool = False,
 ) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
     """The report of `drafter` on `prompts`, its round records and (where the tree was chosen) position records.
 
@@ -96,7 +97,7 @@ def evaluate(
     rounds: list[RoundRecord] = []
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature, rule=rule)
-        outcomes, seconds_by = _decode(target, drafter, reporting, max_new_tokens, sampling, rows, governed)
+        outcomes, seconds_by = _decode(target, drafter, reporting, max_new_tokens, sampling, rows, governed, kernels)
         found = [record for outcome in outcomes for record in outcome.rounds]
         rounds += found
         report.answers += sum(outcome.checked for outcome in outcomes)
@@ -189,14 +190,14 @@ class Outcome:
 
 
 def _decode(
-    target: Target, drafter: Any, cases: list[Case], max_new_tokens: int, sampling: Sampling, rows: int, governed: bool
+    target: Target, drafter: Any, cases: list[Case], max_new_tokens: int, sampling: Sampling, rows: int, governed: bool, kernels: bool
 ) -> tuple[list[Outcome], dict[str, float]]:
     """Each prompt (or with several rows each few) plainly, drafted and (greedy, alone) by transformers, in turning order.
 
     Every rank takes its share of the prompts; the times, with c and the tokens that they were for, are this rank's."""
     mine = ranks.share(cases)
     context = max(len(case.ids) for case in cases) + max_new_tokens
-    common: dict[str, Any] = {"rows": rows, "context": context, "timed": True}
+    common: dict[str, Any] = {"rows": rows, "context": context, "timed": True, "kernels": kernels}
     decoders = {
         "plain": Decoder(target, **common),
         "drafted": Decoder(target, drafter, governor=Governor() if governed else None, **common),
@@ -304,6 +305,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--confidence", type=float, help="draft models: draft on where the best next token is at least this likely")
     described.add_argument("--rows", type=int, default=1, help="prompts decoded at a time (default 1)")
     described.add_argument("--governor", action="store_true", help="draft only as deep as pays, as `generate` does")
+    described.add_argument("--kernels", action="store_true", help="decode with Triton's kernels; no GPU has run them yet")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
@@ -346,6 +348,7 @@ def main(arguments: list[str]) -> None:
         rule=options.rule,
         rows=options.rows,
         governed=options.governor,
+        kernels=options.kernels,
     )
     if ranks.first():
         _tell(options.json, report)

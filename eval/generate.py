@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--width", type=int, help="of a dynamic tree (default 4)")
     described.add_argument("--nodes", type=int, help="of a dynamic tree, the root included (default 16)")
     described.add_argument("--confidence", type=float, help="draft models: draft on where the best next token is at least this likely")
+    described.add_argument("--kernels", action="store_true", help="Triton's kernels and one CUDA graph a round; no GPU has run them yet")
     described.add_argument("--no-governor", action="store_true", help="draft in every round, whether it pays or not")
     described.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     described.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
@@ -113,7 +114,7 @@ def main(arguments: list[str]) -> None:
     counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}
 
     def stream() -> Iterator[tuple[int, bool]]:
-        for steps in Decoder(target, drafter, governor=governor).stream([ids], sampling, options.max_new_tokens):
+        for steps in Decoder(target, drafter, governor=governor, kernels=options.kernels).stream([ids], sampling, options.max_new_tokens):
             step = steps[0]
             counts["rounds"] += 1
             counts["tokens"] += len(step.tokens)

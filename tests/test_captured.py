@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import tiny
@@ -12,6 +13,7 @@ from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.captured import Captured, refusal
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain
 from draftsmith.inference.governor import Governor
 from draftsmith.inference.grow import Beam
@@ -182,6 +184,37 @@ def test_rounds_ask_nothing_and_have_one_shape(twins, monkeypatch, kind, samplin
     Decoder(target, drafter_of(kind, target), rows=2, kernels=True).generate(PROMPTS[:2], sampling, 16)
     assert len(rounds) > 4 and len(rounds[-1]) > 50
     assert all(one == rounds[2] for one in rounds[2:])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sampling"),
+    [
+        ("llama", Beam(2, 2, 5), Sampling()),
+        ("gemma3", Topology.chain(2), Sampling(1.0, rule="one-draw")),
+        ("gpt_oss", Topology.from_paths([(0,), (1,), (0, 0)]), Sampling(0.9, top_p=0.9)),
+    ],
+)
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")
+def test_with_the_kernels_themselves(name, shape, sampling):
+    """Token for token plain decoding's, by Triton's interpreter: windows, sinks, soft-capping, both kinds of trees."""
+    target, draft = (Target.wrap(tiny(name, seed)) for seed in (0, 0))
+    prompts = PROMPTS[:2]
+    expected = Decoder(target, rows=2, kernels=False).generate(prompts, sampling, 5)
+    got = Decoder(target, DraftModel(draft, shape), rows=2, kernels=True).generate(prompts, sampling, 5)
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
+    assert max(round.accepted for one in got for round in one.rounds) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, rule="one-draw")], ids=["greedy", "t1"])
+def test_graphs_give_the_same_answers(kind, sampling):
+    target = Target.wrap(tiny("llama").cuda())
+    expected = Decoder(target, rows=2).generate(PROMPTS, sampling, 14)
+    decoder = Decoder(target, drafter_of(kind, target), rows=2, kernels=True)
+    assert decoder.refusal(sampling) == ""
+    for _ in range(2):  # the second time in the same cache
+        assert [one.tokens for one in decoder.generate(PROMPTS, sampling, 14)] == [one.tokens for one in expected]
 
 
 def test_reasons():
