@@ -141,7 +141,7 @@ def never_move(self, verdict, kept=None, in_place=False):
 
 def keep_all_nodes(self, verdict, kept=None, in_place=False):
     self._move(verdict.path[:, 1:], 1)
-    self.length.index_add_(0, self._index, torch.full_like(verdict.length, verdict.path.shape[1]))
+    self.length.index_add_(0, self.index, torch.full_like(verdict.length, verdict.path.shape[1]))
     for row in self.selected:
         self._bound[row] += verdict.path.shape[1]
     self._changed()
@@ -157,7 +157,7 @@ def forget_to_reset(self, rows=None):
 
 
 def advance_by_width(self, counts):
-    self.length.index_add_(0, self._index, torch.full((len(self.selected),), max(counts)))
+    self.length.index_add_(0, self.index, torch.full((len(self.selected),), max(counts)))
     for row in self.selected:
         self._bound[row] += max(counts)
     self._changed()

@@ -11,16 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("train", "models", "data", "recipes", "eval", "inference")
+PACKAGES = (*ROOMS, "inference/kernels")
 
 
 def test_every_folder_with_code_is_a_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert listed["packages"] == [f"draftsmith.{room}" for room in ROOMS]
-    assert listed["package-dir"] == {f"draftsmith.{room}": room for room in ROOMS}
+    names = {f"draftsmith.{folder.replace('/', '.')}": folder for folder in PACKAGES}
+    assert listed["packages"] == list(names) and listed["package-dir"] == names
     for room in ROOMS:
-        assert (ROOT / room / "__init__.py").is_file()
-        nested = {file.parent for file in (ROOT / room).rglob("*.py")} - {ROOT / room}
+        nested = {file.parent for file in (ROOT / room).rglob("*.py")} - {ROOT / folder for folder in PACKAGES}
         assert not nested, f"{nested}: list it in pyproject.toml, or it is missing from the wheel"
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in PACKAGES)
 
 
 def test_analysers_see_the_rooms():
@@ -36,7 +37,7 @@ def test_the_wheel_is_complete_and_resolves_the_target_offline(tmp_path):
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"draftsmith/{file.relative_to(ROOT)}" for room in ROOMS for file in (ROOT / room).glob("*.py")}
+    wanted = {f"draftsmith/{file.relative_to(ROOT)}" for room in PACKAGES for file in (ROOT / room).glob("*.py")}
     wanted |= {f"draftsmith/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")}
     wanted |= {
         f"draftsmith/models/{folder}/{file.name}" for folder in ("tiny", "tiny_draft") for file in (ROOT / "models" / folder).iterdir()
