@@ -52,7 +52,14 @@ class Packed:
     """
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int = 0, one_each: bool = False, all_count: bool = False) -> None:
-        self.corpus, self.seq_len, self.seed, self.key, self.all_count = corpus, seq_len, seed, corpus.key, all_count
+        self.corpus, self.seq_len, self.seed, self.key, self.one_each, self.all_count = (
+            corpus,
+            seq_len,
+            seed,
+            corpus.key,
+            one_each,
+            all_count,
+        )
         self.lengths = corpus.lengths[corpus.picks]  # [places]
         self.rows = [[place] for place in range(len(self.lengths))] if one_each else pack(self.lengths.tolist(), seq_len)
         # Places of equal length are neighbours in `order`; runs hold where each length begins and ends.

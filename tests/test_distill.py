@@ -1,11 +1,12 @@
 """Distillation: the objective is its formula, and what a run leaves is an ordinary checkpoint that drafts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -210,7 +211,9 @@ def test_starts(words, start):
 
 def test_lora_of_a_sibling(tmp_path, words, target_folder):
     before = load_file(Path(target_folder) / "model.safetensors")
-    folder = run(words, f"student.start={target_folder}", "student.lora=2", "train.lr=0.05")
+    lora = [f"student.start={tmp_path / 'sibling'}", "student.layers=null", "student.lora=2", "train.lr=0.05"]
+    shutil.copytree(target_folder, tmp_path / "sibling")
+    folder = run(words, *lora)
     whole = load_file(folder / "model.safetensors")
     changed = [name for name in before if not torch.equal(whole[name].float(), before[name].bfloat16().float())]
     assert changed and all("proj" in name for name in changed)
@@ -219,6 +222,10 @@ def test_lora_of_a_sibling(tmp_path, words, target_folder):
     checkpoint = load_file(next((tmp_path / "out" / "checkpoints").glob("step-*")) / "model.safetensors")
     assert len(checkpoint) == len(adapter)
     AutoModelForCausalLM.from_pretrained(folder)
+    # Adapters go on with the base that they were made on, or not at all.
+    save_file({name: tensor * 0.9 for name, tensor in before.items()}, tmp_path / "sibling" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="student's weights"):
+        run(words, *lora, "train.steps=4")
 
 
 def test_stored_features_teach_the_same(tmp_path, words):
@@ -242,8 +249,14 @@ def test_stored_features_teach_the_same(tmp_path, words):
         (["distill.loss=tvv"], "distill.loss"),
         (["distill.loss=reverse_kl", "distill.top_k=5"], "reverse_kl"),
         (["distill.on_policy=0.7", "distill.rejections=0.5"], "make more than all rows"),
-        (["student.start=tiny-draft"], "has another tokenizer than target"),
-        (["student.start=./nowhere"], "no folder './nowhere'"),
+        (["student.start=tiny-draft", "student.layers=null"], "has another tokenizer than target"),
+        (["student.start=./nowhere", "student.layers=null"], "no folder './nowhere'"),
+        (["student.start=tiny-draft"], "student.layers=1 says nothing about student.start=tiny-draft"),
+        (["student.kv_heads=1"], "student.kv_heads=1 says nothing"),
+        (["tree.nodes=5"], "tree.nodes=5 is for a dynamic tree"),
+        (["tree.depth=12"], "looks 8 ahead at most"),
+        (["distill.on_policy=0.5", "distill.new_tokens=20"], "leaves little room for prompts in data.seq_len=32"),
+        (["train.tau_prompts=1"], "lower it, or give shorter prompts: train.tau_file"),
     ],
 )
 def test_wrong_words_are_refused(words, more, says):
@@ -270,3 +283,8 @@ def test_the_start_is_made_once(words, monkeypatch):
     whole = load_file(first / "model.safetensors")
     more = load_file(run(words, "train.steps=4") / "model.safetensors")
     assert any(not torch.equal(whole[name], more[name]) for name in whole)
+    with pytest.raises(ValueError, match="holds the start of another student"):
+        run(words, "train.steps=5", "student.layers=[1]")
+    shutil.rmtree(first.parent / "checkpoints")
+    with pytest.raises(AssertionError, match="made again"):  # nothing was trained on the old one
+        run(words, "train.steps=5", "student.layers=[1]")

@@ -215,6 +215,8 @@ def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
     assert "40 repeat themselves; the student degenerates" in said and "rows of the data take their place" in said
     rows = sample_rows(len(every), 7, 0, 40)
     assert all(torch.equal(every.batch(rows)[name], every.base.batch(rows)[name]) for name in ("input_ids", "loss_mask"))
+    every.renew(1, lambda: False)
+    assert not capsys.readouterr().out  # it is said once
     fine = buffer(tmp_path / "c")
     fine.renew(0, lambda: False)
     assert not capsys.readouterr().out
@@ -229,7 +231,23 @@ def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):
     replayed = buffer(tmp_path)
     replayed.vocab_size = 300  # the student's head has rows of padding past it
     replayed.renew(0, lambda: False)
-    assert not replayed.buffer
+    assert replayed.buffer == {("samples", 0): None}
+
+
+def test_rows_of_one_sample_each_stay_so(tmp_path):
+    """A target that cannot keep packed documents apart must not be given any."""
+    replayed = buffer(tmp_path)
+    replayed.base = Packed(corpus(), S, seed=7, one_each=True)
+    replayed.renew(0, lambda: False)
+    assert replayed.buffer["samples", 0].one_each
+    assert replayed.batch(sample_rows(len(replayed), 7, 0, 60))["document"].max() == 0
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    run(buffer(tmp_path), 0, 12)
+    (tmp_path / "step-00000005" / "samples-000000.safetensors").write_bytes(b"spoilt")
+    with pytest.raises(ValueError, match="step-00000005 cannot be read"):
+        buffer(tmp_path).renew(12, lambda: False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -114,12 +114,21 @@ def facts(target: Target, train: Packed | Featured) -> dict[str, Any]:
     return found
 
 
-def probe(recipe: Recipe, target: Target, drafter: Drafter) -> Callable[[], float] | None:
-    """A function that measures τ itself on train.tau_prompts prompts of each domain; None where there are to be none."""
+def probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:
+    """A function that measures τ itself on train.tau_prompts prompts of each domain; None where there are to be none.
+
+    positions: that the drafter has, where it has a limit of its own. Raises ValueError for prompts that leave no room.
+    """
     section = recipe.train
     if not section.tau_prompts:
         return None
     asked = [encode(target, prompt) for prompt in prompts.load(section.tau_file, section.tau_prompts)]
+    longest, room = max(map(len, asked)) + section.tau_tokens, min(target.max_positions, positions or target.max_positions)
+    if longest > room:
+        raise ValueError(
+            f"the longest prompt for τ and train.tau_tokens={section.tau_tokens} make {longest} positions, there are {room}; "
+            "lower it, or give shorter prompts: train.tau_file"
+        )
 
     def tau() -> float:
         sampling = Sampling(temperature=section.tau_temperature)
@@ -157,7 +166,7 @@ def publish(
     if _steps(folder) == steps:
         print(f"{folder}: there already; {advice}", flush=True)
         return folder
-    for name in ("acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"):  # of other weights
+    for name in ("README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"):  # of other weights
         (folder / name).unlink(missing_ok=True)
     tokens = steps * recipe.train.batch_size * recipe.data.seq_len
     training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens}

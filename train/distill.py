@@ -4,6 +4,8 @@ accelerate launch train/distill.py recipes/distill-tiny.yaml
 accelerate launch train/distill.py recipes/distill-tiny.yaml student.start=Qwen/Qwen3-0.6B target.path=Qwen/Qwen3-8B data.train=answers.jsonl
 """
 
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +25,7 @@ from draftsmith.inference.tree import Topology
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead
-from draftsmith.train import artifact, loop, replay
+from draftsmith.train import artifact, checkpoint, loop, replay
 from draftsmith.train.cli import guard
 from draftsmith.train.draft_losses import chunked_draft_loss, mix
 from draftsmith.train.loop import Batch, Loss
@@ -39,17 +41,18 @@ class StudentSection(Section):
     layers: int | tuple[int, ...] | None = Field(
         default=None, description="of pruned and random ones: how many (pruned: those that acceptance needs most), or which, from 0"
     )
-    hidden_size: int | None = Field(default=None, ge=1, description="W; unset, like the three below: the target's")
-    intermediate_size: int | None = Field(default=None, ge=1)
+    hidden_size: int | None = Field(default=None, ge=1, description="W; unset: the target's")
+    intermediate_size: int | None = Field(default=None, ge=1, description="unset: the target's, of a random one 8/3 of W")
     heads: int | None = Field(default=None, ge=1, description="query heads; a pruned student keeps whole KV groups")
-    kv_heads: int | None = Field(default=None, ge=1, description="of a random one")
+    kv_heads: int | None = Field(default=None, ge=1, description="of a random one; unset: as many as heads")
     lora: int = Field(default=0, ge=0, description="rank of LoRA adapters, which alone are trained; 0: all weights are")
     checkpointing: bool = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
 
 
 class DistillSection(Section):
     loss: str = Field(
-        default="jsd(0.5)", description="kl, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`"
+        default="jsd(0.5)",
+        description="kl, ce, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`",
     )
     temperature: float = Field(default=1.0, gt=0, description="of both laws; that at which the drafts are to be accepted")
     top_k: int = Field(default=0, ge=0, description="likeliest tokens of the target's law, to which it is cut; 0: all")
@@ -68,6 +71,37 @@ class DistillSection(Section):
 class DistillRecipe(Recipe):
     student: StudentSection = StudentSection()
     distill: DistillSection = DistillSection()
+
+
+def check(recipe: DistillRecipe) -> None:
+    """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
+    student, section, tree = recipe.student, recipe.distill, recipe.tree
+    unread = {"pruned": ("kv_heads", "revision"), "random": ("revision",)}
+    sizes = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads")
+    given = [name for name in unread.get(student.start, sizes) if getattr(student, name) is not None]
+    if given:
+        raise ValueError(f"student.{given[0]}={getattr(student, given[0])} says nothing about student.start={student.start}; leave it out")
+    if student.start in ("pruned", "random") and student.layers in (None, 0, ()):
+        raise ValueError(f"student.start={student.start} needs student.layers: how many, or which of the target's")
+    if tree.nodes and tree.width in (None, 1):
+        raise ValueError(f"tree.nodes={tree.nodes} is for a dynamic tree; give tree.width too, or leave it out")
+    if (tree.depth or 0) > DraftModel.depth_limit:
+        raise ValueError(f"tree.depth={tree.depth}: a draft model looks {DraftModel.depth_limit} ahead at most; lower it")
+    if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
+        raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
+    if not (section.on_policy or section.rejections):
+        return
+    if section.on_policy + section.rejections > 1:
+        raise ValueError(
+            f"distill.on_policy={section.on_policy} and distill.rejections={section.rejections} make more than all rows; lower one"
+        )
+    if recipe.features.mode != "online":
+        raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
+    if section.new_tokens > recipe.data.seq_len // 2:
+        raise ValueError(
+            f"distill.new_tokens={section.new_tokens} leaves little room for prompts in data.seq_len={recipe.data.seq_len}; "
+            "make it half of that at most"
+        )
 
 
 def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: DistillSection, depth: int) -> Loss:
@@ -117,16 +151,19 @@ def shape_of(tree: TreeSection) -> Shape:
 
 
 def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedModel:
-    """The student as it begins. What rank 0 made is kept in `<output>/start`, for the other ranks and for when the run goes on."""
+    """The student as it begins. What rank 0 made is kept in `<output>/start`, for the other ranks and for when the run goes on.
+
+    Raises:
+        ValueError: checkpoints there of a run that began with another student, or a context shorter than data.seq_len.
+    """
     section, made = recipe.student, Path(recipe.train.output) / "start"
     state = PartialState()
     if section.start not in ("pruned", "random"):
         model = students.existing(section.start, target, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
     else:
-        if state.is_main_process and not made.is_dir():
-            part = made.with_name("start.part")
-            _make(section, target, rows, recipe.train.seed).save_pretrained(part)
-            part.rename(made)
+        if state.is_main_process:
+            facts = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": rows.key}
+            _keep_start(made, facts, lambda: _make(section, target, rows, recipe.train.seed))
         state.wait_for_everyone()
         model = cast(Any, AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
@@ -138,9 +175,25 @@ def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedMode
     return cast(Any, students.with_lora(model, section.lora, seed=recipe.train.seed)) if section.lora else model
 
 
+def _keep_start(made: Path, facts: dict[str, Any], make: Callable[[], PreTrainedModel]) -> None:
+    """See to it that the folder `made` holds what `make` makes, and nothing that other `facts` made."""
+    file = made / "made.json"
+    if file.is_file() and json.loads(file.read_text()) == facts:
+        return
+    if made.is_dir() and checkpoint.latest(made.with_name("checkpoints")):
+        raise ValueError(
+            f"{made} holds the start of another student than this recipe's; give another train.output, or delete {made.parent}"
+        )
+    part = made.with_name("start.part")
+    for folder in (made, part):
+        shutil.rmtree(folder, ignore_errors=True)
+    make().save_pretrained(part)
+    (part / file.name).write_text(json.dumps(facts))
+    part.rename(made)
+
+
 def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> PreTrainedModel:
-    if section.layers is None:
-        raise ValueError(f"student.start={section.start} needs student.layers: how many, or which of the target's {target.num_layers}")
+    assert section.layers is not None, "check refuses it"
     if section.start == "pruned":
         some = loop.sample_rows(len(rows), seed, 0, min(8, len(rows)))
         batch = {name: tensor.to(target.device) for name, tensor in rows.batch(some).items()}
@@ -173,10 +226,6 @@ def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: t
     }
     shares = {"samples": section.on_policy, "rejections": section.rejections}
     shares = {kind: share for kind, share in shares.items() if share}
-    if sum(shares.values()) > 1:
-        raise ValueError(
-            f"distill.on_policy={section.on_policy} and distill.rejections={section.rejections} make more than all rows; lower one"
-        )
     plan = replay.Plan(shares, section.every, section.keep, section.prompts, section.new_tokens, recipe.train.batch_size)
     return Replay(rows, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size)
 
@@ -204,8 +253,7 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
 def main(arguments: list[str]) -> None:
     recipe = load(DistillRecipe, arguments[0], arguments[1:])
     section = recipe.distill
-    if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
-        raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
+    check(recipe)
     target, corpora = artifact.prepare(recipe)
     train, valid = artifact.rows(recipe, target, corpora)
     packed = train if isinstance(train, Packed) else train.packed
@@ -214,12 +262,12 @@ def main(arguments: list[str]) -> None:
     drafter = DraftModel(student, shape_of(recipe.tree), confidence=section.confidence)
     facts, between = artifact.facts(target, train), None
     if section.on_policy or section.rejections:
-        if not isinstance(train, Packed):
-            raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
-        train = with_replay(recipe, target, student, model, train)
+        train = with_replay(recipe, target, student, model, packed)
         between = train.renew
+    if recipe.student.lora:  # the checkpoints hold the adapters alone
+        facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    probe = artifact.probe(recipe, target, drafter)
+    probe = artifact.probe(recipe, target, drafter, student.max_positions)
     accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, probe, between)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)

@@ -166,9 +166,10 @@ def fit(
     batches = prefetched(train.batch, (part for parts in own for part in parts))
     bar = Bar("training", section.steps, done, accelerator.is_main_process)
     with _Signals() as signals, bar, closing(train), closing(valid), closing(batches):
-        if between:
+        if between and steps:
             between(done, signals.pending)
             if stop := signals.agreed(accelerator):
+                log.say(f"stopped by signal {stop} before step {done + 1}; the same command goes on from there")
                 raise SystemExit(128 + stop)
         for step in steps:
             total = train.weight(rows(step))

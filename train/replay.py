@@ -103,7 +103,7 @@ class Replay:
             raise ValueError(f"distill.every={plan.every}: expected 4 steps between generations at least, since rows are read ahead")
         self.base, self.folder, self.plan, self.makers, self.model, self.vocab_size = base, folder, plan, makers, model, vocab_size
         self.corpus, self.key = base.corpus, base.key
-        self.buffer: dict[tuple[str, int], Packed] = {}
+        self.buffer: dict[tuple[str, int], Packed | None] = {}  # None: nothing of it is of use
 
     def __len__(self) -> int:
         return len(self.base)
@@ -130,7 +130,7 @@ class Replay:
             for kind, share in self.plan.shares.items():
                 if 0 <= kind_coin < share:
                     choice = self._generations(step)
-                    source = self.buffer.get((kind, choice[int(age_coin * len(choice))]), self.base)
+                    source = self.buffer.get((kind, choice[int(age_coin * len(choice))])) or self.base
                     number = row if source is self.base else int(row_coin * len(source))
                 kind_coin -= share
             found.append((source, number))
@@ -158,12 +158,12 @@ class Replay:
     def _make(self, number: int, hurry: Callable[[], bool]) -> None:
         """Generation `number`, this rank's share of its groups."""
         state, folder = PartialState(), self._folder(number)
-        digest = _digest(self.model)
+        made_by = digest(self.model)
         said = folder / "weights.json"
-        if state.is_main_process and not (said.is_file() and json.loads(said.read_text())["sha256"] == digest):
+        if state.is_main_process and not (said.is_file() and json.loads(said.read_text())["sha256"] == made_by):
             shutil.rmtree(folder, ignore_errors=True)  # of other weights, or begun and not named yet
             folder.mkdir(parents=True)
-            durable.replace(said, lambda part: part.write_text(json.dumps({"sha256": digest})))
+            durable.replace(said, lambda part: part.write_text(json.dumps({"sha256": made_by})))
         state.wait_for_everyone()
         prompts = self._prompts(number)
         groups = [(kind, start) for kind in self.plan.shares for start in range(0, len(prompts), GROUP)]
@@ -186,14 +186,19 @@ class Replay:
             raise ValueError(
                 f"{self._folder(number)} lacks samples that this run was trained on; restore it, or delete {self.folder.parent} to start again"
             )
-        read = [sample for file in files for sample in _samples(load_file(file))]
+        try:
+            read = [sample for file in files for sample in _samples(load_file(file))]
+        except SafetensorError as error:
+            raise ValueError(f"samples in {self._folder(number)} cannot be read ({error}); restore them, or begin again") from None
         # A padded row of the student's head, or a prompt that ended at once, has nothing to teach.
         usable = [(ids, mask) for ids, mask in read if mask.any() and int(ids.max()) < self.vocab_size]
         varied = [(ids, mask) for ids, mask in usable if distinct(ids[-self.plan.new_tokens :]) >= LEAST]
         if len(varied) < len(read) and PartialState().is_main_process:
             print(self._said(kind, number, read, usable, varied), flush=True)
+        found = None
         if varied:
-            self.buffer[kind, number] = Packed(_corpus(varied, self.corpus), self.base.seq_len, all_count=self.base.all_count)
+            found = Packed(_corpus(varied, self.corpus), self.base.seq_len, one_each=self.base.one_each, all_count=self.base.all_count)
+        self.buffer[kind, number] = found
 
     def _said(self, kind: str, number: int, read: Sequence, usable: Sequence, varied: Sequence) -> str:
         repeating = len(usable) - len(varied)
@@ -264,11 +269,11 @@ def _whole(file: Path) -> bool:
         return False
 
 
-def _digest(model: nn.Module) -> str:
-    """SHA-256 of what is trained."""
+def digest(model: nn.Module, trained: bool = True) -> str:
+    """SHA-256 of what is trained, or of what is not."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad == trained:
             found.update(name.encode())
             found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
