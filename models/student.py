@@ -26,7 +26,7 @@ from draftsmith.models.target import Target, apart
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["existing", "fresh", "frozen", "head", "hidden", "merged", "pruned", "removals", "with_lora"]
+__all__ = ["existing", "fresh", "frozen", "head", "hidden", "merged", "pruned", "removals", "scale_residuals", "with_lora"]
 
 CHUNK = 1 << 22  # logits of one law that are looked at together
 
@@ -79,12 +79,17 @@ def fresh(
     )
     with _seeded(seed):
         model = LlamaForCausalLM(config).float()
-    with torch.no_grad():  # what is added to the residual stream starts smaller the deeper the model is (GPT-2, section 2.3)
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.div_(math.sqrt(2 * layers))
+    scale_residuals(model)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     return cast(Any, model).to(target.device).eval()
+
+
+@torch.no_grad()
+def scale_residuals(model: LlamaForCausalLM) -> None:
+    """What is added to the residual stream starts smaller the deeper a fresh model is (GPT-2, section 2.3)."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.div_(math.sqrt(2 * model.config.num_hidden_layers))
 
 
 def existing(path: str, target: Target, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from test_training import Largest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from zoo import tiny
 
@@ -126,19 +125,6 @@ def test_padding_of_either_vocabulary_is_left_out(rows):
     assert float(found.sum.detach()) == pytest.approx(slow, rel=1e-6)
     data["input_ids"][0, 3] = 49  # a special token that the smaller one has no row for
     assert objective(model, data, target=target, section=DistillSection(loss="tv"), depth=DEPTH).sum.isfinite()
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns while the mode is on."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        out = function(*arguments, **(keywords or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return out
 
 
 @pytest.mark.parametrize("loss", ["tv", "jsd(0.5)", "0.5 kl + 0.5 nll"])

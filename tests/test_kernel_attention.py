@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from torch import Tensor
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton")
 
 
@@ -17,8 +17,6 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.kernels import attention
 from draftsmith.inference.kernels.attention import tree_attention, tree_attention_reference
 from draftsmith.inference.tree import DraftTree
-
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},

@@ -1,21 +1,18 @@
 """The kernels that move the accepted path, against TreeCache and plain torch: under Triton's interpreter, natively where there is a GPU."""
 
-import os
 import random
 from collections import Counter
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from draftsmith.inference.cache import TreeCache, _Store
 from draftsmith.inference.kernels import commit as module
 from draftsmith.inference.kernels.commit import commit, commit_reference, table, take, take_reference
-
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")),

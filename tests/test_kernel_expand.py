@@ -1,20 +1,17 @@
 """The kernels that grow a dynamic tree, against BeamGrowth and plain torch: under Triton's interpreter, natively where there is a GPU."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from planting import ask
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton")
 
 from draftsmith.inference.grow import Beam, BeamGrowth, Frontier
 from draftsmith.inference.kernels import expand as module
 from draftsmith.inference.kernels.expand import FusedGrowth, Store, best, best_reference, frontier, rerank
-
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")),

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton")
 
 import triton
@@ -27,7 +27,6 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.inference.verify import verify as plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, where -inf is taken from -inf
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 for name in ("standard", "random"):
     module = sys.modules[f"triton.language.{name}"]
     if INTERPRETED and any(isinstance(value, JITFunction) for value in vars(module).values()):

@@ -1,6 +1,6 @@
 """Which divergence, on which text, makes the better drafter? Students of the tiny target, equal tokens, several seeds, differences paired.
 
-python -m draftsmith.train.bench_distill train     # about an hour and a half on one core; start it twice for two, it goes on where it was
+python -m draftsmith.train.bench_distill train     # about an hour on one core; may be started twice at a time
 python -m draftsmith.train.bench_distill table
 """
 

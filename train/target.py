@@ -22,6 +22,7 @@ from draftsmith.data.conversations import SEPARATOR
 from draftsmith.data.packing import Stream
 from draftsmith.inference import machine
 from draftsmith.inference.progress import Bar
+from draftsmith.models.student import scale_residuals
 from draftsmith.models.target import resolve_path
 from draftsmith.train import loop
 from draftsmith.train.cli import guard
@@ -88,10 +89,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         pad_token_id=end,
     )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # what is added to the residual stream starts smaller the deeper the model is (GPT-2, section 2.3)
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.div_(math.sqrt(2 * shape.num_layers))
+    scale_residuals(model)
     return model
 
 
