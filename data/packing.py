@@ -45,7 +45,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 class Packed:
-    """A corpus as rows of S tokens. Row number r stands for row r mod rows, in epoch r div rows (`loop.sample_rows`).
+    """A corpus as rows of S tokens. Row number r stands for row r mod rows, in epoch r div rows (`order.sample_rows`).
 
     The places in the rows are fixed by the lengths alone; in each epoch samples of equal length change places, by (seed, epoch).
     one_each: a sample a row, padded, for targets that cannot keep documents apart · all_count: a row weighs all its S tokens.

@@ -1,4 +1,4 @@
-"""What this machine is good at, found by trying: how many threads, and whether bf16 helps.
+"""What this machine is good at, found by trying: how many threads, whether bf16 helps, and how fast it multiplies.
 
 A table of processors would be wrong somewhere: a busy 2-core box with too many OpenMP threads ran the same work 40 × slower,
 and bf16 is quick on CPUs with AMX and slow on most others.
@@ -52,12 +52,31 @@ def precision() -> Literal["fp32", "bf16"]:
     return "bf16" if 1.3 * _median(lambda: half_left @ half_right) < _median(lambda: left @ right) else "fp32"
 
 
-def _median(work: Callable[[], object], budget: float = 0.15) -> float:
-    """Median seconds of `work` over `budget` seconds, at least twice after once for warming up."""
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large matrix products of this dtype on this device: the best of what fits into a moment, since others disturb it."""
+    gpu = device.type == "cuda"
+    rows, size, products = (4096, 4096, 4) if gpu else (256, 1024, 1)
+    left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, size), (size, size)))
+
+    def work() -> None:
+        for _ in range(products):
+            torch.matmul(left, right)
+        if gpu:
+            torch.cuda.synchronize(device)
+
+    return products * 2 * rows * size * size / min(_times(work, 0.1))
+
+
+def _median(work: Callable[[], object]) -> float:
+    return statistics.median(_times(work, 0.15))
+
+
+def _times(work: Callable[[], object], budget: float) -> list[float]:
+    """Seconds of `work`, over and over for `budget` seconds, at least twice after once for warming up."""
     times: list[float] = []
     until = time.perf_counter() + budget
     while len(times) < 3 or time.perf_counter() < until:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times[1:]

@@ -12,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 _VOLATILE = frozenset(
     "_name_or_path _commit_hash transformers_version dtype torch_dtype _attn_implementation attn_implementation "
     "_attn_implementation_internal _attn_implementation_autoset _experts_implementation experts_implementation "
-    "use_cache return_dict output_hidden_states output_attentions pad_token_id id2label label2id draftsmith".split()
+    "use_cache return_dict output_hidden_states output_attentions pad_token_id id2label label2id draftsmith quantization_config".split()
 )
 
 
@@ -22,7 +22,7 @@ class TargetIdentity:
 
     name: str
     revision: str
-    dtype: str
+    dtype: str  # of its features, with how its weights are quantised: bfloat16, bfloat16+ao-int8
     config_hash: str
     tokenizer_hash: str  # "" where there is no tokenizer
 

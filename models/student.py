@@ -14,19 +14,32 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.progress import Bar
 from draftsmith.models.head import Head
 from draftsmith.models.pairing import check_draft
-from draftsmith.models.target import Target, apart
+from draftsmith.models.target import Target, apart, resolve_path
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["existing", "fresh", "frozen", "head", "hidden", "merged", "pruned", "removals", "scale_residuals", "with_lora"]
+__all__ = [
+    "existing",
+    "fresh",
+    "frozen",
+    "head",
+    "hidden",
+    "merged",
+    "outline",
+    "pruned",
+    "removals",
+    "scale_residuals",
+    "unread",
+    "with_lora",
+]
 
 CHUNK = 1 << 22  # logits of one law that are looked at together
 
@@ -103,6 +116,12 @@ def existing(path: str, target: Target, *, revision: str | None = None, trust_re
     return loaded.model.requires_grad_(True)
 
 
+def unread(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A model of the config of a checkpoint, float32, its weights not read."""
+    config = AutoConfig.from_pretrained(resolve_path(path), revision=revision, trust_remote_code=trust_remote_code)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
 def pruned(
     target: Target,
     *,
@@ -126,9 +145,7 @@ def pruned(
     sizes = {name: size for name, size in wanted.items() if size is not None}
     if rows is None and (sizes or isinstance(layers, int)):
         raise ValueError("got no rows to measure on what can go; give a packed batch, or name the layers and keep the sizes")
-    kept, own = list(range(layers)) if isinstance(layers, int) else list(layers), target.num_layers
-    if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < own:
-        raise ValueError(f"got layers={layers!r}; expected 1 to {own} of the {own} layers of target {target.name!r}, in order")
+    kept, own = _kept(target, layers), target.num_layers
     config = _config(target, kept, sizes)  # what cannot be had is refused before anything is measured
     axes = _axes(target) if sizes else {}
     if isinstance(layers, int) and rows is not None:
@@ -139,6 +156,20 @@ def pruned(
         config = _config(target, kept, sizes)
     cut = _narrowing(target, kept, config, axes, _on(target, rows)) if sizes and rows is not None else lambda _name, tensor: tensor
     return _copy(target, kept, config, cut)
+
+
+def outline(
+    target: Target,
+    *,
+    layers: int | Sequence[int],
+    hidden_size: int | None = None,
+    heads: int | None = None,
+    intermediate_size: int | None = None,
+) -> PreTrainedModel:
+    """A model of the sizes that `pruned` gives, float32, with none of the target's weights. Raises ValueError for sizes as it does."""
+    wanted = {"hidden_size": hidden_size, "num_attention_heads": heads, "intermediate_size": intermediate_size}
+    sizes = {name: size for name, size in wanted.items() if size is not None}
+    return type(target.model)(_config(target, _kept(target, layers), sizes)).float()
 
 
 def removals(target: Target, rows: dict[str, Tensor], count: int) -> dict[int, float]:
@@ -268,6 +299,14 @@ def _heads(config: Any) -> tuple[int, int, int]:
     """Query heads, KV heads, the size of a head."""
     heads = config.num_attention_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _kept(target: Target, layers: int | Sequence[int]) -> list[int]:
+    """The layers that are named, or as many of the first. Raises ValueError for what the target has not."""
+    kept, own = list(range(layers)) if isinstance(layers, int) else list(layers), target.num_layers
+    if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < own:
+        raise ValueError(f"got layers={layers!r}; expected 1 to {own} of the {own} layers of target {target.name!r}, in order")
+    return kept
 
 
 def _config(target: Target, layers: list[int], sizes: dict[str, int]) -> PretrainedConfig:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packing import Packing
 from draftsmith.models.head import Head
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
+from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out
+from draftsmith.models.quantised import quantisation, quantised_as
 
 __all__ = ["Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -38,21 +40,24 @@ class Target:
     """A frozen causal LM. Never trained: eval mode, no parameter requires a gradient.
 
     Attributes: model, tokenizer (or None), config (the text config), device, dtype, vocab_size V (rows of the logits),
-    hidden_size H, num_layers L, max_positions, stop_ids, identity.
+    hidden_size H, num_layers L, max_positions, stop_ids, identity, parallel (how it is laid out: `models/parallel.py`).
 
     Use `load` for a path or a Hub id and `wrap` for a model in memory.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str, parallel: str = "none"
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
+        self.parallel = parallel
         self.config: PretrainedConfig = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         self._head = Head(model)
         self.head: nn.Module = self._head.module
-        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, name)
+        self.layers = decoder_layers(model)
         self.vocab_size: int = self.head_weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = len(self.layers)
@@ -72,14 +77,18 @@ class Target:
         device: torch.device | str = "cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        parallel: str = "none",
+        quantise: str | None = None,
     ) -> "Target":
         """Load a target from a folder, from the Hub, or "tiny", the model inside the package (no network).
 
-        Only safetensors are read. `dtype=None` keeps the checkpoint's own; `device="auto"` spreads layers over the GPUs.
+        Only safetensors are read. `dtype=None` keeps the checkpoint's own. parallel: none, layers, shard or tensor (`models/parallel.py`), the
+        last two on all ranks at once; quantise: a kind of `models/quantised.py`, for a checkpoint that is not quantised already.
 
         Raises:
             FileNotFoundError: no such folder, or not a whole model in it.
-            ValueError: only pickled weights, tensors missing or left over, or an architecture that cannot be tree-verified.
+            ValueError: only pickled weights, tensors missing or left over, an architecture that cannot be tree-verified, or a layout or
+                quantisation that this run, this architecture or this installation has not.
         """
         source = resolve_path(path)
         local = os.path.isdir(source)
@@ -88,26 +97,34 @@ class Target:
         common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
         config = AutoConfig.from_pretrained(source, revision=revision or "main", **common)
         check_supported(config)
+        own = quantised_as(config)
+        if own and quantise:
+            raise ValueError(f"{path!r} is quantised already ({own}), got target.quantise={quantise}; leave it out")
+        check_parallel(parallel, path, own or quantise or "")
         # Weights and tokenizer come from the very commit that the config came from.
         commit = "" if local else _cached_commit(source, revision or "main")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        read = partial(
+            AutoModelForCausalLM.from_pretrained,
             source,
             config=config,
             revision=commit or "main",
             dtype=dtype or "auto",
-            device_map="auto" if str(device) == "auto" else None,
+            quantization_config=quantisation(quantise, dtype) if quantise else None,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # check_loaded names them
             **common,
         )
-        model, info = loaded
+        try:
+            model, info = lay_out(read, parallel, device)
+        except ImportError as error:
+            if not own:
+                raise
+            raise ValueError(f"{path!r} is quantised ({own}), and what reads that is not installed: {error}") from None
         check_loaded(path, info)
-        if str(device) != "auto":
-            model = model.to(device)
         has_tokenizer = not local or any((Path(source) / name).exists() for name in TOKENIZER_FILES)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main", **common) if has_tokenizer else None
-        return cls(model, tokenizer, path, commit)
+        return cls(model, tokenizer, path, commit, parallel)
 
     @classmethod
     def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory") -> "Target":
@@ -120,8 +137,15 @@ class Target:
             self.model.set_attn_implementation("flex_attention")
 
     def pack(self) -> None:
-        """For decoding on a CPU: keep the linear layers' weights in its own layout too, where that pays (`inference/packing.py`)."""
-        self._packing = self._packing or Packing(self.model)
+        """For decoding on a CPU: keep the linear layers' weights in its own layout too, where that pays (`inference/packing.py`) and they are
+        plain tensors, whole and not quantised."""
+        if not self.collective and not quantised_as(self.model.config):
+            self._packing = self._packing or Packing(self.model)
+
+    @property
+    def collective(self) -> bool:
+        """Whether a forward is for all ranks together, so that each must run as many; `logits` and `embed` never are."""
+        return self.parallel in COLLECTIVE
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +162,7 @@ class Target:
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "+".join(filter(None, (str(self.dtype).removeprefix("torch."), quantised_as(self.model.config))))
         return TargetIdentity(self.name, self.revision, dtype, config_hash(self.model.config), tokenizer_hash(self.tokenizer))
 
     @torch.no_grad()
@@ -190,12 +214,20 @@ class Target:
     __call__ = forward
 
     def features(self, batch: dict[str, Tensor], taps: Sequence[int] = ()) -> TargetOutput:
-        """What `forward` gives for a packed batch (`data/packing.py`), no document seeing another; as stored, where the batch carries it."""
+        """What `forward` gives for a packed batch (`data/packing.py`), no document seeing another; as stored, where the batch carries it.
+
+        Under tensor parallelism each rank has rows of its own here, while the rows of a `forward` must be the same on all.
+        """
         if "hidden" in batch:
             return TargetOutput(hidden=batch["hidden"], taps=batch.get("taps"))
-        ids = batch["input_ids"]
-        out = self.forward(ids, **apart(self.config, self.dtype, batch), taps=taps)
-        return TargetOutput(out.hidden.to(ids.device), None if out.taps is None else out.taps.to(ids.device))
+
+        def run(rows: dict[str, Tensor]) -> TargetOutput:
+            return self.forward(rows["input_ids"], **apart(self.config, self.dtype, rows), taps=taps)
+
+        rows = {name: batch[name] for name in ("input_ids", "position_ids")}
+        out = in_turn(run, rows) if self.parallel == "tensor" else run(rows)
+        device = rows["input_ids"].device
+        return TargetOutput(out.hidden.to(device), None if out.taps is None else out.taps.to(device))
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
@@ -269,16 +301,6 @@ def apart(config: PretrainedConfig, dtype: torch.dtype, batch: dict[str, Tensor]
     shape = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
     mask: Any = create_masks_for_generate(config, shape, None, None, position_ids=positions)
     return {"position_ids": positions, "attention_mask": mask}
-
-
-def _decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]
-    if len(lists) != 1:
-        raise ValueError(
-            f"target {name!r} ({type(decoder).__name__}): expected one list of {num_layers} decoder layers, found {len(lists)}; "
-            "this architecture cannot be tapped"
-        )
-    return lists[0]
 
 
 def resolve_path(path: str) -> str:

@@ -10,7 +10,7 @@ from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import Packed, Stream, keeps_apart, pack
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.loop import sample_rows
+from draftsmith.train.order import sample_rows
 from draftsmith.train.medusa import MedusaSection, objective
 
 

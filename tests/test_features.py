@@ -22,7 +22,7 @@ from draftsmith.data.offline import Featured
 from draftsmith.data.packing import Packed
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.loop import prefetched
+from draftsmith.train.order import prefetched
 from draftsmith.train.medusa import MedusaSection, objective
 
 TAPS = (1, 0)

@@ -18,7 +18,7 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import Topology
 from draftsmith.models.target import Target
 from draftsmith.train import distill, replay
-from draftsmith.train.loop import places_of, sample_rows
+from draftsmith.train.order import places_of, sample_rows
 from draftsmith.train.replay import GROUP, Plan, Replay, corrected, distinct
 
 V, S, BATCH, EVERY = 1000, 48, 4, 5

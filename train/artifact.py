@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import DrafterModel, new_drafter
+from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
+from draftsmith.train import world
 from draftsmith.train.recipe import Recipe, save
 
 
@@ -59,16 +62,23 @@ def rows(
 
 
 def prepare(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
-    """The recipe's target, and its data as corpora "train" and "valid" (rank 0 makes them, the others read what it wrote)."""
+    """The recipe's target, and its data as corpora "train" and "valid" (rank 0 makes them, the others read what it wrote).
+
+    Raises:
+        ValueError: a target that cannot be laid out or quantised so, or keys that do not go together with that.
+    """
     machine.threads()
-    state = PartialState(cpu=not torch.cuda.is_available())
+    state = world.join()
     section, data = recipe.target, recipe.data
+    _check_layout(recipe)
     target = Target.load(
         section.path,
         dtype=dtype_of(section.dtype),
-        device="auto" if section.sharded else str(state.device),
+        device=str(state.device),
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
+        parallel=section.parallel,
+        quantise=section.quantise,
     )
     if target.tokenizer is None:
         raise ValueError(f"target {section.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
@@ -82,6 +92,28 @@ def prepare(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
     data.give_template(target.tokenizer)
     with state.main_process_first():
         return target, load(data.plan(), target.tokenizer, data.cache, data.num_proc)
+
+
+def _check_layout(recipe: Recipe) -> None:
+    """Whether all ranks would run the target equally often, where they have to, and nobody reads weights that are cut or quantised."""
+    section, student, distill = recipe.target, getattr(recipe, "student", None), getattr(recipe, "distill", None)
+    together = f"target.parallel={section.parallel}" if section.parallel in COLLECTIVE else ""
+    if together and recipe.features.mode == "cache":
+        raise ValueError(
+            f"features.mode=cache runs the target when a process lacks something, under {together} all must run it at once; "
+            "take features.mode=online, or capture first and take offline"
+        )
+    if together and distill and distill.rejections:
+        raise ValueError(
+            f"distill.rejections={distill.rejections} lets processes decode with the target apart, under {together} all must run it at once; "
+            "take distill.on_policy, or target.parallel=none"
+        )
+    changed = together or (f"target.quantise={section.quantise}" if section.quantise else "")
+    if changed and student and student.start == "pruned":
+        raise ValueError(
+            f"student.start=pruned takes whole layers of the target, under {changed} there are none; "
+            "give a student as student.start, such as the `start` folder of a run without it"
+        )
 
 
 def packed(recipe: Recipe, target: Target, corpus: Corpus) -> Packed:
@@ -117,7 +149,8 @@ def facts(target: Target, train: Packed | Featured) -> dict[str, Any]:
 def probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:
     """A function that measures τ itself on train.tau_prompts prompts of each domain; None where there are to be none.
 
-    positions: that the drafter has, where it has a limit of its own. Raises ValueError for prompts that leave no room.
+    positions: that the drafter has, where it has a limit of its own. Where the target is `collective` all ranks must call what is returned.
+    Raises ValueError for prompts that leave no room.
     """
     section = recipe.train
     if not section.tau_prompts:
@@ -136,6 +169,17 @@ def probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | Non
         return sum(len(answer.tokens) for answer in done) / sum(len(answer.rounds) for answer in done)
 
     return tau
+
+
+def watched(
+    recipe: Recipe, target: Target, drafter: Drafter, train: Packed | Featured, taps: tuple[int, ...] = (), positions: int | None = None
+) -> dict[str, Any]:
+    """What `loop.fit` measures beside the loss: τ, and the time of the target's forward where it runs."""
+    return {
+        "probe": probe(recipe, target, drafter, positions),
+        "together": recipe.target.parallel in COLLECTIVE,
+        "reference": partial(target.features, taps=taps) if isinstance(train, Packed) else None,
+    }
 
 
 def finish(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:

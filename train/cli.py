@@ -10,6 +10,7 @@ COMMANDS = {
     "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
+    "plan": ("draftsmith.train.plan", "say what a recipe needs, memory and time, before anything is loaded"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 
@@ -44,7 +45,16 @@ def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | 
         raise SystemExit(141) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError, SafetensorError, TemplateError, EOFError, torch.OutOfMemoryError) as error:
+    except (
+        ValueError,
+        OSError,
+        SafetensorError,
+        TemplateError,
+        EOFError,
+        FloatingPointError,
+        MemoryError,
+        torch.OutOfMemoryError,
+    ) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -25,10 +25,10 @@ from draftsmith.inference.tree import Topology
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead
-from draftsmith.train import artifact, checkpoint, loop, replay
+from draftsmith.train import artifact, checkpoint, loop, order, replay
 from draftsmith.train.cli import guard
 from draftsmith.train.draft_losses import chunked_draft_loss, mix
-from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.loop import Batch, Loss, Objective
 from draftsmith.train.recipe import Recipe, Section, TreeSection, load, usage
 from draftsmith.train.replay import Replay
 
@@ -170,9 +170,14 @@ def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedMode
         raise ValueError(
             f"data.seq_len={recipe.data.seq_len} is longer than the student's context of {model.config.max_position_embeddings}; lower it"
         )
+    return _ready(section, model, recipe.train.seed)
+
+
+def _ready(section: StudentSection, model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The student as the recipe wants it trained."""
     if section.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return cast(Any, students.with_lora(model, section.lora, seed=recipe.train.seed)) if section.lora else model
+    return cast(Any, students.with_lora(model, section.lora, seed=seed)) if section.lora else model
 
 
 def _keep_start(made: Path, facts: dict[str, Any], make: Callable[[], PreTrainedModel]) -> None:
@@ -195,12 +200,16 @@ def _keep_start(made: Path, facts: dict[str, Any], make: Callable[[], PreTrained
 def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> PreTrainedModel:
     assert section.layers is not None, "check refuses it"
     if section.start == "pruned":
-        some = loop.sample_rows(len(rows), seed, 0, min(8, len(rows)))
+        some = order.sample_rows(len(rows), seed, 0, min(8, len(rows)))
         batch = {name: tensor.to(target.device) for name, tensor in rows.batch(some).items()}
         sizes = {"hidden_size": section.hidden_size, "heads": section.heads, "intermediate_size": section.intermediate_size}
         return students.pruned(target, layers=section.layers, **sizes, rows=batch)
+    return _fresh(section, target, seed)
+
+
+def _fresh(section: StudentSection, target: Target, seed: int) -> PreTrainedModel:
     if not isinstance(section.layers, int):
-        raise ValueError(f"student.layers={list(section.layers)}: a random student has a number of layers; expected one")
+        raise ValueError(f"student.layers={list(section.layers or ())}: a random student has a number of layers; expected one")
     return students.fresh(
         target,
         layers=section.layers,
@@ -250,6 +259,22 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
     return write
 
 
+def sketch(recipe: DistillRecipe, target: Target) -> tuple[PreTrainedModel, Objective]:
+    """An untrained student and its objective, also for a target without values (`draftsmith plan`); of a checkpoint only the config is read."""
+    check(recipe)
+    section = recipe.student
+    if section.start == "random":
+        model = _fresh(section, target, recipe.train.seed)
+    elif section.start == "pruned":
+        assert section.layers is not None, "check refuses it"
+        sizes = {"hidden_size": section.hidden_size, "heads": section.heads, "intermediate_size": section.intermediate_size}
+        model = students.outline(target, layers=section.layers, **sizes)
+    else:
+        model = students.unread(section.start, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
+    measure = partial(objective, target=target, section=recipe.distill, depth=shape_of(recipe.tree).max_depth)
+    return _ready(section, model, recipe.train.seed), measure
+
+
 def main(arguments: list[str]) -> None:
     recipe = load(DistillRecipe, arguments[0], arguments[1:])
     section = recipe.distill
@@ -267,8 +292,9 @@ def main(arguments: list[str]) -> None:
     if recipe.student.lora:  # the checkpoints hold the adapters alone
         facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    probe = artifact.probe(recipe, target, drafter, student.max_positions)
-    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, probe, between)
+    online = recipe.features.mode == "online"
+    watched = artifact.watched(recipe, target, drafter, packed if online else train, positions=student.max_positions)
+    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, between=between, **watched)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)
         artifact.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)

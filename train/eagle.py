@@ -6,7 +6,7 @@ accelerate launch train/eagle.py recipes/eagle3-qwen3-8b.yaml data.train=answers
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field
@@ -16,14 +16,14 @@ from draftsmith.data.offline import Featured
 from draftsmith.data.packing import Packed
 from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
-from draftsmith.models.drafter import load_drafter
+from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead
 from draftsmith.train import artifact, loop
 from draftsmith.train.cli import guard
 from draftsmith.train.draft_losses import chain, chunked_draft_loss, feature_loss, mix
-from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.loop import Batch, Loss, Objective
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
@@ -198,6 +198,23 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
     drafter.load_state_dict(weights, strict=False)
 
 
+def measure(recipe: EagleRecipe, target: Target) -> Objective:
+    """The objective of the version."""
+    if recipe.eagle.version == 1:
+        return partial(objective1, target=target, section=recipe.eagle, seed=recipe.train.seed)
+    return partial(objective3, target=target, section=recipe.eagle)
+
+
+def sketch(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
+    """An untrained drafter and its objective, also for a target without values (`draftsmith plan`)."""
+    shape = architecture(recipe.eagle, target)
+    drafter = cast(EagleModel, new_drafter("eagle", target, **shape))
+    size, whole = drafter.config.draft_vocab_size, target.vocab_size
+    if size < whole:  # the first ones stand for the most frequent
+        drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(whole) < size))
+    return drafter, measure(recipe, target)
+
+
 def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
@@ -210,11 +227,9 @@ def main(arguments: list[str]) -> None:
         drafter.take(frequent(train, target, shape["draft_vocab_size"]))
     if section.start:
         begin_with(drafter, section.start, target)
-    objective = partial(objective3, target=target, section=section)
-    if section.version == 1:
-        objective = partial(objective1, target=target, section=section, seed=recipe.train.seed)
     facts = artifact.facts(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-    accelerator, steps = loop.fit(recipe, drafter, objective, train, valid, facts, artifact.probe(recipe, target, drafter))
+    watched = artifact.watched(recipe, target, drafter, train, drafter.taps)
+    accelerator, steps = loop.fit(recipe, drafter, measure(recipe, target), train, valid, facts, **watched)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target, steps)
 

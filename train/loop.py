@@ -1,21 +1,13 @@
-"""The only training loop: order, accumulation, clipping, schedule, evaluation, saving and exact resumption.
+"""The only training loop: accumulation, clipping, schedule, evaluation, saving and exact resumption.
 
 What is trained, and for what, it does not know: an objective gives a sum and the weight to divide it by.
 """
 
-import json
 import math
-import signal
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,15 +16,22 @@ from torch import Tensor, nn
 
 from draftsmith.inference import machine
 from draftsmith.inference.progress import Bar
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, world
 from draftsmith.train import recipe as recipes
+from draftsmith.train.guards import Clock, Finite, Signals, agree_on_data, explained
+from draftsmith.train.log import Log, means
+from draftsmith.train.order import prefetched, sample_rows
+from draftsmith.train.profiler import Profile
 from draftsmith.train.recipe import Recipe, TrainSection
+from draftsmith.train.trackers import trackers
+from draftsmith.train.wrapped import Wrapped
 
 Batch = dict[str, Tensor]
 
 # Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
 MAY_CHANGE = {"train.output", "train.steps", "train.micro_batch_size", "train.eval_every", "train.eval_batches", "train.save_every"}
-MAY_CHANGE |= {"train.log_every", "data.cache"}
+MAY_CHANGE |= {"train.log_every", "train.keep", "train.resume", "train.stall_minutes", "train.bad_steps", "train.trackers", "train.profile"}
+MAY_CHANGE |= {"data.cache", "target.parallel"}
 
 
 @dataclass(slots=True)
@@ -42,6 +41,12 @@ class Loss:
     sum: Tensor
     weight: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, forward: dict[str, Tensor]) -> "Loss":
+        """From what a step's forward gave: wrappers look for tensors in dictionaries, not in classes they do not know."""
+        metrics = dict(forward)
+        return cls(metrics.pop("sum"), metrics.pop("weight"), metrics)
 
 
 class Rows(Protocol):
@@ -60,6 +65,7 @@ class Rows(Protocol):
 
 
 Objective = Callable[[Any, Batch], Loss]
+Between = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
 
 
 class _Step(nn.Module):
@@ -69,8 +75,9 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self.objective = model, objective
 
-    def forward(self, batch: Batch) -> Loss:
-        return self.objective(self.model, batch)
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        loss = self.objective(self.model, batch)
+        return {"sum": loss.sum, "weight": loss.weight, **loss.metrics}
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
@@ -86,46 +93,9 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return train.lr * (train.min_lr + (1 - train.min_lr) * shape)
 
 
-def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
-    """Rows number `first` … `first + count − 1` of the endless order that (seed, epoch) fix, [count] int64: epoch · length + row."""
-    parts = []
-    while count:
-        epoch, offset = divmod(first, length)
-        take = min(count, length - offset)
-        parts.append(epoch * length + _order(length, seed, epoch)[offset : offset + take])
-        first, count = first + take, count - take
-    return torch.cat(parts)
-
-
-def places_of(rows: Tensor, length: int, seed: int) -> Tensor:
-    """Where in that order row numbers [n] stand, [n] int64: the inverse of `sample_rows`."""
-    places = torch.empty_like(rows)
-    for epoch in rows.div(length, rounding_mode="floor").unique().tolist():
-        here = rows // length == epoch
-        places[here] = epoch * length + _order(length, seed, epoch).argsort()[rows[here] % length]
-    return places
-
-
-@lru_cache(maxsize=4)
-def _order(length: int, seed: int, epoch: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-
-
 def loss_tokens(batch: Batch) -> Tensor:
     """Tokens to predict in a batch [B,S]: its weight, known before any forward. A document's first token is never one."""
     return batch["loss_mask"].sum().double()
-
-
-def prefetched(fetch: Callable[[Tensor], Batch], wanted: Iterable[Tensor]) -> Generator[Batch]:
-    """fetch(rows) for each of `wanted`, in order; a thread works two ahead."""
-    ahead: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(1) as pool:
-        for rows in wanted:
-            ahead.append(pool.submit(fetch, rows))
-            if len(ahead) > 2:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
 
 
 def fit(
@@ -135,125 +105,214 @@ def fit(
     train: Rows,
     valid: Rows,
     facts: dict[str, Any],
+    *,
+    reference: Callable[[Batch], object] | None = None,
     probe: Callable[[], float] | None = None,
-    between: Callable[[int, Callable[[], bool]], None] | None = None,
+    together: bool = False,
+    between: Between | None = None,
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
 
-    probe: measures τ at each evaluation, on the first rank; `model` ends with the weights that were best by it, and the run ends after
-    train.patience evaluations without a better one.
+    reference: the frozen target's forward on a batch, to hold a step's time against.
+    probe: measures τ at each evaluation, on the first rank (`together`: on all, where the target's forward is theirs in common); `model` ends
+    with the weights that were best by it, and the run ends after train.patience evaluations without a better one.
     between: called on all ranks with the number of steps done, before the first step and after each: on-policy samples are made there. Its
-    second argument says whether a signal asks for haste: what it had no time for it is asked for again when the run goes on.
+    second argument says whether a signal asks for haste: what it had no time for it is asked for again when the run goes on. Within its
+    third, which all ranks enter, `model` has its weights.
 
-    Continues from the newest checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
-    the same recipe. SIGINT and SIGTERM save and exit with 128 + signal. Returns the Accelerator and the
-    step whose weights `model` has.
+    Continues from the newest whole checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
+    the same recipe, under whatever launcher and on however many ranks. SIGINT, SIGTERM and SIGUSR1 save and exit with 128 + signal. Returns
+    the Accelerator and the step whose weights `model` has, which on the first rank is whole.
     """
-    section, folder = recipe.train, Path(recipe.train.output)
-    accelerator, optimizer, state = _begin(recipe, model, facts)
-    step_module = _Step(model, objective)
-    module, optimizer = accelerator.prepare(step_module, optimizer)
-    micro, accumulation = _split(section, accelerator.num_processes)
-    done: int = state["step"]
-    log = _Log(folder, accelerator.is_main_process, done)
-    best = _Best(folder / "checkpoints", model, state["best"])
-    steps = range(done, done if best.stale(section.patience) else section.steps)
+    section = recipe.train
+    advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
+    with Clock(section.stall_minutes, advice) as clock, explained(section, advice):
+        run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
+        with Signals() as signals, run.open() as batches:
 
-    def rows(step: int) -> Tensor:
-        return sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
+            def stop_if_asked(when: str) -> None:
+                if caught := signals.agreed(run.accelerator):
+                    run.save(run.done)
+                    run.log.say(f"stopped by signal {caught} {when} step {run.done}; {advice}")
+                    raise SystemExit(128 + caught)
 
-    own = (rows(step).view(accumulation, accelerator.num_processes, micro)[:, accelerator.process_index] for step in steps)
-    batches = prefetched(train.batch, (part for parts in own for part in parts))
-    bar = Bar("training", section.steps, done, accelerator.is_main_process)
-    with _Signals() as signals, bar, closing(train), closing(valid), closing(batches):
-        if between and steps:
-            between(done, signals.pending)
-            if stop := signals.agreed(accelerator):
-                log.say(f"stopped by signal {stop} before step {done + 1}; the same command goes on from there")
-                raise SystemExit(128 + stop)
-        for step in steps:
-            total = train.weight(rows(step))
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(section, step)
-            module.train()
-            for batch in islice(batches, accumulation):
-                with accelerator.accumulate(module), accelerator.autocast():
-                    loss = module(_to(batch, accelerator.device))
-                    # Accelerate divides by the accumulation steps and DDP by the ranks: undo both, then divide by what counts.
-                    accelerator.backward(loss.sum * (accumulation * accelerator.num_processes / max(total, 1.0)))
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), section.clip)
+            def pending() -> bool:
+                clock.at("making samples")
+                return signals.pending()
+
+            if between and run.steps:
+                between(run.done, pending, run.wrapped.whole)
+                stop_if_asked("after")
+            for step in run.steps:
+                run.step(step, batches)
+                last = step + 1 == section.steps
+                if last or (section.eval_every and (step + 1) % section.eval_every == 0):
+                    run.judge(step + 1, probe)
+                    last = last or run.best.stale(section.patience)
+                if between and not last:
+                    with run.log.paused():
+                        between(step + 1, pending, run.wrapped.whole)
+                if last or (section.save_every and (step + 1) % section.save_every == 0):
+                    run.save(step + 1)
+                stop_if_asked("after")
+                if last:
+                    break
+    run.wrapped.gather()
+    if run.best.step:
+        run.log.say(f"best τ {run.best.tau:.3f} after step {run.best.step}; those weights are kept")
+        run.best.restore()
+    return run.accelerator, run.best.step or run.done
+
+
+class _Run:
+    """A run under way: what is trained, how far it is (`done` steps; checkpoint `saved`), and what it writes."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        objective: Objective,
+        train: Rows,
+        valid: Rows,
+        facts: dict[str, Any],
+        clock: Clock,
+        reference: Callable[[Batch], object] | None,
+        together: bool,
+    ) -> None:
+        self.section, self.model, self.train, self.valid, self.clock = recipe.train, model, train, valid, clock
+        self.wrapped, self.state = _begin(recipe, model, objective, train, facts)
+        self.accelerator: Accelerator = self.wrapped.accelerator
+        self.micro, self.accumulation = _split(recipe.train, self.accelerator.num_processes)
+        self.done: int = self.state["step"]
+        self.saved = self.done
+        folder = Path(recipe.train.output)
+        self.checkpoints = folder / "checkpoints"
+        self.log = Log(recipe, self.accelerator, self.done, reference)
+        self.best = _Best(self.checkpoints, self.wrapped, self.state["best"], together)
+        self.finite = Finite(folder, recipe.train.bad_steps, self.state["left_out"], self.accelerator.process_index)
+        self.steps = range(self.done, self.done if self.best.stale(recipe.train.patience) else recipe.train.steps)
+        self.bar = Bar("training", recipe.train.steps, self.done, self.accelerator.is_main_process)
+        self.profile = Profile(recipe.train, self.accelerator, self.done, self.log.paused)
+
+    @contextmanager
+    def open(self) -> Iterator[Iterator[Batch]]:
+        """Within it the micro-batches of this rank, in order; what is open is closed after it."""
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        own = (_rows(self.section, self.train, step).view(self.accumulation, ranks, self.micro)[:, rank] for step in self.steps)
+        batches = prefetched(self.train.batch, (part for parts in own for part in parts))
+        with self.bar, closing(self.train), closing(self.valid), closing(batches), closing(self.log), self.profile:
+            yield batches
+
+    def step(self, step: int, batches: Iterator[Batch]) -> None:
+        """One optimizer step, the `step`-th from 0; left out where its gradient is not finite."""
+        accelerator, module, optimizer = self.accelerator, self.wrapped.module, self.wrapped.optimizer
+        rate, total = learning_rate(self.section, step), self.train.weight(_rows(self.section, self.train, step))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        module.train()
+        seen: list[Batch] = []
+        applied = False
+        for number in range(self.accumulation):
+            self.clock.at(f"waiting for the data of step {step + 1}")
+            seen.append(next(batches))
+            self.clock.at(f"in step {step + 1}")
+            batch = _to(seen[-1], accelerator.device)
+            with accelerator.accumulate(module), accelerator.autocast(), self.log.watching(batch):
+                # Dropout's noise belongs to the place in the order, not to the rank, so that a run resumes at any world size.
+                place = number * accelerator.num_processes + accelerator.process_index
+                torch.manual_seed((self.section.seed * 1_000_003 + step) * 4096 + place)
+                loss = Loss.of(module(batch))
+                # Accelerate or DeepSpeed divides by the accumulation steps and by the ranks: undo both, then divide by what counts.
+                accelerator.backward(loss.sum * (self.accumulation * accelerator.num_processes / max(total, 1.0)))
+                if accelerator.sync_gradients:
+                    applied = self.wrapped.applied(accelerator.clip_grad_norm_(module.parameters(), self.section.clip))
+                if applied:
                     optimizer.step()
-                    optimizer.zero_grad()
-                log.add(loss)
-            last = step + 1 == section.steps
-            if last or (step + 1) % section.log_every == 0:
-                bar.update(step + 1, log.training(step + 1, learning_rate(section, step), accelerator))
-            if last or (section.eval_every and (step + 1) % section.eval_every == 0):
-                means = evaluate(step_module, valid, section, micro, accelerator)
-                log.held_out(step + 1, means | best.measure(probe, step + 1, accelerator))
-                last = last or best.stale(section.patience)
-            if between and not last:
-                between(step + 1, signals.pending)
-            stop = signals.agreed(accelerator)
-            if last or stop or (section.save_every and (step + 1) % section.save_every == 0):
-                if accelerator.is_main_process:
-                    checkpoint.save(folder / "checkpoints", step + 1, model, optimizer, state | {"best": best.state()})
-                accelerator.wait_for_everyone()
-            if stop:
-                log.say(f"stopped by signal {stop} after step {step + 1}; the same command goes on from there")
-                raise SystemExit(128 + stop)
-            done = step + 1
-            if last:
-                break
-    if best.step:
-        log.say(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
-        best.restore()
-    return accelerator, best.step or done
+                optimizer.zero_grad()
+            self.log.add(loss)
+        self.done = step + 1
+        self.finite.after(self.done, applied, seen)
+        self.profile.step()
+        if self.done == self.section.steps or self.done % self.section.log_every == 0:
+            self.bar.update(self.done, self.log.training(self.done, rate, left_out=self.finite.left_out))
+
+    def judge(self, step: int, probe: Callable[[], float] | None) -> None:
+        """Held-out means, and τ where there is a probe."""
+        self.clock.at(f"evaluating step {step}")
+        with self.log.paused():
+            found = evaluate(self.wrapped.module, self.valid, self.section, self.micro, self.accelerator)
+            self.log.held_out(step, found | self.best.measure(probe, step))
+
+    def save(self, step: int) -> None:
+        """Checkpoint `step`, where it is not there already."""
+        if step == self.saved:
+            return
+        self.clock.at(f"saving step {step}")
+        with self.log.paused():
+            self.wrapped.gather()
+            state = self.state | {"best": self.best.state(), "left_out": self.finite.left_out}
+            kept = step, checkpoint.trained(self.model), self.wrapped.moments(), state, self.section.keep
+            world.on_first(lambda: checkpoint.save(self.checkpoints, *kept))
+        self.saved = step
 
 
-def _begin(recipe: Recipe, model: nn.Module, facts: dict[str, Any]) -> tuple[Accelerator, torch.optim.Optimizer, dict[str, Any]]:
-    """The Accelerator, the optimizer, and the state to begin with: that of the newest checkpoint, which `model` and optimizer then have."""
+def _rows(section: TrainSection, train: Rows, step: int) -> Tensor:
+    return sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
+
+
+def _begin(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, facts: dict[str, Any]) -> tuple[Wrapped, dict[str, Any]]:
+    """The model as it will be trained, and the state to begin with: that of the newest checkpoint, whose weights and moments it then has."""
     section, folder = recipe.train, Path(recipe.train.output)
-    newest = checkpoint.latest(folder / "checkpoints")
-    before = checkpoint.state(newest) if newest else {}
+    # The first rank reads and says what it found: another machine may not see its disk.
+    newest, before = world.on_first(lambda: checkpoint.newest(folder / "checkpoints") or (None, {}))
+    if newest and section.resume == "never":
+        raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
     # What a probe of a busy machine decided stays decided: other threads or another precision would round differently.
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
     precision = before.get("precision") or (machine.precision() if section.precision == "auto" else section.precision)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16" if precision == "bf16" else "no")
-    accelerator.gradient_accumulation_steps = _split(section, accelerator.num_processes)[1]
-    optimizer = _adamw(model, section)
-    model.to(accelerator.device)
-    state = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision}
+    micro, accumulation = _split(section, world.join().num_processes)
+    accelerator = world.accelerator(precision, micro, accumulation, section.clip, **trackers(section))
+    state = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision, "left_out": 0}
+    weights, moments = {}, {}
     if newest:
         _check_same(newest, before, state, section)
-        checkpoint.load(newest, model, optimizer)
-    if accelerator.is_main_process:
-        if before.get("step", 0) < section.steps:
-            checkpoint.check_room(folder / "checkpoints", model)
-        recipes.save(recipe, folder)
-        print(
-            f"resuming from {newest}" if newest else f"{state['threads']} threads, {precision}, {accelerator.num_processes} process(es)",
-            flush=True,
-        )
-    return accelerator, optimizer, state | {"step": before.get("step", 0), "best": before.get("best")}
+        weights, moments = world.on_first(lambda: checkpoint.read(newest))
+        checkpoint.fill(model, weights, newest)
+    agree_on_data(accelerator, state, len(train), train.batch(_rows(section, train, before.get("step", 0))[:1]))
+    world.on_first(lambda: _announce(recipe, model, newest, before, state, accelerator))
+    wrapped = Wrapped(accelerator, model, lambda own: _Step(own, objective), lambda own: _adamw(own, section))
+    if newest:
+        wrapped.restore(moments)
+    kept = {name: before[name] for name in ("step", "best", "left_out") if name in before}
+    return wrapped, state | {"step": 0, "best": None} | kept
+
+
+def _announce(recipe: Recipe, model: nn.Module, newest: Path | None, before: dict, state: dict, accelerator: Accelerator) -> None:
+    folder = Path(recipe.train.output)
+    if before.get("step", 0) < recipe.train.steps:
+        checkpoint.check_room(folder / "checkpoints", model, recipe.train.keep)
+    recipes.save(recipe, folder)
+    kind = accelerator.distributed_type.value.lower()
+    ranks = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {kind}"
+    print(f"resuming from {newest}; {ranks}" if newest else ranks, flush=True)
 
 
 def evaluate(module: nn.Module, valid: Rows, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
     """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks.
 
-    `module` is not wrapped: ranks may have unequal numbers of batches, and DDP would wait for the missing ones.
+    All ranks run as many batches, since a forward may be theirs in common: one that has none left runs the first again and counts it zero times.
     """
     count = min(len(valid), section.eval_batches * micro)
-    starts = range(accelerator.process_index * micro, count, accelerator.num_processes * micro)
     module.eval()
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), accelerator.autocast():
-        for start in starts or (0,):  # a rank without rows runs one batch for the names of the metrics, and counts it zero times
-            loss = module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device))
+        for first in range(0, count, accelerator.num_processes * micro):
+            start = first + accelerator.process_index * micro
+            counts, start = start < count, start if start < count else 0
+            loss = Loss.of(module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device)))
             for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
-                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float() * bool(starts)
-    return _means(sums, accelerator)
+                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float() * counts
+    return means(sums, accelerator)
 
 
 def _adamw(model: nn.Module, section: TrainSection) -> torch.optim.AdamW:
@@ -300,113 +359,36 @@ def _to(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    stacked = cast(Tensor, accelerator.reduce(torch.stack(list(sums.values())), "sum"))
-    values = dict(zip(sums, stacked.tolist(), strict=True))
-    weight = max(values.pop("weight"), 1.0)
-    return {name: value / weight for name, value in values.items()}
-
-
-class _Signals:
-    """Within it the first SIGINT or SIGTERM is noted, for the loop to stop after its step; a second one acts as ever."""
-
-    def __enter__(self) -> "_Signals":
-        self.caught = 0
-        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.caught = number
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def pending(self) -> bool:
-        """Whether this rank has caught one."""
-        return bool(self.caught)
-
-    def agreed(self, accelerator: Accelerator) -> int:
-        """The signal that any rank has caught, 0 if none: all ranks must stop at the same step."""
-        if accelerator.num_processes == 1:
-            return self.caught
-        return int(cast(Tensor, accelerator.gather(torch.tensor([self.caught], device=accelerator.device))).max())
-
-
 class _Best:
     """The weights with the best τ so far, and how many evaluations ago that was."""
 
-    def __init__(self, folder: Path, model: nn.Module, before: dict[str, Any] | None) -> None:
-        self.file, self.model = folder / "best.safetensors", model
+    def __init__(self, folder: Path, wrapped: Wrapped, before: dict[str, Any] | None, together: bool) -> None:
+        self.folder, self.wrapped, self.together = folder, wrapped, together
         self.tau, self.step, self.since = (before or {"tau": 0.0, "step": 0, "since": 0}).values()
 
     def state(self) -> dict[str, Any]:
         return {"tau": self.tau, "step": self.step, "since": self.since}
 
-    def measure(self, probe: Callable[[], float] | None, step: int, accelerator: Accelerator) -> dict[str, float]:
+    def measure(self, probe: Callable[[], float] | None, step: int) -> dict[str, float]:
         """τ now, the same on all ranks; the weights are kept if it is the best. Nothing without a probe."""
         if probe is None:
             return {}
-        self.model.eval()
-        tau = probe() if accelerator.is_main_process else 0.0
-        tau = cast(Tensor, accelerator.reduce(torch.tensor(tau, device=accelerator.device), "sum")).item()
-        self.since += 1
-        if tau > self.tau:
-            self.tau, self.step, self.since = tau, step, 0
-            if accelerator.is_main_process:
-                checkpoint.save_weights(self.file, self.model)
+        accelerator, model = self.wrapped.accelerator, self.wrapped.model
+        with self.wrapped.whole():
+            model.eval()
+            found = probe() if accelerator.is_main_process or self.together else 0.0
+            tau = torch.tensor(found if accelerator.is_main_process else 0.0, device=accelerator.device)
+            tau = cast(Tensor, accelerator.reduce(tau, "sum")).item()
+            self.since += 1
+            if tau > self.tau:
+                self.tau, self.step, self.since = tau, step, 0
+                world.on_first(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
         return {"tau": tau}
 
     def stale(self, patience: int) -> bool:
         return bool(patience) and self.since >= patience
 
     def restore(self) -> None:
-        """Give the model its best weights again."""
-        checkpoint.load_weights(self.file, self.model)
-
-
-class _Log:
-    """metrics.jsonl and the text of the progress bar."""
-
-    def __init__(self, folder: Path, main: bool, done: int) -> None:
-        self.file, self.main, self.sums, self.tokens, self.since = folder / "metrics.jsonl", main, {}, 0, time.perf_counter()
-        self.held = ""
-        if main and self.file.is_file():  # steps that were taken after the checkpoint are taken again
-            lines = self.file.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-            if kept != lines:
-                temporary = self.file.with_suffix(".part")
-                temporary.write_text("".join(kept))
-                temporary.replace(self.file)
-
-    def add(self, loss: Loss) -> None:
-        for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach().float()
-
-    def training(self, step: int, lr: float, accelerator: Accelerator) -> str:
-        tokens = cast(Tensor, accelerator.reduce(self.sums["weight"].clone(), "sum")).item()
-        means = _means(self.sums, accelerator)
-        speed = tokens / (time.perf_counter() - self.since)
-        self.sums, self.since = {}, time.perf_counter()
-        self._write({"step": step, "lr": lr, "tokens_per_s": round(speed, 1)} | means)
-        return _text(means) + f"  {speed:,.0f} tok/s{self.held}"
-
-    def held_out(self, step: int, means: dict[str, float]) -> None:
-        self.held = f"  held out: {_text(means)}"
-        self._write({"step": step} | {f"valid_{name}": value for name, value in means.items()})
-        self.say(f"step {step}{self.held}")
-        self.since = time.perf_counter()
-
-    def say(self, text: str) -> None:
-        if self.main:
-            print(text, flush=True)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.main:
-            with self.file.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _text(means: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.3f}" for name, value in means.items())
+        """Give the model its best weights again, on the first rank."""
+        if self.wrapped.accelerator.is_main_process:
+            checkpoint.load_weights(checkpoint.best_file(self.folder, self.step), self.wrapped.model)

@@ -6,17 +6,19 @@ accelerate launch train/medusa.py recipes/medusa-tiny.yaml target.path=Qwen/Qwen
 
 import sys
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.models.drafter import new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
 from draftsmith.train import artifact, loop
 from draftsmith.train.cli import guard
-from draftsmith.train.loop import Batch, Loss
+from draftsmith.train.loop import Batch, Loss, Objective
 from draftsmith.train.losses import chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
@@ -65,15 +67,25 @@ def _ahead(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows[:, count:], (0, count)).flatten()
 
 
+def architecture(section: MedusaSection) -> dict[str, Any]:
+    """The heads' sizes."""
+    return {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
+
+
+def sketch(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective]:
+    """Untrained heads and their objective, also for a target without values (`draftsmith plan`)."""
+    heads = new_drafter("medusa", target, **architecture(recipe.medusa))
+    return cast(MedusaModel, heads), partial(objective, target=target, section=recipe.medusa)
+
+
 def main(arguments: list[str]) -> None:
     recipe = load(MedusaRecipe, arguments[0], arguments[1:])
     section = recipe.medusa
     target, corpora = artifact.prepare(recipe)
-    shape = {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
-    drafter, train, valid = artifact.begin(recipe, "medusa", target, corpora, **shape)
+    drafter, train, valid = artifact.begin(recipe, "medusa", target, corpora, **architecture(section))
     facts = artifact.facts(target, train)
-    measured = artifact.probe(recipe, target, drafter)
-    accelerator, steps = loop.fit(recipe, drafter, partial(objective, target=target, section=section), train, valid, facts, measured)
+    watched = artifact.watched(recipe, target, drafter, train)
+    accelerator, steps = loop.fit(recipe, drafter, partial(objective, target=target, section=section), train, valid, facts, **watched)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target, steps)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,14 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    sharded: bool = Field(default=False, description="spread its layers over all GPUs of the machine; for a single process")
+    parallel: Literal["none", "layers", "shard", "tensor"] = Field(
+        default="none",
+        description="for a target that no one GPU holds: layers over the GPUs of a single process; shard (FSDP2: weights cut over all "
+        "processes, gathered layer by layer) or tensor (each multiplies by its part) under accelerate launch",
+    )
+    quantise: Literal["bnb-int8", "bnb-nf4", "ao-int8", "ao-fp8"] | None = Field(
+        default=None, description="quantise its linear layers as they are read (bitsandbytes, torchao), all but the output head"
+    )
     trust_remote_code: bool = Field(default=False, description="run model code from the Hub; off unless you ask for it")
 
 
@@ -120,6 +127,16 @@ class TrainSection(Section):
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
     eval_batches: int = Field(default=8, ge=1)
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="auto: go on from the newest whole checkpoint in output; never: refuse a folder that holds one"
+    )
+    stall_minutes: float = Field(
+        default=60.0, ge=0, description="without progress before the run ends with status 75, saying where it stood; 0: never"
+    )
+    bad_steps: int = Field(
+        default=5, ge=1, description="steps on end left out, since their loss or gradient was not finite, before the run stops"
+    )
     log_every: int = Field(default=10, ge=1)
     normalise: Literal["valid", "all"] = Field(
         default="valid", description="divide a step's loss by its loss-bearing tokens, or by all its positions as EAGLE's code does"
@@ -133,6 +150,26 @@ class TrainSection(Section):
     tau_tokens: int = Field(default=48, ge=1, description="new tokens of each")
     tau_temperature: float = Field(default=0.0, ge=0, description="at which they are decoded")
     patience: int = Field(default=0, ge=0, description="evaluations without a better τ before the run ends; 0: it does not end early")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(), description="where metrics.jsonl goes as well; wandb stays offline without a key, trackio on this machine"
+    )
+    profile: str | None = Field(
+        default=None, description="`10:15`: trace steps 10 to 15, both included, as metrics.jsonl numbers them, into output"
+    )
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _steps(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None:
+            return value
+        if isinstance(value, int):
+            raise ValueError("expected text: YAML reads 10:15 as a number; write '10:15'")
+        first, _, last = str(value).partition(":")
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ValueError("expected first:last, steps from 1, such as 10:15")
+        if int(last) > info.data.get("steps", int(last)):
+            raise ValueError(f"step {last} is past train.steps={info.data['steps']}")
+        return value
 
 
 class Recipe(Section):
@@ -179,7 +216,7 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
     if not file.is_file() and (RECIPES / file.name).is_file() and file.parent in (Path("."), Path("recipes")):
         file = RECIPES / file.name
     if not file.is_file():
-        shipped = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+        shipped = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml") if not recipe.stem.startswith("accelerate-")))
         raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {shipped}")
     values, known = _flatten(_parse(file)), keys(schema)
     for override in overrides:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.models.target import Target
-from draftsmith.train.loop import places_of
+from draftsmith.train.order import places_of
 
 GROUP = 16  # prompts decoded together: what a kill may cost
 RUN = 4  # tokens of the runs that tell whether a sample repeats itself
@@ -140,11 +141,15 @@ class Replay:
         now = step // self.plan.every
         return range(max(0, now - self.plan.keep), max(1, now))
 
-    def renew(self, step: int, hurry: Callable[[], bool]) -> None:
-        """After `step` steps: make the generation that is due, unless `hurry()` turns true between two groups, and read what rows need now."""
+    def renew(self, step: int, hurry: Callable[[], bool], whole: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """After `step` steps: make the generation that is due, unless `hurry()` turns true between two groups, and read what rows need now.
+
+        whole: within it `model` has its weights.
+        """
         number, due = divmod(step, self.plan.every)
         if due == 0:
-            self._make(number, hurry)
+            with whole():
+                self._make(number, hurry)
             PartialState().wait_for_everyone()
             if any(len(self._files(kind, number)) < self._groups for kind in self.plan.shares):
                 return  # a rank was in haste: all are about to stop

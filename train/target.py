@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -24,7 +23,7 @@ from draftsmith.inference import machine
 from draftsmith.inference.progress import Bar
 from draftsmith.models.student import scale_residuals
 from draftsmith.models.target import resolve_path
-from draftsmith.train import loop
+from draftsmith.train import loop, world
 from draftsmith.train.cli import guard
 from draftsmith.train.loop import Batch, Loss
 from draftsmith.train.losses import chunked_cross_entropy
@@ -140,7 +139,7 @@ def main(arguments: list[str]) -> None:
     machine.threads()
     saved = output / "tokenizer"
     data = recipe.data
-    with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
+    with world.join().main_process_first():
         if recipe.architecture.tokenizer and not saved.is_dir():
             AutoTokenizer.from_pretrained(resolve_path(recipe.architecture.tokenizer)).save_pretrained(saved)
         if not saved.is_dir():

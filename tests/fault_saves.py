@@ -1,0 +1,199 @@
+"""Faults at each operation of a save: a kill, a disk that is full or fails, and power that is lost.
+
+An operation is what changes a disk: a folder or file made, a file half written, an fsync, a rename, a deletion. They are counted in a save
+that nothing disturbs; then, for each of them and for the end, a run is disturbed there and goes on.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fault_forks import STEPS, Ended, Row, Run, run, same, saved, steps_told, training, weights
+from safetensors import SafetensorError
+
+from draftsmith.train import checkpoint
+
+# The second save deletes what the first one wrote, and the best weights change before it.
+SETTINGS = {"save_every": 2, "keep": 1, "eval_every": 2}
+HARMLESS = ("unlink", "rmdir", "the end")  # to a checkpoint that is being written
+Strike = Callable[["Disk", str], None]
+
+
+class Disk:
+    """Watches the operations of a process below a folder and does `strike` before the `at`-th (from 0) of those of the second save."""
+
+    def __init__(self, folder: Path, at: int, strike: Strike) -> None:
+        self.folder, self.at, self.strike = folder, at, strike
+        self.operations: list[str] = []
+        self.saves, self.watching, self.within = 0, False, False
+        self.synced: set[int] = set()  # inodes whose content is on the disk
+        self.unsynced: list[tuple[Path, Path, Path | None]] = []  # renames that are not: from, to, what was there
+        for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+            setattr(os, name, functools.partial(self._system, name, getattr(os, name)))
+        Path.write_text = self._half_written(Path.write_text)
+        checkpoint.save_file = self._half_serialised(checkpoint.save_file)
+        checkpoint.save = self._saving(checkpoint.save, 1)
+        checkpoint.save_weights = self._saving(checkpoint.save_weights, 0)
+
+    def _saving(self, plain: Callable, counts: int) -> Callable:
+        def save(*arguments, **options):
+            self.watching = self.saves == 1
+            try:
+                plain(*arguments, **options)
+                if counts and self.watching:
+                    self.before("the end")
+            finally:
+                self.watching = False
+            self.saves += counts
+
+        return save
+
+    def before(self, operation: str) -> None:
+        """One more operation is about to be done."""
+        if self.watching and not self.within:
+            self.operations.append(operation)
+            if len(self.operations) > self.at:
+                self.within = True
+                try:
+                    self.strike(self, operation)
+                finally:
+                    self.within = False
+
+    def _system(self, name: str, plain: Callable, *arguments, **options):
+        self.before(name)
+        if name == "fsync":
+            found = os.fstat(arguments[0])
+            self.synced.add(found.st_ino)
+            self.unsynced = [one for one in self.unsynced if one[1].parent.exists() and one[1].parent.stat().st_ino != found.st_ino]
+        if name in ("rename", "replace"):
+            source, to = map(Path, arguments)
+            kept = None
+            if to.is_file():
+                kept = self.folder.parent / f"{self.folder.name}-kept-{len(self.unsynced)}"
+                shutil.copy2(to, kept)
+            self.unsynced.append((source, to, kept))
+        return plain(*arguments, **options)
+
+    def _half_written(self, plain: Callable) -> Callable:
+        def write_text(path: Path, text: str, *arguments, **options):
+            self.before("write")
+            plain(path, text[: len(text) // 2], *arguments, **options)
+            self.before("half written")
+            return plain(path, text, *arguments, **options)
+
+        return write_text
+
+    def _half_serialised(self, plain: Callable) -> Callable:
+        """safetensors writes under a name of its own, in the same folder, and renames; whoever kills it leaves that."""
+
+        def save_file(tensors, path: Path):
+            self.before("save_file")
+            self.within, within = True, self.within
+            plain(tensors, path)
+            half, content = path.with_name(".tmpHalf"), path.read_bytes()
+            path.unlink()
+            half.write_bytes(content[: len(content) // 2])
+            self.within = within
+            self.before("half serialised")
+            self.within = True
+            half.unlink()
+            plain(tensors, path)
+            self.within = within
+
+        return save_file
+
+    def lose_power(self, names: bool) -> None:
+        """What was not synced is lost: what is in files, and (names) renames in folders that were not synced, the last of them first."""
+        for source, to, kept in reversed(self.unsynced) if names else ():
+            to.rename(source)
+            if kept:
+                self.synced.add(kept.rename(to).stat().st_ino)
+        for file in self.folder.rglob("*"):
+            if file.is_file() and file.stat().st_ino not in self.synced:
+                os.truncate(file, 0)
+
+
+def kill(disk: Disk, _: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def power_lost(disk: Disk, operation: str, names: bool) -> None:
+    disk.lose_power(names)
+    kill(disk, operation)
+
+
+def full(_: Disk, operation: str) -> None:
+    """From here on; deleting still works."""
+    if operation not in HARMLESS:
+        raise _error(operation, errno.ENOSPC)
+
+
+def failing(disk: Disk, operation: str) -> None:
+    """Once."""
+    if len(disk.operations) == disk.at + 1 and operation != "the end":
+        raise _error(operation, errno.EIO)
+
+
+def _error(operation: str, number: int) -> Exception:
+    text = os.strerror(number)
+    if operation in ("save_file", "half serialised"):
+        return SafetensorError(f"Error while serializing: I/O error: {text} (os error {number})")
+    return OSError(number, text)
+
+
+FAULTS: dict[str, Strike] = {
+    "kill -9": kill,
+    "power lost, with what was not synced": functools.partial(power_lost, names=False),
+    "power lost, with names that were not synced": functools.partial(power_lost, names=True),
+    "disk full from here on": full,
+    "one input/output error": failing,
+}
+
+
+def _disturbed(output: Path, rank: int, at: int, strike: Strike, probe: bool) -> None:
+    disk = Disk(output, at, strike)
+    training(output, rank, probe=probe, **SETTINGS)
+    (output / "operations").write_text("\n".join(disk.operations))
+
+
+def _run(output: Path, at: int, strike: Strike, probe: bool) -> Ended:
+    return Run(functools.partial(_disturbed, output, at=at, strike=strike, probe=probe), output).end()
+
+
+def at_each_operation(folder: Path, faults: tuple[str, ...] = tuple(FAULTS), probes: tuple[bool, ...] = (False, True)) -> Iterator[Row]:
+    """A row for each fault; a trial for each operation of a save, alone and after the best weights' (a probe)."""
+    rows = {fault: Row(f"{fault}, at each operation of a save") for fault in faults}
+    for probe in probes:
+        quiet = folder / f"quiet-{probe}"
+        assert _run(quiet, sys.maxsize, kill, probe).codes == [0]
+        expected, operations = weights(quiet), (quiet / "operations").read_text().splitlines()
+        for fault, row in rows.items():
+            for at, operation in enumerate(operations):
+                trial(row, folder / f"{fault}-{probe}-{at}", at, operation, probe, expected, FAULTS[fault])
+    yield from rows.values()
+
+
+def trial(row: Row, output: Path, at: int, operation: str, probe: bool, expected: dict, strike: Strike) -> None:
+    """A run that is disturbed at an operation and goes on."""
+    ended = _run(output, at, strike, probe)
+    killed = strike not in (full, failing)
+    spared = not killed and (ended.codes == [0] and operation in HARMLESS)
+    with contextlib.suppress(ValueError):
+        before = saved(output)
+    again = run(output, probe=probe, **SETTINGS)
+    row.trial(
+        f"operation {at} ({operation}) of a save{' with a probe' if probe else ''}",
+        ended_as_it_should=ended.codes == [-signal.SIGKILL] if killed else spared or (ended.codes == [2] and ended.said("could not be written")),
+        readable_afterwards=before >= 2,
+        gone_on=again.codes == [0],
+        the_same_weights=same(output, expected),
+        told_every_step_once=not killed or steps_told(output) == list(range(1, STEPS + 1)),
+        tidy=not list((output / "checkpoints").glob(".*")),
+    )
+    shutil.rmtree(output, ignore_errors=True)

@@ -1,0 +1,121 @@
+"""Run by test_parallel.py under `accelerate launch`: holds targets that are laid out over two ranks against whole ones.
+
+parallel_ranks.py <output folder> <shard | tensor> <folder of a model> ...: each rank writes what it found to <output folder>/<kind>-<rank>.json.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from planting import PlantingDrafter
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from draftsmith.inference import packing
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.target import Target
+
+TAPS = (1, 0)
+NEW = 14
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.seen[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def batch(vocab: int, rank: int) -> dict[str, torch.Tensor]:
+    """Rows of two documents; another number of other rows on each rank."""
+    rows, length = 2 + rank, 20 + 3 * rank
+    ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(length - 8)]).expand(rows, length)}
+
+
+def counted(work):
+    with Collectives() as collectives:
+        found = work()
+    return found, dict(collectives.seen)
+
+
+def apart(found, expected) -> float:
+    assert type(found) is torch.Tensor and found.shape == expected.shape
+    return float((found - expected).abs().max())
+
+
+def answers(target: Target, drafter=None) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(target.vocab_size, (count,), generator=generator).tolist() for count in (5, 9, 1)]
+    if drafter is not None:
+        drafter = PlantingDrafter(prompts, drafter, target.vocab_size)
+    done = Decoder(target, drafter, rows=2).generate(prompts, Sampling(), NEW, ())
+    if drafter is not None:
+        assert drafter.mismatches == 0 and drafter.moves > 0
+    return [answer.tokens for answer in done]
+
+
+def look(kind: str, folder: str, rank: int) -> dict:
+    placed = Counter()
+    read = AutoModelForCausalLM.from_pretrained
+
+    def noting(*args, **kwargs):
+        placed[str(kwargs.get("device_map"))] += 1
+        return read(*args, **kwargs)
+
+    AutoModelForCausalLM.from_pretrained = noting
+    target = Target.load(folder, dtype=torch.float32, parallel=kind)
+    AutoModelForCausalLM.from_pretrained = read
+    whole = Target.load(folder, dtype=torch.float32)
+    rows = batch(whole.vocab_size, rank)
+    expected = whole.features(rows, TAPS)
+    decoded = answers(target, answers(whole))  # in inference mode, then as in training
+    found, sent = counted(lambda: target.features(rows, TAPS))
+    logits, sent_by_logits = counted(lambda: target.logits(found.hidden))
+    target.pack()
+    again, _ = counted(lambda: target.features(rows, TAPS))
+    cut = {name: parameter for name, parameter in target.decoder.named_parameters() if isinstance(parameter, DTensor)}
+    return {
+        "world": torch.distributed.get_world_size(),
+        "layers": target.num_layers,
+        "cut": sum(parameter.numel() for parameter in cut.values()),
+        "here": sum(parameter.to_local().numel() for parameter in cut.values()),
+        "whole": sum(parameter.numel() for layer in whole.layers for parameter in layer.parameters() if parameter.dim() > 1),
+        "outside": sorted(name for name in cut if ".layers." not in f".{name}"),
+        "ends": [type(weight.data).__name__ for weight in (target.head_weight, target.model.get_input_embeddings().weight)],
+        "tied": target.head_weight is target.model.get_input_embeddings().weight,
+        "ties": whole.head_weight is whole.model.get_input_embeddings().weight,
+        "hidden": max(apart(one.hidden, expected.hidden) for one in (found, again)),
+        "taps": max(apart(one.taps, expected.taps) for one in (found, again)),
+        "logits": apart(logits, whole.logits(expected.hidden)),
+        "embed": apart(target.embed(rows["input_ids"]), whole.embed(rows["input_ids"])),
+        "spread": float(expected.hidden.std()),
+        "buffers": all(torch.equal(one, two) for one, two in zip(target.model.buffers(), whole.model.buffers(), strict=True)),
+        "decoded": decoded == answers(whole),
+        "sent": sent,
+        "sent by logits": sent_by_logits,
+        "read": dict(placed),
+        "collective": [target.collective, whole.collective],
+        "same": target.identity == whole.identity and target.stop_ids == whole.stop_ids,
+    }
+
+
+if __name__ == "__main__":
+    output, kind, folders = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    state = PartialState(cpu=True)
+    packing._pays = lambda layers: True  # whatever this machine is good at
+    found = {Path(folder).name: look(kind, folder, state.process_index) for folder in folders}
+    (output / f"{kind}-{state.process_index}.json").write_text(json.dumps(found))
+    state.wait_for_everyone()
+    state.destroy_process_group()

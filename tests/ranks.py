@@ -1,0 +1,99 @@
+"""Under `accelerate launch`: the numbers of test_loop.py and every method, trained, saved and resumed; and how they were wrapped.
+
+ranks.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import save_file
+from test_loop import Numbers, new_model, new_recipe, objective
+from torch.distributed.tensor import DTensor
+
+from draftsmith.train import distill, eagle, loop, medusa, world
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
+METHODS = {
+    "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
+    "eagle": (eagle.main, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=2", "tree.depth=2", "eagle.vocab_size=64"]),
+    "distill": (
+        distill.main,
+        "distill-onpolicy-tiny",
+        ["student.start=pruned", "student.layers=1", "train.tau_prompts=1", "train.tau_tokens=4", "tree.depth=2"]
+        + ["distill.on_policy=0.5", "distill.every=4", "distill.prompts=2", "distill.new_tokens=4"],
+    ),
+}
+
+
+def words(method, folder, output):
+    """What a recipe of this repository becomes for a few steps on a tiny random target."""
+    _, recipe, own = METHODS[method]
+    train = ["batch_size=4", "micro_batch_size=2", "warmup_steps=0", "eval_batches=1", "log_every=1", "precision=fp32", "schedule=constant"]
+    train += [f"output={output / method}", "eval_every=0", "lr=1e-3", f"tau_file={folder / 'asked.jsonl'}"]
+    data = [f"train={folder / 'text.txt'}", "valid=null", f"cache={output / 'cache'}", "seq_len=32", "num_proc=1", "template=null"]
+    keys = [f"target.path={folder / 'target'}", *[f"train.{word}" for word in train], *[f"data.{word}" for word in data]]
+    return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
+
+
+class Watched(loop.Wrapped):
+    """Notes what a launcher that silently did something else would not show."""
+
+    seen: list[dict] = []
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        parameters = list(self.trained.parameters())
+        self.seen.append(
+            {
+                "world": torch.distributed.get_world_size(),
+                "type": self.accelerator.distributed_type.value,
+                "module": type(self.module).__name__,
+                "dtensors": any(isinstance(parameter, DTensor) for parameter in parameters),
+                "partitioned": any(hasattr(parameter, "ds_id") for parameter in parameters),
+                "optimizer": type(self.optimizer.optimizer).__name__,
+            }
+        )
+
+
+def on_gloo(*arguments, plain=world.accelerator, **options):
+    """Accelerate takes FSDP2 for a GPU's alone, and runs DDP on a CPU without a word: told so afterwards, it shards."""
+    accelerator = plain(*arguments, **options)
+    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    return accelerator
+
+
+def train_numbers(folder, **settings):
+    """The numbers trained into `folder`, where the first rank leaves the weights too."""
+    model = new_model().float()
+    rows = Numbers(single=True), Numbers(rows=3, single=True)
+    accelerator, _ = loop.fit(new_recipe(folder, **(SETTINGS | settings)), model, objective, *rows, {})
+    if accelerator.is_main_process:
+        save_file({name: tensor.detach().contiguous() for name, tensor in model.named_parameters()}, folder / "weights.safetensors")
+
+
+def main(kind: str, folder: Path) -> None:
+    """`whole` goes from the beginning to the end, `from_one` was begun by another launch, `to_one` will be ended by another."""
+    loop.Wrapped = Watched
+    if kind == "fsdp2":
+        world.accelerator = on_gloo
+    jobs = {"whole": {}, "from_one": {}, "to_one": {"steps": 4}} | ({"bf16": {"precision": "bf16"}} if kind.startswith("zero") else {})
+    for name, own in jobs.items():
+        train_numbers(folder / name, **own)
+    for method, (script, *_) in METHODS.items() if kind.startswith("zero") else ():
+        for steps in (2, 4):
+            script([*words(method, folder, folder / "two"), f"train.steps={steps}"])
+    if PartialState().is_main_process:
+        (folder / "seen.json").write_text(json.dumps(Watched.seen))
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

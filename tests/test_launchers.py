@@ -1,0 +1,115 @@
+"""Every launcher trains the same weights, is what it says it is, and goes on from what any other saved."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ranks import METHODS, train_numbers, words
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {
+    "ddp": ("cpu-2", "MULTI_CPU", "DistributedDataParallel", False, False, "AdamW"),
+    "fsdp2": ("cpu-2", "FSDP", "FSDP_Step", True, False, "AdamW"),
+    "zero2": ("zero2-cpu", "DEEPSPEED", "DeepSpeedEngine", False, False, "DeepSpeedZeroOptimizer"),
+    "zero3": ("zero3-cpu", "DEEPSPEED", "DeepSpeedEngine", False, True, "DeepSpeedZeroOptimizer_Stage3"),
+}
+
+
+@functools.cache
+def deepspeed_missing() -> str:
+    """Why DeepSpeed cannot run here; it compiles a small library of its own for CPUs."""
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError:
+        return "deepspeed is not installed"
+    return "" if shutil.which("g++") else "deepspeed compiles with g++, which is not here"
+
+
+def launch(launcher, *words, script="ranks.py", **environment):
+    """`accelerate launch` of a script in this folder -> the finished process."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / f"accelerate-{launcher}.yaml")]
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*command, str(ROOT / "tests" / script), *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def weights(folder):
+    return load_file(folder / "weights.safetensors")
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def same(found, expected, tolerance=1e-6):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_are_one_and_go_on_from_each_other(kind, tmp_path, target_folder):
+    """Two ranks × two micro-batches of two rows are one of eight; what one rank began two end, and the other way; every method under DeepSpeed."""
+    if kind.startswith("zero") and (reason := deepspeed_missing()):
+        pytest.skip(reason)
+    launcher, *wrapped = KINDS[kind]
+    (tmp_path / "target").symlink_to(target_folder)
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
+    (tmp_path / "asked.jsonl").write_text('{"id": "a", "domain": "code", "prompt": "for line"}\n')
+    train_numbers(tmp_path / "one", micro_batch_size=8)
+    train_numbers(tmp_path / "from_one", steps=4)
+    done = launch(launcher, kind, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = ("type", "module", "dtensors", "partitioned", "optimizer")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen == [{"world": 2} | dict(zip(names, wrapped, strict=True))] * (10 if kind.startswith("zero") else 3)
+    train_numbers(tmp_path / "to_one")
+    for name in ("whole", "from_one", "to_one"):
+        same(weights(tmp_path / name), weights(tmp_path / "one"))
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5) and len(losses(tmp_path / name)) == 7
+    if not kind.startswith("zero"):
+        return
+    gaps = [abs(half - full) for half, full in zip(losses(tmp_path / "bf16"), losses(tmp_path / "one"), strict=True)]
+    assert 0 < max(gaps) < 2e-2, "reduced precision is on, and does not change what is learned"
+    for method, (script, *_) in METHODS.items():
+        script([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])
+        found, expected = (load_file(tmp_path / ranks / method / "artifact" / "model.safetensors") for ranks in ("two", "alone"))
+        same(found, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
+        assert losses(tmp_path / "two" / method) == pytest.approx(losses(tmp_path / "alone" / method), rel=1e-5)
+        assert len(losses(tmp_path / "two" / method)) == 4
+
+
+def test_launcher_files_say_what_they_are():
+    """Files that Accelerate would read as something else: MULTI_CPU starts one process, use_cpu with FSDP runs DDP."""
+    files = sorted((ROOT / "recipes").glob("accelerate-*.yaml"))
+    assert len(files) == 11
+    kinds = {"one": "NO", "cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "multi": "MULTI_GPU"}
+    for file in files:
+        settings, name = yaml.safe_load(file.read_text()), file.stem.removeprefix("accelerate-")
+        assert settings["distributed_type"] == kinds.get(name.split("-")[0], "DEEPSPEED")
+        assert settings["use_cpu"] == (name == "cpu-2"), "DeepSpeed and FSDP are not started where use_cpu is set"
+        assert settings["mixed_precision"] == "no", "train.precision decides"
+        assert name == "multi-node" or settings["num_machines"] == 1
+        if settings["num_machines"] == 1 and settings["num_processes"] > 1:
+            assert settings["main_process_port"] == 0, "a free port: two runs on a machine do not meet"
+        if "deepspeed_config" in settings:
+            assert str(settings["deepspeed_config"]["zero_stage"]) in name
+            assert ("offload" in name) == ("offload_optimizer_device" in settings["deepspeed_config"])
+        if "fsdp_config" in settings:
+            assert settings["fsdp_config"]["fsdp_version"] == 2 and not settings["fsdp_config"]["fsdp_cpu_ram_efficient_loading"]

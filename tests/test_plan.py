@@ -1,0 +1,359 @@
+"""`draftsmith plan`: what it says of memory is what PyTorch's own profiler sees a real step allocate; its sums are those of real models."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import LlamaConfig
+
+from draftsmith.models import unroll
+from draftsmith.models.target import Target
+from draftsmith.train import distill, eagle, medusa, needs, plan, recipe, tracing
+from draftsmith.train.cli import guard
+from draftsmith.train.needs import GIB, Case, Machine
+
+CPU = Machine(1, 1, GIB, cpu=True)
+ROWS, POSITIONS = 4, 128
+
+# A method's recipe for the shipped target, with keys that take another way through its objective.
+CASES = {
+    "medusa by KL": (medusa, "medusa-tiny", []),
+    "medusa by CE, shared head": (medusa, "medusa-tiny", ["medusa.distill=0.0", "medusa.share_head=true", "medusa.layers=2"]),
+    "eagle3": (eagle, "eagle3-tiny", ["eagle.steps=3"]),
+    "eagle3, small vocabulary, checkpointing": (eagle, "eagle3-tiny", ["eagle.steps=3", "eagle.vocab_size=500", "eagle.checkpointing=true"]),
+    "eagle1": (eagle, "eagle1-tiny", []),
+    "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
+    "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
+    "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),
+}
+
+
+def loaded(method, name, overrides):
+    return recipe.load(plan.schema_of(method), f"{name}.yaml", overrides)
+
+
+def drawn(method, chosen, gpu=False, dtype=torch.float32):
+    """The step of a recipe, in shapes."""
+    target = tracing.outline(chosen.target, dtype)
+    with tracing.shapes_only():
+        model, objective = method.sketch(chosen, target)
+    return tracing.Step(model, objective, target, gpu)
+
+
+def packed(target, rows, positions, taps):
+    """A batch of two documents a row, with the target's features where taps are given."""
+    half = positions // 2
+    batch = {
+        "input_ids": torch.randint(40, (rows, positions)),
+        "position_ids": (torch.arange(positions) % half).repeat(rows, 1),
+        "document": (torch.arange(positions) // half).repeat(rows, 1),
+        "sample_id": torch.zeros(rows, positions, dtype=torch.int64),
+        "loss_mask": torch.ones(rows, positions, dtype=torch.bool),
+    }
+    if taps is not None:
+        batch["hidden"] = torch.randn(rows, positions, target.hidden_size, dtype=target.dtype)
+    if taps:
+        batch["taps"] = torch.randn(rows, positions, len(taps), target.hidden_size, dtype=target.dtype)
+    return batch
+
+
+def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, cast=False, holding=False, taps=None, leaving=False):
+    """Bytes that the profiler sees allocated at the most in a real forward and backward, and in AdamW's step after it; bytes of weights,
+    gradients and moments. leaving: a gradient is dropped as soon as it is whole."""
+    torch.manual_seed(0)
+    target = Target.load(chosen.target.path, dtype=torch.float32)
+    model, objective = method.sketch(chosen, target)
+    model.train().to(torch.bfloat16 if cast else torch.float32)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+
+    def backward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            objective(model, packed(target, *shape, taps)).sum.backward()
+
+    backward()
+    optimizer.step()  # the moments are there from now on
+    gradients = sum(parameter.grad.nbytes for parameter in trained)
+    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    if not holding:
+        optimizer.zero_grad()
+    if leaving:
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with record_function("backward"):
+            backward()
+        with record_function("step"):
+            optimizer.step()
+    profiler.export_chrome_trace(str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    ends = {event["name"]: event["ts"] + event["dur"] for event in events if event.get("cat") == "user_annotation"}
+    live, peaks = 0, {"backward": 0, "step": 0}
+    for time, size in changes:
+        live += size
+        part = "backward" if time <= ends["backward"] else "step"
+        peaks[part] = max(peaks[part], live)
+    assert len(changes) > 100 and peaks["backward"] > 0
+    print(peaks, file.name)
+    return peaks, sum(parameter.nbytes for parameter in model.parameters()), gradients, moments
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
+    method, file, overrides = CASES[name]
+    chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
+    peaks, weights, gradients, moments = measured(tmp_path / "trace.json", method, chosen)
+    case = Case(chosen, method, CPU)
+    assert case._trace(False, False).peak == pytest.approx(peaks["backward"], rel=0.01)
+    need = case.needs()[0]
+    assert (need.weights, need.gradients, need.moments) == (weights, gradients, moments)
+    assert need.gradients + need.activations == pytest.approx(max(peaks.values()), rel=0.01)
+    target = Target.load("tiny", dtype=torch.float32).model
+    assert need.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
+
+
+# On a CPU products in bf16 take scratch of 2 MB that no operation shows.
+@pytest.mark.parametrize(
+    ("way", "within"),
+    [({"autocast": True}, 0.12), ({"cast": True}, 0.12), ({"holding": True}, 0.01), ({"leaving": True}, 0.01), ({"taps": (1, 3, 5)}, 0.01)],
+)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("medusa by KL", (ROWS, POSITIONS)), ("eagle3", (ROWS, POSITIONS)), ("distill, random", (1, 16))]
+)
+def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, shape, way, within, tmp_path):
+    method, file, overrides = CASES[name]
+    chosen = loaded(method, file, overrides)
+    taps = way.get("taps") and (way["taps"] if method is eagle else ())
+    peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})
+    asked = {"autocast": False, "cast": False, "holding": False} | {key: value for key, value in way.items() if key != "leaving"}
+    traced = drawn(method, chosen).run(*shape, **asked | {"taps": taps})
+    assert (traced.passing if "leaving" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
+    if method is distill:  # a short row: gradients are most of it
+        assert traced.passing < 0.8 * traced.peak or "holding" in way
+
+
+@pytest.mark.parametrize("name", ["medusa by KL", "eagle3, small vocabulary, checkpointing"])
+def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
+    method, file, overrides = CASES[name]
+    step = drawn(method, loaded(method, file, overrides))
+    asked = {"autocast": False, "cast": False, "holding": False, "taps": None}
+    some = step.run(1, 256, **asked)
+    monkeypatch.setattr(tracing, "CHUNKS", 1000)
+    every = step.run(1, 256, **asked)
+    assert (some.peak, some.passing) == (every.peak, every.passing)
+    assert some.products < every.products
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_other_architectures_grow_with_the_row_and_not_with_its_square(name, tmp_path):
+    zoo.CONFIGS[name]().save_pretrained(tmp_path)
+    chosen = loaded(medusa, "medusa-tiny", [f"target.path={tmp_path}"])
+    step = drawn(medusa, chosen, gpu=True, dtype=torch.bfloat16)
+    assert step.target._head.plain == Target.wrap(zoo.tiny(name))._head.plain
+    one, two, four = (step.run(1, 4096 * n, autocast=True, cast=False, holding=False, taps=None).peak for n in (1, 2, 4))
+    assert four - two == 2 * (two - one) > 0
+
+
+def test_products_are_those_of_the_matrices():
+    chosen = loaded(medusa, "medusa-tiny", [])
+    step = drawn(medusa, chosen)
+    config = step.target.config
+    size, vocabulary, heads = config.hidden_size, config.vocab_size, chosen.medusa.heads
+    layers = sum(weight.numel() for layer in step.target.layers for weight in layer.parameters() if weight.dim() == 2)
+    # Forward 2 a weight. A head's output: and the gradients of its input and of itself. Its block reads what needs no gradient.
+    wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
+    linear, attention = step.products(1000, None)
+    assert linear == pytest.approx(wanted + 2 * size * vocabulary / tracing.SHORT)  # one row to find what is behind the target's head
+    assert attention == config.num_hidden_layers * 2 * size * 1000
+
+
+def llama(folder, size):
+    """A folder with the config of Llama-3.1-8B or -70B, and nothing else."""
+    big = size == 70
+    LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192 if big else 4096,
+        intermediate_size=28672 if big else 14336,
+        num_hidden_layers=80 if big else 32,
+        num_attention_heads=64 if big else 32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return f"target.path={folder}"
+
+
+def test_of_large_targets_only_the_config_is_read(tmp_path):
+    found = plan.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
+    assert found["target"]["parameters"] == 8_030_261_248
+    assert found["chosen"] == "ddp" and found["step"]["accumulation"] == 2
+    # fc, a layer that reads twice as much, the head over 32,000 tokens, norms.
+    size = 4096
+    drafter = 3 * size * size + 2 * size * (size + 2 * 1024) + size * size + 3 * size * 14336 + 32000 * size + 4 * size
+    assert found["drafter"] == {"trained": drafter, "frozen": 0}
+    assert found["launchers"][0]["target"] == pytest.approx(2 * 8_030_261_248, abs=1e3)
+
+
+def test_rows_of_131072_tokens_grow_as_rows_do(tmp_path):
+    chosen = loaded(eagle, "eagle3-llama3.3-70b", [llama(tmp_path, 70), "features.mode=online"])
+    step = drawn(eagle, chosen, gpu=True, dtype=torch.bfloat16)
+    assert sum(one.numel() for one in step.target.model.parameters()) == 70_553_706_496
+    asked = {"autocast": False, "cast": True, "holding": False, "taps": None}
+    one, two, four = (step.run(1, n << 10, **asked).peak for n in (32, 64, 128))
+    assert four - two == 2 * (two - one) > 0
+
+
+def test_pieces_add_up_to_the_whole(tmp_path):
+    tiny = loaded(medusa, "medusa-tiny", ["train.batch_size=8", "data.seq_len=16"])
+    whole = Case(tiny, medusa, Machine(1)).needs()[0]
+    for gpus, nodes in ((2, 1), (4, 2)):
+        ranks = gpus * nodes
+        by = {need.launcher: need for need in Case(tiny, medusa, Machine(gpus, nodes)).needs()}
+        assert [*by] == list(needs.SEVERAL)
+        assert (by["ddp"].weights, by["ddp"].moments) == (whole.weights, whole.moments)
+        for name in ("fsdp2", "zero2", "zero3"):
+            assert by[name].moments * ranks == whole.moments
+        assert by["zero2"].gradients * ranks == by["zero3"].gradients * ranks == whole.gradients
+        # What a step reads is in bf16; pieces of the masters in fp32, and under ZeRO-3 of that too.
+        assert by["fsdp2"].weights == by["zero2"].weights == whole.weights / 2 + whole.weights / ranks
+        assert by["zero3"].weights == by["zero2"].weights + whole.weights / 2 / ranks
+        for name in ("zero2-offload", "zero3-offload"):
+            assert by[name].gradients == by[name].moments == 0 and by[name].weights == whole.weights / 2
+            assert by[name].host > by["zero2"].host > 0
+
+
+@pytest.mark.parametrize(("layout", "layers"), [("none", 32), ("shard", 32 / 4 + 2), ("tensor", 32 / 4), ("layers", 32 / 4)])
+def test_a_target_in_pieces_keeps_its_ends_whole(layout, layers, tmp_path):
+    case = Case(loaded(eagle, "eagle3-llama3.1-8b", [llama(tmp_path, 8), f"target.parallel={layout}"]), eagle, Machine(4))
+    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+    ends = 2 * (2 * 128256 * 4096 + 4096)
+    assert case.on_each == pytest.approx(ends + layers * layer, abs=1e3)  # rotary frequencies aside
+    assert case.loading == (pytest.approx(32 * layer + ends, abs=1e3) if layout == "shard" else 0)
+    assert case.ranks == (1 if layout == "layers" else 4)
+
+
+@pytest.mark.parametrize("kind", ["bnb-nf4", "bnb-int8", "ao-int8"])
+def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
+    pytest.importorskip("bitsandbytes" if kind.startswith("bnb") else "torchao")
+    target = Target.load("tiny", dtype=torch.bfloat16, quantise=kind)
+    bytes_of = 0
+    for tensor in {id(one): one for one in (*target.model.parameters(), *target.model.buffers())}.values():
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "__tensor_flatten__") else [tensor]
+        bytes_of += sum(one.nbytes for one in inner)
+        state = getattr(tensor, "quant_state", None)
+        bytes_of += 0 if state is None else state.absmax.nbytes
+    chosen = loaded(medusa, "medusa-tiny", [f"target.quantise={kind}", "target.dtype=bfloat16"])
+    assert Case(chosen, medusa, CPU).on_each == pytest.approx(bytes_of, rel=0.02)
+    assert Case(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).on_each > 1.3 * bytes_of
+
+
+def test_a_recipe_that_does_not_fit_is_told_what_helps():
+    overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500"]
+    machine = Machine(2, 1, 0.06 * GIB)
+    found = plan.report("eagle3-tiny.yaml", overrides, machine)
+    assert found["chosen"] is None and not any(need["fits"] for need in found["launchers"])
+    least = min(need["total"] for need in found["launchers"])
+    keys = [one["keys"] for one in found["advice"]]
+    assert {"train.micro_batch_size=1", "data.seq_len=128", "eagle.checkpointing=true"} <= set(keys)
+    for one in found["advice"]:
+        chosen = loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"].split()])
+        again = {need.launcher: need.total for need in Case(chosen, eagle, machine).needs()}
+        assert one["total"] == again[one["launcher"]] < least
+        assert one["fits"] == (one["total"] <= 0.93 * machine.memory)
+    alone = [one["total"] for one in found["advice"] if " " not in one["keys"]]
+    assert len(alone) >= 3 and alone == sorted(alone)
+    roomy = Machine(2, 1, GIB)
+    assert plan.report("eagle3-tiny.yaml", overrides, roomy)["advice"] == []
+
+
+def test_the_store_is_that_of_the_prepared_data(tmp_path):
+    lines = "".join(json.dumps({"prompt": f"def f{n}():", "text": f"def f{n}():\n    return {n}\n" * 3}) + "\n" for n in range(60))
+    (tmp_path / "text.jsonl").write_text(lines)
+    overrides = [f"data.train={tmp_path / 'text.jsonl'}", f"data.cache={tmp_path}", "features.mode=offline", "features.store=none"]
+    machine = Machine(1)
+    before = plan.report("medusa-tiny.yaml", overrides, machine, tflops=100.0)["features"]
+    assert before["prepared"] is None and before["bytes"] == 716_800 * before["bytes_per_token"]
+    chosen = loaded(medusa, "medusa-tiny", overrides)
+    from draftsmith.data.prepare import load
+
+    corpora = load(chosen.data.plan(), Target.load("tiny").tokenizer, chosen.data.cache, 1)
+    found = plan.report("medusa-tiny.yaml", overrides, machine, hours=0.5)
+    tokens = sum(len(one.ids) for one in corpora.values())
+    assert found["features"]["prepared"] == tokens and found["features"]["bytes"] == tokens * (256 * 2 + 4)
+    assert found["features"]["read_mb_per_s"] == pytest.approx(716_800 / 1800 * 516 / 1e6)
+    assert found["work"]["wanted_tokens_per_s"] == pytest.approx(716_800 / 1800)
+    online = plan.report("medusa-tiny.yaml", [], machine)
+    assert online["features"] is None and online["work"]["flops_per_token"] > found["work"]["flops_per_token"]
+
+
+def test_a_recipe_says_whose_it_is(tmp_path):
+    for name, method in (("medusa-tiny", medusa), ("eagle1-tiny", eagle), ("distill-tiny", distill)):
+        assert plan.method_of(f"{name}.yaml", []) is method
+    bare = "train.output: out\ntrain.steps: 3\ntrain.batch_size: 2\ntrain.lr: 0.1\n"
+    for file, text, overrides, method in (
+        ("mine", "student.start: random\n", [], distill),
+        ("mine", "", ["eagle.steps=2"], eagle),
+        ("eagle3-mine", "", [], eagle),
+        ("eagle3-mine", "medusa.heads: 2\n", [], medusa),
+    ):
+        (tmp_path / f"{file}.yaml").write_text(bare + text)
+        assert plan.method_of(str(tmp_path / f"{file}.yaml"), overrides) is method
+    (tmp_path / "mine.yaml").write_text(bare)
+    with pytest.raises(ValueError, match=r"cannot tell which script trains it; expected keys of one of distill\.\* for train/distill\.py"):
+        plan.method_of(str(tmp_path / "mine.yaml"), [])
+    with pytest.raises(ValueError, match="cannot tell"):
+        plan.method_of(str(tmp_path / "mine.yaml"), ["eagle.steps=2", "medusa.heads=1"])
+
+
+def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "l").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = llama(tmp_path / "l", 8).replace(str(tmp_path / "l"), "./l")
+    guard(plan.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
+    text = capsys.readouterr().out
+    table = [line for line in text.splitlines() if re.match(r"(launcher|ddp|fsdp2|zero)", line)]
+    assert len(table) == 7 and all(len(line.rstrip()) <= 80 and line.rstrip().endswith(("fits", "yes")) for line in table)
+    assert len(text.splitlines()) <= 26
+    assert "accelerate launch --config_file recipes/accelerate-ddp.yaml --num_processes 8 train/eagle.py eagle3-llama3.1-8b.yaml" in text
+    assert "predicted" in text and "tokens/s to end in 24 h" in text
+    guard(plan.main, ["medusa-tiny.yaml", "--cpu"])
+    text = capsys.readouterr().out
+    assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
+    guard(plan.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
+    assert json.loads(capsys.readouterr().out)["chosen"] == "one"
+    assert unroll._Causal.__name__ == "_Causal"  # what stood in for it is gone
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing.yaml"], "recipe 'nothing.yaml' not found"),
+        (["medusa-tiny.yaml", "--gpus", "0"], "--gpus 0: expected a number above 0"),
+        (["medusa-tiny.yaml", "--gpu-memory", "-1"], "--gpu-memory -1: expected a number above 0"),
+        (["medusa-tiny.yaml", "train.stepz=1"], "unknown recipe key 'train.stepz'"),
+        (["medusa-tiny.yaml"], "train.batch_size=4 cannot be cut into 8 rank(s)"),
+        (["medusa-tiny.yaml", "data.seq_len=100000", "--cpu"], "longer than the target's context"),
+        (["medusa-tiny.yaml", "target.path=./nowhere", "--cpu"], "no folder './nowhere'"),
+        (["medusa-tiny.yaml", "target.parallel=shard", "--gpus", "1"], "this is one"),
+        (["target-tiny.yaml"], "cannot tell which script trains it"),
+    ],
+)
+def test_mistakes_are_one_line(words, says, capsys):
+    with pytest.raises(SystemExit) as exit:
+        guard(plan.main, words)
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
+
+
+def test_an_unknown_flag_is_named(capsys):
+    with pytest.raises(SystemExit) as exit:
+        guard(plan.main, ["medusa-tiny.yaml", "--colour"])
+    assert exit.value.code == 2 and "--colour" in capsys.readouterr().err
