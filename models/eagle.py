@@ -31,6 +31,7 @@ from draftsmith.inference.grow import Shape, choose, grow
 from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.inference.verify import Verdict
 from draftsmith.models import vocab
+from draftsmith.models.context import ALONE, Context
 from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead, attend, blocks
@@ -272,18 +273,27 @@ class EagleModel(DrafterModel):
         return self.lm_head(x) if self.config.version == 3 else self.target.logits(x)
 
     def unroll(
-        self, feature: Tensor, ids: Tensor, positions: Tensor, document: Tensor, steps: int, checkpointing: bool = False
+        self,
+        feature: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        document: Tensor,
+        steps: int,
+        checkpointing: bool = False,
+        context: Context = ALONE,
     ) -> list[Tensor]:
-        """Training-time test (Li et al. 2025, §3.1): `steps` outputs [B,S,W] along the text itself, every position at once.
+        """Training-time test (Li et al. 2025, §3.1): `steps` outputs [B,n,W] along the text itself, every position at once.
 
-        Step k at row p reads token p+1+k and its own output of the step before (at first the target's feature, [B,S,·]), sees the target's
+        Step k at row p reads token p+1+k and its own output of the step before (at first the target's feature, [B,n,·]), sees the target's
         features up to row p and its own of steps 1 … k at that row, and predicts token p+2+k. Rows whose tokens are of another document
-        are not to be read.
+        are not to be read. ids, positions and document are [B,S]; the n rows are those of `context`, elsewhere n = S.
         """
+        here = context.part(ids.shape[1])
         keys: list[list[Tensor]] = [[] for _ in self.layers]
         values: list[list[Tensor]] = [[] for _ in self.layers]
 
-        mask = blocks(document, len(ids), ids.shape[1], document.device)
+        document = document[:, : here.stop]
+        mask = blocks(document, len(ids), here.stop, document.device, here.start)
         outputs = []
         for k in range(steps):
             # Those of earlier steps are arguments, so that a checkpoint knows what flows back to them.
@@ -293,10 +303,12 @@ class EagleModel(DrafterModel):
                 made: list[Tensor] = []
 
                 def diagonal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                    if k == 0:  # of later steps a row sees its own alone
+                        key, value = context.upto(key), context.upto(value)
                     made.extend((key, value))
                     return attend(query, [*held[layer][0], key], [*held[layer][1], value], document, mask=mask)
 
-                return self.step(feature, ahead(ids, k + 1), positions + k, diagonal), *made
+                return self.step(feature, ahead(ids, k + 1)[:, here], (positions + k)[:, here], diagonal), *made
 
             output, *made = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
             for number in range(len(self.layers)):

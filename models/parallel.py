@@ -24,8 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
-from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.integrations import deepspeed
 
 __all__ = ["COLLECTIVE", "check_parallel", "decoder_layers", "in_turn", "lay_out"]
@@ -66,9 +65,7 @@ def lay_out(read: Read, how: str, device: torch.device | str) -> tuple[PreTraine
         if how == "shard":
             return _sharded(read, torch.device(device))
         if how == "tensor":
-            model, info = read(distributed_config=DistributedConfig(tp_size=_world(), tp_plan=_plan(read)))
-            vars(model.config).pop("distributed_config", None)  # of this run, not of the model: its identity stays
-            return model, info
+            return _in_parts(read)
         return read(device_map="auto" if how == "layers" else {"": str(device)})
 
 
@@ -106,39 +103,45 @@ def _sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, dict[st
     """Rank 0 alone reads the weights, into its host's memory, and hands them out, one tensor at a time."""
     model, info = read(device_map="meta")
     whole: PreTrainedModel | None = read(device_map="cpu")[0] if dist.get_rank() == 0 else None
+    model.requires_grad_(False)
     decoder, mesh = model.get_decoder(), init_device_mesh(device.type, (_world(),))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)
     kept = {parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=kept)  # layers of one root are gathered ahead, while the one before computes
-    model.to_empty(device=device)
-    model.tie_weights()
+    # Weights without a place are put beside those that have one; with a place of their own they would be there twice.
+    model.get_input_embeddings().to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
+    model.tie_weights()
     for name, buffer in model.named_buffers():  # those too that no checkpoint holds, such as rotary frequencies
-        if whole:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, 0)
+        owner, _, last = name.rpartition(".")
+        value = whole.get_buffer(name).to(device) if whole else torch.empty_like(buffer, device=device)
+        dist.broadcast(value, 0)
+        model.get_submodule(owner)._buffers[last] = value
     with torch.no_grad():  # what weights are gathered into is made once, and could not be filled again if made in inference mode
         decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
     return model, info
 
 
-def _plan(read: Read) -> dict[str, str]:
-    """transformers' rules for the layers of this architecture; embedding and output head stay whole."""
-    model: PreTrainedModel = read(device_map="meta")[0]
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    kept = [name for name, module in model.named_modules() if module in ends]
-    plan = {name: style for name, style in (model.tp_plan or {}).items() if name not in kept}
-    kind = model.config.model_type
+def _in_parts(read: Read) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Each rank reads its parts, by transformers' rules for the layers of the architecture; embedding and output head stay whole."""
+    empty: PreTrainedModel = read(device_map="meta")[0]
+    ends = (empty.get_input_embeddings(), empty.get_output_embeddings())
+    kept = [name for name, module in empty.named_modules() if module in ends]
+    plan = {name: style for name, style in (empty.tp_plan or {}).items() if name not in kept}
+    kind = empty.config.model_type
     if not plan:
         raise ValueError(
             f"transformers {transformers.__version__} has no plan for tensor parallelism of architecture {kind!r}; take target.parallel=shard"
         )
-    _check_heads(model.config.get_text_config(), kind, plan)
-    if "replicate" in ALL_PARALLEL_STYLES:  # newer transformers keep the rule of what is not named, older ones had none then
-        plan |= dict.fromkeys(kept, "replicate")
-    return plan
+    _check_heads(empty.config.get_text_config(), kind, plan)
+    # Newer transformers keep their rule for what is not named. This one shares out nothing, and sums gradients, of which there are none.
+    plan |= dict.fromkeys(kept, "replicated_with_grad_allreduce")
+    model, info = read(distributed_config=DistributedConfig(tp_size=_world(), tp_plan=plan))
+    for name in kept:
+        vars(model.get_submodule(name)).pop("forward", None)  # that of the rule
+    return model, info
 
 
 def _check_heads(config: PretrainedConfig, kind: str, plan: dict[str, str]) -> None:

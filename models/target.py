@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from draftsmith.models.head import Head
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out
 from draftsmith.models.quantised import quantisation, quantised_as
+from draftsmith.models.stops import stop_ids
 
 __all__ = ["Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -62,11 +62,12 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = len(self.layers)
         self.max_positions: int = self.config.max_position_embeddings
-        self.stop_ids: frozenset[int] = _stop_ids(model, tokenizer)
+        self.stop_ids: frozenset[int] = stop_ids(model, tokenizer)
         self._hooked: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
         self._packing: Packing | None = None
+        self._compiled: dict[int, Callable[..., Any]] = {}
 
     @classmethod
     def load(
@@ -118,9 +119,9 @@ class Target:
         try:
             model, info = lay_out(read, parallel, device)
         except ImportError as error:
-            if not own:
+            if not (own or quantise):
                 raise
-            raise ValueError(f"{path!r} is quantised ({own}), and what reads that is not installed: {error}") from None
+            raise ValueError(f"{path!r} cannot be read as {own or quantise}: {error}") from None
         check_loaded(path, info)
         has_tokenizer = not local or any((Path(source) / name).exists() for name in TOKENIZER_FILES)
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main", **common) if has_tokenizer else None
@@ -222,7 +223,8 @@ class Target:
             return TargetOutput(hidden=batch["hidden"], taps=batch.get("taps"))
 
         def run(rows: dict[str, Tensor]) -> TargetOutput:
-            return self.forward(rows["input_ids"], **apart(self.config, self.dtype, rows), taps=taps)
+            with self._running(self._compiled):
+                return self.forward(rows["input_ids"], **apart(self.config, self.dtype, rows), taps=taps)
 
         rows = {name: batch[name] for name in ("input_ids", "position_ids")}
         out = in_turn(run, rows) if self.parallel == "tensor" else run(rows)
@@ -236,9 +238,19 @@ class Target:
         def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
             return hidden_states
 
+        with self._running({layer: forward for layer in layers}):
+            yield
+
+    def compile(self) -> None:
+        """Have `features` run compiled decoder layers, one graph for all, since they are alike; hooks stay outside, so that taps arrive."""
+        self._compiled = {number: torch.compile(layer.forward) for number, layer in enumerate(self.layers)}
+
+    @contextmanager
+    def _running(self, forwards: dict[int, Callable[..., Any]]) -> Iterator[None]:
+        """Within it these decoder layers have other forwards."""
         # Accelerate gives instances a forward of their own, where the layers are spread over devices.
-        before = [(self.layers[layer].__dict__, self.layers[layer].__dict__.get("forward")) for layer in layers]
-        for place, _ in before:
+        before = [(self.layers[layer].__dict__, self.layers[layer].__dict__.get("forward")) for layer in forwards]
+        for (place, _), forward in zip(before, forwards.values(), strict=True):
             place["forward"] = forward
         try:
             yield
@@ -372,27 +384,3 @@ def check_loaded(path: str, info: dict[str, Any]) -> None:
         if names:
             shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    generation = model.generation_config
-    ids: Any = generation.eos_token_id if generation is not None else None
-    stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
-    if tokenizer is not None:
-        stops.update((tokenizer.eos_token_id, _end_of_turn(tokenizer)))
-    return frozenset(int(stop) for stop in stops if stop is not None)
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after the assistant's words, if it writes one."""
-    if not tokenizer.chat_template:
-        return None
-    words = "Answer"
-    try:
-        text = str(
-            tokenizer.apply_chat_template([{"role": "user", "content": "Ask"}, {"role": "assistant", "content": words}], tokenize=False)
-        )
-    except TemplateError:
-        return None
-    after = tokenizer(text[text.rindex(words) + len(words) :].lstrip(), add_special_tokens=False)["input_ids"] if words in text else []
-    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

@@ -5,7 +5,9 @@ Both parts go through one softmax, without a table of scores: causal attention g
 written-out gradient, as in FlashAttention-2, https://arxiv.org/abs/2307.08691; on a GPU FlexAttention), and the diagonals are
 merged into it by that log-sum-exp.
 
-Letters: B rows of a batch · S positions · N blocks of a row.
+Where a row is shared out over ranks (models/context.py) the queries are the last n of the C positions up to theirs, elsewhere n = C = S.
+
+Letters: B rows of a batch · S positions · n queries · C positions of step 0's keys · N blocks of a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,10 +36,10 @@ def attend(
     mask: BlockMask | None = None,
     budget: int = BUDGET,
 ) -> Tensor:
-    """Step k's attention [B,heads,S,dim], in the query's dtype; softmax and sums in fp32 (fp64 for an fp64 query).
+    """Step k's attention [B,heads,n,dim], in the query's dtype; softmax and sums in fp32 (fp64 for an fp64 query).
 
-    query [B,heads,S,dim]. keys and values: k+1 of [B,kv heads,S,dim], step 0 first; heads is a multiple of kv heads.
-    document [B,S]: the number of each position's document, a run of equal numbers (padding too); None: one document a row.
+    query [B,heads,n,dim]. keys and values: k+1, step 0 first, of [B,kv heads,C,dim], the later ones of [B,kv heads,n,dim]; heads is a
+    multiple of kv heads. document [B,C]: the number of each position's document, a run of equal numbers (padding too); None: one a row.
     scale: 1/√dim if None. mask: what `blocks` gives, to make it once for all steps and layers. budget: scores held at a time on the CPU.
     Differentiable once, in query, keys and values.
 
@@ -46,11 +48,13 @@ def attend(
     """
     _check(query, keys, values, document)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    start = _starts(document, query.shape[0], query.shape[2], query.device)
+    rows, _, queries, _ = query.shape
+    before = keys[0].shape[2] - queries
+    start = _starts(document, rows, before + queries, query.device)[:, before:]
     # Autocast would take the scores down to bf16.
     with torch.autocast(query.device.type, enabled=False):
         if query.is_cuda:
-            out, lse = _flex(query, keys[0], values[0], _block_mask(start) if mask is None else mask, factor, _compiled())
+            out, lse = _flex(query, keys[0], values[0], _block_mask(start, before) if mask is None else mask, factor, _compiled())
         else:
             out, lse = _Causal.apply(query, keys[0], values[0], start, factor, budget)
         if len(keys) == 1:
@@ -60,12 +64,12 @@ def attend(
         return merge.to(query.dtype)
 
 
-def blocks(document: Tensor | None, rows: int, positions: int, device: torch.device | str) -> BlockMask | None:
+def blocks(document: Tensor | None, rows: int, positions: int, device: torch.device | str, before: int = 0) -> BlockMask | None:
     """What `attend` takes as `mask` on `device`: a table [B,1,N,N] of 128-position blocks on a GPU, None where none is wanted.
 
-    document as in `attend`; rows is B, positions is S.
+    document as in `attend`; rows is B, positions is C, of which the first `before` have no query.
     """
-    return _block_mask(_starts(document, rows, positions, device)) if torch.device(device).type == "cuda" else None
+    return _block_mask(_starts(document, rows, positions, device)[:, before:], before) if torch.device(device).type == "cuda" else None
 
 
 def ahead(rows: Tensor, count: int, document: Tensor | None = None, fill: float = 0) -> Tensor:
@@ -90,17 +94,19 @@ def ahead(rows: Tensor, count: int, document: Tensor | None = None, fill: float 
 
 
 def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], document: Tensor | None) -> None:
-    batch, heads, positions, dim = query.shape
+    batch, heads, queries, dim = query.shape
     if not keys or len(keys) != len(values):
         raise ValueError(f"got {len(keys)} keys and {len(values)} values; expected one of each per step, step 0 first")
-    for name, tensor in [("keys", key) for key in keys] + [("values", value) for value in values]:
-        if tensor.shape != keys[0].shape or tensor.shape != (batch, tensor.shape[1], positions, dim) or heads % tensor.shape[1]:
-            raise ValueError(
-                f"got {name} of {list(tensor.shape)} for queries of {list(query.shape)}; expected [B,kv heads,S,dim], "
-                "all alike, with heads a multiple of kv heads"
-            )
-    if document is not None and document.shape != (batch, positions):
-        raise ValueError(f"got document of {list(document.shape)}; expected [{batch},{positions}], a number for each position")
+    for name, side in (("keys", keys), ("values", values)):
+        for step, tensor in enumerate(side):
+            count = queries if step else max(keys[0].shape[2], queries)
+            if tensor.shape != (batch, keys[0].shape[1], count, dim) or heads % tensor.shape[1]:
+                raise ValueError(
+                    f"got {name} of {list(tensor.shape)} for queries of {list(query.shape)}; expected [B,kv heads,n,dim], step 0's "
+                    "[B,kv heads,C,dim] with C >= n, and heads a multiple of kv heads"
+                )
+    if document is not None and document.shape != (batch, keys[0].shape[2]):
+        raise ValueError(f"got document of {list(document.shape)}; expected [{batch},{keys[0].shape[2]}], a number for each position")
 
 
 def _starts(document: Tensor | None, rows: int, positions: int, device: torch.device | str) -> Tensor:
@@ -124,41 +130,43 @@ def _merge(query: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], valu
 
 
 class _Tile(NamedTuple):
-    """Queries first..last of one row of the batch, and the keys low..last that any of them may see."""
+    """Queries first..last of one row of the batch, and the keys low..high that any of them may see; the last query is at position high − 1."""
 
     row: int
     low: int
+    high: int
     first: int
     last: int
 
 
-def _tiles(start: Tensor, heads: int, budget: int) -> Iterator[_Tile]:
-    positions = start.shape[1]
+def _tiles(start: Tensor, before: int, heads: int, budget: int) -> Iterator[_Tile]:
+    queries = start.shape[1]
     for row, begins in enumerate(start.tolist()):
         first = 0
-        while first < positions:
+        while first < queries:
             low = begins[first]
-            fitting = budget // (heads * (min(first + QUERIES, positions) - low))
-            last = min(first + max(1, min(QUERIES, fitting)), positions)
-            yield _Tile(row, low, first, last)
+            fitting = budget // (heads * (before + min(first + QUERIES, queries) - low))
+            last = min(first + max(1, min(QUERIES, fitting)), queries)
+            yield _Tile(row, low, before + last, first, last)
             first = last
 
 
 class _Causal(torch.autograd.Function):
-    """Causal attention within documents -> out [B,heads,S,dim], lse [B,heads,S], both in the dtype of the sums."""
+    """Causal attention within documents, the queries' being from start [B,n] on -> out [B,heads,n,dim], lse [B,heads,n], both in the dtype of
+    the sums."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: Tensor, scale: float, budget: int) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = query.to(wide), key.to(wide), value.to(wide)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1])
-        for tile in _tiles(start, q.shape[1], budget):
-            row, low, first, last = tile
+        for tile in _tiles(start, k.shape[2] - q.shape[2], q.shape[1], budget):
+            row, low, high, first, last = tile
             scores = _scores(_grouped(q, k, tile) * scale, k, start, tile)
             peak = scores.amax(-1, keepdim=True)
             weights = scores.sub_(peak).exp_()
             total = weights.sum(-1, keepdim=True)
-            out[row, :, first:last] = (weights @ v[row, :, low:last]).div_(total).view(q.shape[1], last - first, -1)
+            out[row, :, first:last] = (weights @ v[row, :, low:high]).div_(total).view(q.shape[1], last - first, -1)
             lse[row, :, first:last] = (peak + total.log()).view(q.shape[1], -1)
         ctx.save_for_backward(query, key, value, start, out, lse)
         ctx.scale, ctx.budget = scale, budget
@@ -174,9 +182,9 @@ class _Causal(torch.autograd.Function):
         shift = _row_terms(d_out, out).sub_(d_lse)
         d_query = torch.empty_like(q)
         d_key, d_value = torch.zeros_like(k), torch.zeros_like(v)
-        for tile in _tiles(start, q.shape[1], ctx.budget):
-            row, low, first, last = tile
-            seen = (row, slice(None), slice(low, last))
+        for tile in _tiles(start, k.shape[2] - q.shape[2], q.shape[1], ctx.budget):
+            row, low, high, first, last = tile
+            seen = (row, slice(None), slice(low, high))
             asked, flow = _grouped(q, k, tile) * ctx.scale, _grouped(d_out, k, tile)
             weights = _scores(asked, k, start, tile).sub_(_grouped(lse[..., None], k, tile)).exp_()
             d_value[seen] += weights.mT @ flow
@@ -199,10 +207,10 @@ def _grouped(rows: Tensor, key: Tensor, tile: _Tile) -> Tensor:
 
 def _scores(asked: Tensor, key: Tensor, start: Tensor, tile: _Tile) -> Tensor:
     """[kv heads, group · queries, keys], −inf where a query may not look."""
-    row, low, first, last = tile
-    scores = asked @ key[row, :, low:last].mT
-    hidden = _hidden(start[row, first:last, None], torch.arange(first, last)[:, None], torch.arange(low, last))
-    scores.view(key.shape[1], -1, last - first, last - low).masked_fill_(hidden, -torch.inf)
+    row, low, high, first, last = tile
+    scores = asked @ key[row, :, low:high].mT
+    hidden = _hidden(start[row, first:last, None], torch.arange(high - last + first, high)[:, None], torch.arange(low, high))
+    scores.view(key.shape[1], -1, last - first, high - low).masked_fill_(hidden, -torch.inf)
     return scores
 
 
@@ -210,34 +218,36 @@ def _hidden(start: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
     return (key_at > at) | (key_at < start)
 
 
-def _block_mask(start: Tensor) -> BlockMask:
-    """Made from where documents begin, block by block: create_block_mask would lay out [B,S,S] first."""
-    padding = -start.shape[1] % FLEX_BLOCK
-    positions = start.shape[1] + padding
+def _block_mask(start: Tensor, before: int = 0) -> BlockMask:
+    """Made from where the queries' documents begin, block by block: create_block_mask would lay out [B,n,C] first."""
+    queries = start.shape[1] + -start.shape[1] % FLEX_BLOCK
+    keys = before + queries + -(before + queries) % FLEX_BLOCK
     # Each position of the padding is a document of its own, so that its log-sum-exp is finite.
-    tail = torch.arange(start.shape[1], positions, device=start.device).expand(len(start), -1)
+    tail = torch.arange(before + start.shape[1], before + queries, device=start.device).expand(len(start), -1)
     start = torch.cat([start, tail], 1)
-    at = torch.arange(positions // FLEX_BLOCK, device=start.device)
-    below = at < at[:, None]
-    whole = below & (at * FLEX_BLOCK >= start[:, FLEX_BLOCK - 1 :: FLEX_BLOCK, None])
-    partly = (at <= at[:, None]) & (at >= start[:, ::FLEX_BLOCK, None] // FLEX_BLOCK) & ~whole
+    first = before + torch.arange(0, queries, FLEX_BLOCK, device=start.device)[:, None]  # position of each block's first query
+    at = torch.arange(0, keys, FLEX_BLOCK, device=start.device)  # and first key
+    whole = (at + FLEX_BLOCK - 1 <= first) & (at >= start[:, FLEX_BLOCK - 1 :: FLEX_BLOCK, None])
+    partly = (at < first + FLEX_BLOCK) & (at + FLEX_BLOCK > start[:, ::FLEX_BLOCK, None]) & ~whole
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= start[row, query])
+        return (key <= query + before) & (key >= start[row, query])
 
     lists = [table[:, None].to(torch.int32) for table in (partly, whole)]
     ordered = [(table.sum(-1, dtype=torch.int32), table.argsort(dim=-1, descending=True, stable=True).to(torch.int32)) for table in lists]
-    return BlockMask.from_kv_blocks(*ordered[0], *ordered[1], FLEX_BLOCK, seen, (positions, positions))
+    return BlockMask.from_kv_blocks(*ordered[0], *ordered[1], FLEX_BLOCK, seen, (queries, keys))
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, flex: Any) -> tuple[Tensor, Tensor]:
-    """`_Causal` by FlexAttention. S is padded to whole blocks: odd ends, and the kernel for few queries, are where it has had faults."""
-    positions = query.shape[2]
-    padding = (0, 0, 0, -positions % FLEX_BLOCK)
-    query, key, value = (F.pad(tensor.to(query.dtype), padding) if padding[3] else tensor.to(query.dtype) for tensor in (query, key, value))
+    """`_Causal` by FlexAttention. Padded to whole blocks: odd ends, and the kernel for few queries, are where it has had faults."""
+    queries, (rows, columns) = query.shape[2], mask.seq_lengths
+    sizes = ((query, rows), (key, columns), (value, columns))
+    query, key, value = (
+        F.pad(one.to(query.dtype), (0, 0, 0, size - one.shape[2])) if size > one.shape[2] else one.to(query.dtype) for one, size in sizes
+    )
     grouped = query.shape[1] != key.shape[1]
     out, aux = flex(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-    return out[:, :, :positions], aux.lse[:, :, :positions]
+    return out[:, :, :queries], aux.lse[:, :, :queries]
 
 
 @cache

@@ -4,11 +4,13 @@ What is forked has imported everything and computed nothing: no threads of torch
 """
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,9 +69,8 @@ class Run:
 
     def __init__(self, work: Callable[[int], object], folder: Path, ranks: int = 1) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        logs = folder.parent / f"{folder.name}-said"  # not in the folder, which a fault may fill, empty or take away
-        logs.mkdir(exist_ok=True)
-        self.logs = [(logs / f"out-{rank}", logs / f"err-{rank}") for rank in range(ranks)]
+        self.said = tempfile.TemporaryDirectory()  # not in the folder, which a fault may fill, empty or take away
+        self.logs = [(Path(self.said.name) / f"out-{rank}", Path(self.said.name) / f"err-{rank}") for rank in range(ranks)]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         self.began = time.monotonic()
         fork = multiprocessing.get_context("fork").Process
@@ -83,6 +84,7 @@ class Run:
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+        faulthandler.register(signal.SIGUSR2)  # where one stands that does not end
         if self.store:  # as a worker of torchrun, whose agent holds the store
             world = {"WORLD_SIZE": str(len(self.ranks)), "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
             os.environ |= world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -102,6 +104,8 @@ class Run:
             process.join(max(0.0, until - time.monotonic()))
         left = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
         for rank in left:
+            self.kill(rank, signal.SIGUSR2)
+            self.ranks[rank].join(1)
             self.kill(rank)
             self.ranks[rank].join()
         out, err = ([file.read_text() if file.is_file() else "" for file in files] for files in zip(*self.logs, strict=True))

@@ -111,7 +111,8 @@ class Disk:
     def lose_power(self, names: bool) -> None:
         """What was not synced is lost: what is in files, and (names) renames in folders that were not synced, the last of them first."""
         for source, to, kept in reversed(self.unsynced) if names else ():
-            to.rename(source)
+            if to.exists():
+                to.rename(source)
             if kept:
                 self.synced.add(kept.rename(to).stat().st_ino)
         for file in self.folder.rglob("*"):

@@ -80,24 +80,30 @@ def look(kind: str, folder: str, rank: int) -> dict:
     whole = Target.load(folder, dtype=torch.float32)
     rows = batch(whole.vocab_size, rank)
     expected = whole.features(rows, TAPS)
-    decoded = answers(target, answers(whole))  # in inference mode, then as in training
+    with torch.inference_mode():  # before anything else: nothing of it may be left behind for training
+        target.forward(torch.arange(5)[None])
+    first = target.features(rows, TAPS)
+    decoded = answers(target, answers(whole))
     found, sent = counted(lambda: target.features(rows, TAPS))
     logits, sent_by_logits = counted(lambda: target.logits(found.hidden))
     target.pack()
     again, _ = counted(lambda: target.features(rows, TAPS))
+    ends = {"head": target.head, "embedding": target.model.get_input_embeddings()}
     cut = {name: parameter for name, parameter in target.decoder.named_parameters() if isinstance(parameter, DTensor)}
     return {
         "world": torch.distributed.get_world_size(),
         "layers": target.num_layers,
         "cut": sum(parameter.numel() for parameter in cut.values()),
         "here": sum(parameter.to_local().numel() for parameter in cut.values()),
+        "bytes": sum(parameter.to_local().untyped_storage().nbytes() for parameter in cut.values()),
         "whole": sum(parameter.numel() for layer in whole.layers for parameter in layer.parameters() if parameter.dim() > 1),
         "outside": sorted(name for name in cut if ".layers." not in f".{name}"),
-        "ends": [type(weight.data).__name__ for weight in (target.head_weight, target.model.get_input_embeddings().weight)],
+        "ends": [type(module.weight.data).__name__ for module in ends.values()],
+        "patched": [name for name in ("head", "embedding") if "forward" in vars(ends[name])],
         "tied": target.head_weight is target.model.get_input_embeddings().weight,
         "ties": whole.head_weight is whole.model.get_input_embeddings().weight,
-        "hidden": max(apart(one.hidden, expected.hidden) for one in (found, again)),
-        "taps": max(apart(one.taps, expected.taps) for one in (found, again)),
+        "hidden": max(apart(one.hidden, expected.hidden) for one in (first, found, again)),
+        "taps": max(apart(one.taps, expected.taps) for one in (first, found, again)),
         "logits": apart(logits, whole.logits(expected.hidden)),
         "embed": apart(target.embed(rows["input_ids"]), whole.embed(rows["input_ids"])),
         "spread": float(expected.hidden.std()),

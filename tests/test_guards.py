@@ -41,6 +41,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(tmp_path):
     assert not torch.allclose(found, by_hand_without(3), atol=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["left_out"] for row in rows if "lr" in row] == [0, 0, 1, 1, 2, 2, 2]
+    assert [row["step"] for row in rows if "lr" in row and "loss" not in row] == [3, 5], "JSON has no NaN"
     state = checkpoint.newest(tmp_path / "checkpoints")[1]
     assert state["left_out"] == 2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from ranks import METHODS, train_numbers, words
+from launched import METHODS, train_numbers, words
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def deepspeed_missing() -> str:
     return "" if shutil.which("g++") else "deepspeed compiles with g++, which is not here"
 
 
-def launch(launcher, *words, script="ranks.py", **environment):
+def launch(launcher, *words, script="launched.py", **environment):
     """`accelerate launch` of a script in this folder -> the finished process."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / f"accelerate-{launcher}.yaml")]
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

@@ -104,13 +104,14 @@ def test_each_rank_holds_half_of_the_layers_and_the_ends_whole(laid_out):
         for facts in found.values():
             assert facts["world"] == 2 and facts["collective"] == [True, False]
             assert facts["cut"] == 2 * facts["here"] >= facts["whole"] > 0
-            assert facts["outside"] == [] and facts["ends"] == ["Tensor", "Tensor"]
+            assert facts["outside"] == [] and facts["ends"] == ["Tensor", "Tensor"] and facts["patched"] == []
             assert facts["tied"] == facts["ties"]
             sent = {"allgather_base": facts["layers"]}
             if kind == "tensor":  # both ranks' rows in turn; attention and MLP of each layer add up their parts
                 sent = {"allgather": 1, "broadcast": 2, "allreduce": 2 * 2 * facts["layers"]}
             assert facts["sent"] == sent and facts["sent by logits"] == {}
-            if kind == "shard":  # only the first rank reads weights
+            if kind == "shard":  # only the first rank reads weights, and none keeps views of whole tensors
+                assert facts["bytes"] == 4 * facts["here"]
                 assert facts["read"] == ({"meta": 1, "cpu": 1} if number == 0 else {"meta": 1})
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,11 @@ CASES = {
     "medusa by KL": (medusa, "medusa-tiny", []),
     "medusa by CE, shared head": (medusa, "medusa-tiny", ["medusa.distill=0.0", "medusa.share_head=true", "medusa.layers=2"]),
     "eagle3": (eagle, "eagle3-tiny", ["eagle.steps=3"]),
-    "eagle3, small vocabulary, checkpointing": (eagle, "eagle3-tiny", ["eagle.steps=3", "eagle.vocab_size=500", "eagle.checkpointing=true"]),
+    "eagle3, small vocabulary, checkpointing": (
+        eagle,
+        "eagle3-tiny",
+        ["eagle.steps=3", "eagle.vocab_size=500", "eagle.checkpointing=true"],
+    ),
     "eagle1": (eagle, "eagle1-tiny", []),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
@@ -61,13 +64,13 @@ def packed(target, rows, positions, taps):
     return batch
 
 
-def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, cast=False, holding=False, taps=None, leaving=False):
+def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, holding=False, taps=None, leaving=False):
     """Bytes that the profiler sees allocated at the most in a real forward and backward, and in AdamW's step after it; bytes of weights,
     gradients and moments. leaving: a gradient is dropped as soon as it is whole."""
     torch.manual_seed(0)
     target = Target.load(chosen.target.path, dtype=torch.float32)
     model, objective = method.sketch(chosen, target)
-    model.train().to(torch.bfloat16 if cast else torch.float32)
+    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
 
@@ -109,7 +112,7 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
     peaks, weights, gradients, moments = measured(tmp_path / "trace.json", method, chosen)
     case = Case(chosen, method, CPU)
-    assert case._trace(False, False).peak == pytest.approx(peaks["backward"], rel=0.01)
+    assert case.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
     need = case.needs()[0]
     assert (need.weights, need.gradients, need.moments) == (weights, gradients, moments)
     assert need.gradients + need.activations == pytest.approx(max(peaks.values()), rel=0.01)
@@ -120,7 +123,7 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
 # On a CPU products in bf16 take scratch of 2 MB that no operation shows.
 @pytest.mark.parametrize(
     ("way", "within"),
-    [({"autocast": True}, 0.12), ({"cast": True}, 0.12), ({"holding": True}, 0.01), ({"leaving": True}, 0.01), ({"taps": (1, 3, 5)}, 0.01)],
+    [({"autocast": True}, 0.12), ({"holding": True}, 0.01), ({"leaving": True}, 0.01), ({"taps": (1, 3, 5)}, 0.01)],
 )
 @pytest.mark.parametrize(
     ("name", "shape"), [("medusa by KL", (ROWS, POSITIONS)), ("eagle3", (ROWS, POSITIONS)), ("distill, random", (1, 16))]
@@ -130,7 +133,7 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
     chosen = loaded(method, file, overrides)
     taps = way.get("taps") and (way["taps"] if method is eagle else ())
     peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})
-    asked = {"autocast": False, "cast": False, "holding": False} | {key: value for key, value in way.items() if key != "leaving"}
+    asked = {"autocast": False, "holding": False} | {key: value for key, value in way.items() if key != "leaving"}
     traced = drawn(method, chosen).run(*shape, **asked | {"taps": taps})
     assert (traced.passing if "leaving" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
     if method is distill:  # a short row: gradients are most of it
@@ -141,7 +144,7 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
 def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
     method, file, overrides = CASES[name]
     step = drawn(method, loaded(method, file, overrides))
-    asked = {"autocast": False, "cast": False, "holding": False, "taps": None}
+    asked = {"autocast": False, "holding": False, "taps": None}
     some = step.run(1, 256, **asked)
     monkeypatch.setattr(tracing, "CHUNKS", 1000)
     every = step.run(1, 256, **asked)
@@ -155,7 +158,7 @@ def test_other_architectures_grow_with_the_row_and_not_with_its_square(name, tmp
     chosen = loaded(medusa, "medusa-tiny", [f"target.path={tmp_path}"])
     step = drawn(medusa, chosen, gpu=True, dtype=torch.bfloat16)
     assert step.target._head.plain == Target.wrap(zoo.tiny(name))._head.plain
-    one, two, four = (step.run(1, 4096 * n, autocast=True, cast=False, holding=False, taps=None).peak for n in (1, 2, 4))
+    one, two, four = (step.run(1, 4096 * n, autocast=True, holding=False, taps=None).peak for n in (1, 2, 4))
     assert four - two == 2 * (two - one) > 0
 
 
@@ -168,7 +171,8 @@ def test_products_are_those_of_the_matrices():
     # Forward 2 a weight. A head's output: and the gradients of its input and of itself. Its block reads what needs no gradient.
     wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
     linear, attention = step.products(1000, None)
-    assert linear == pytest.approx(wanted + 2 * size * vocabulary / tracing.SHORT)  # one row to find what is behind the target's head
+    # One row more finds what is behind the target's head; older transformers make rotary angles by a product.
+    assert linear == pytest.approx(wanted + 2 * size * vocabulary / tracing.SHORT, rel=1e-5)
     assert attention == config.num_hidden_layers * 2 * size * 1000
 
 
@@ -204,9 +208,19 @@ def test_rows_of_131072_tokens_grow_as_rows_do(tmp_path):
     chosen = loaded(eagle, "eagle3-llama3.3-70b", [llama(tmp_path, 70), "features.mode=online"])
     step = drawn(eagle, chosen, gpu=True, dtype=torch.bfloat16)
     assert sum(one.numel() for one in step.target.model.parameters()) == 70_553_706_496
-    asked = {"autocast": False, "cast": True, "holding": False, "taps": None}
+    asked = {"autocast": True, "holding": False, "taps": None}
     one, two, four = (step.run(1, n << 10, **asked).peak for n in (32, 64, 128))
     assert four - two == 2 * (two - one) > 0
+
+
+def test_rows_shared_out_over_ranks_take_less_of_each():
+    stored = ["data.seq_len=512", "features.mode=offline", "features.store=none", "train.batch_size=8"]
+    one, two = (Case(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
+    assert (one.micro, two.micro) == (2, 4) and one.ranks == two.ranks == 4
+    alone, shared = (case.needs()[0].activations / case.micro for case in (one, two))
+    assert alone / 2 < shared < 0.75 * alone
+    # The same products, but for a few rows of the target's head; attention is that of the last rank, which sees more than the mean.
+    assert one.products() < two.products() < 1.2 * one.products()
 
 
 def test_pieces_add_up_to_the_whole(tmp_path):
@@ -220,11 +234,11 @@ def test_pieces_add_up_to_the_whole(tmp_path):
         for name in ("fsdp2", "zero2", "zero3"):
             assert by[name].moments * ranks == whole.moments
         assert by["zero2"].gradients * ranks == by["zero3"].gradients * ranks == whole.gradients
-        # What a step reads is in bf16; pieces of the masters in fp32, and under ZeRO-3 of that too.
-        assert by["fsdp2"].weights == by["zero2"].weights == whole.weights / 2 + whole.weights / ranks
-        assert by["zero3"].weights == by["zero2"].weights + whole.weights / 2 / ranks
+        # What a step reads, and pieces: FSDP2's weights, ZeRO's masters, and ZeRO-3's weights beside them.
+        assert by["fsdp2"].weights == by["zero2"].weights == whole.weights + whole.weights / ranks
+        assert by["zero3"].weights == by["zero2"].weights + whole.weights / ranks
         for name in ("zero2-offload", "zero3-offload"):
-            assert by[name].gradients == by[name].moments == 0 and by[name].weights == whole.weights / 2
+            assert by[name].gradients == by[name].moments == 0 and by[name].weights == whole.weights
             assert by[name].host > by["zero2"].host > 0
 
 
@@ -254,20 +268,27 @@ def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
 
 
 def test_a_recipe_that_does_not_fit_is_told_what_helps():
-    overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500"]
-    machine = Machine(2, 1, 0.06 * GIB)
+    overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500", "eagle.steps=1", "data.seq_len=64"]
+    machine = Machine(2, 1, 0.02 * GIB)
     found = plan.report("eagle3-tiny.yaml", overrides, machine)
     assert found["chosen"] is None and not any(need["fits"] for need in found["launchers"])
     least = min(need["total"] for need in found["launchers"])
-    keys = [one["keys"] for one in found["advice"]]
-    assert {"train.micro_batch_size=1", "data.seq_len=128", "eagle.checkpointing=true"} <= set(keys)
+    alone = [one for one in found["advice"] if len(one["keys"]) == 1]
+    keys = {key for one in alone for key in one["keys"]}
+    assert {
+        "train.context_parallel=2",
+        "train.micro_batch_size=1",
+        "data.seq_len=32",
+        "target.parallel=shard",
+        "target.quantise=bnb-nf4",
+    } <= keys
+    assert [one["total"] for one in alone] == sorted(one["total"] for one in alone)
     for one in found["advice"]:
-        chosen = loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"].split()])
-        again = {need.launcher: need.total for need in Case(chosen, eagle, machine).needs()}
-        assert one["total"] == again[one["launcher"]] < least
-        assert one["fits"] == (one["total"] <= 0.93 * machine.memory)
-    alone = [one["total"] for one in found["advice"] if " " not in one["keys"]]
-    assert len(alone) >= 3 and alone == sorted(alone)
+        needed = Case(loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"]]), eagle, machine).needs()
+        assert one["total"] == min(need.total for need in needed) < least
+        assert one["fits"] == next((need.launcher for need in needed if need.total <= 0.93 * machine.memory), None)
+    together = found["advice"][-1]["keys"]
+    assert len(together) >= 3 and not {"target.parallel=shard", "target.quantise=bnb-nf4"} <= set(together)
     roomy = Machine(2, 1, GIB)
     assert plan.report("eagle3-tiny.yaml", overrides, roomy)["advice"] == []
 

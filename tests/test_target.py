@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -204,3 +205,23 @@ def test_resolve_path(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         resolve_path("file")
+
+
+def test_compiled_layers_are_one_graph_and_give_the_same_features(monkeypatch):
+    """Taps arrive, a layer can be left out, and decoding runs what it ran before."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    target = Target.wrap(random_model("llama"))
+    ids = torch.randint(SIZES["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(10), torch.arange(14)]).expand(2, 24)}
+    plain, short = target.features(batch, (0, 1)), None
+    with target.without([1]):
+        short = target.forward(ids).hidden
+    torch._dynamo.utils.counters.clear()
+    target.compile()
+    compiled = target.features(batch, (0, 1))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one for all layers"
+    torch.testing.assert_close(compiled.hidden, plain.hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(compiled.taps, plain.taps, rtol=0, atol=1e-5)
+    with target.without([1]):
+        assert torch.equal(target.forward(ids).hidden, short)
+    assert all("forward" not in layer.__dict__ for layer in target.layers)

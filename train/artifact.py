@@ -51,6 +51,8 @@ def rows(
     section = recipe.features
     if section.mode == "online":
         target.mask_blocks()
+        if recipe.train.compile:
+            target.compile()
         return packed(recipe, target, corpora["train"]), packed(recipe, target, corpora["valid"])
     store = open_store(recipe, target, reads)
     found = []

@@ -80,7 +80,8 @@ def _discard(checkpoint: Path) -> None:
     """Delete a checkpoint that may be there, under another name: half of one is not to be seen. What cannot be deleted stays."""
     gone = checkpoint.with_name(f".{checkpoint.name}.old")
     with suppress(OSError):
-        shutil.rmtree(checkpoint.rename(gone))
+        if checkpoint.exists():
+            shutil.rmtree(checkpoint.rename(gone))
 
 
 def _tidy(folder: Path) -> None:

@@ -40,6 +40,9 @@ def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | 
     logging.disable_progress_bar()
     try:
         main(arguments)
+        if torch.distributed.is_initialized():  # part in order, else a rank may be aborted by the others' going
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
     except BrokenPipeError:  # the reader left: `draftsmith generate ... | head`
         sys.stderr.close()
         raise SystemExit(141) from None

@@ -29,6 +29,7 @@ from draftsmith.data.packing import Packed
 from draftsmith.data.prepare import load as load_corpora
 from draftsmith.eval import session
 from draftsmith.models import vocab
+from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import resolve_path
 from draftsmith.train import artifact, recipe
 from draftsmith.train.cli import guard
@@ -77,6 +78,11 @@ def run_capture(arguments: list[str]) -> None:
     section = chosen.features
     if section.store is None:
         raise ValueError("draftsmith data capture needs features.store=<folder>: where the features are to lie")
+    if chosen.target.parallel in COLLECTIVE:
+        raise ValueError(
+            f"target.parallel={chosen.target.parallel} makes each forward one of all ranks, and a capture gives each its own; "
+            "take target.parallel=layers in one process, or target.quantise"
+        )
     target, corpora = artifact.prepare(chosen)
     state = PartialState()
     capture.capture(

@@ -87,6 +87,11 @@ def check(recipe: DistillRecipe) -> None:
         raise ValueError(f"tree.nodes={tree.nodes} is for a dynamic tree; give tree.width too, or leave it out")
     if (tree.depth or 0) > DraftModel.depth_limit:
         raise ValueError(f"tree.depth={tree.depth}: a draft model looks {DraftModel.depth_limit} ahead at most; lower it")
+    if recipe.train.context_parallel > 1:
+        raise ValueError(
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; a student's attention is transformers', which does not share "
+            "rows out: leave it out, and take student.checkpointing=true"
+        )
     if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
         raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
     if not (section.on_policy or section.rejections):

@@ -9,18 +9,21 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from draftsmith.data.offline import Featured
 from draftsmith.data.packing import Packed
+from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
+from draftsmith.models.context import ALONE, Context
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead
-from draftsmith.train import artifact, loop
+from draftsmith.train import artifact, loop, world
 from draftsmith.train.cli import guard
 from draftsmith.train.draft_losses import chain, chunked_draft_loss, feature_loss, mix
 from draftsmith.train.loop import Batch, Loss, Objective
@@ -55,72 +58,91 @@ class EagleRecipe(Recipe):
     eagle: EagleSection = EagleSection()
 
 
-def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection) -> Loss:
+def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: Context = ALONE) -> Loss:
     """Σ_j decay^j · loss(p_{t+1+j}, q_j(t)): training-time test, each step reading its own output of the one before.
 
     q_j(t) [D] is step j's law at row t, of token t+2+j; p_s [V] the target's law of the token after s. A step is supervised where that token
-    bears loss and is of the same document, so that the first token of every answer is.
+    bears loss and is of the same document, so that the first token of every answer is. Of rows that are shared out `context`'s t alone count.
     """
-    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
+    ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
+    here, seen = context.part(length), context.part(length, section.steps)  # the target's laws are those of later rows
     out = target.features(batch, drafter.taps)
-    outputs = drafter.unroll(drafter.feature_of(out), ids, batch["position_ids"], document, section.steps, section.checkpointing)
-    states = torch.stack([drafter.before_head(output).flatten(0, 1) for output in outputs])  # [K,M,W]
-    weights = torch.stack([ahead(mask, j + 2, document).flatten() for j in range(section.steps)])  # [K,M]
+    feature = drafter.feature_of(_at(out, here))
+    outputs = drafter.unroll(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing, context)
+    more = seen.stop - here.stop
+    states = torch.stack([_and_zeros(drafter.before_head(output), more) for output in outputs])  # [K,M,W]
+    weights = torch.stack([_and_zeros(ahead(mask, j + 2, document)[:, here], more) for j in range(section.steps)])  # [K,M]
     vocabulary = drafter.vocabulary
     found = chunked_draft_loss(
         states,
         drafter.head(),
-        out.hidden.flatten(0, 1),
+        out.hidden[:, seen].flatten(0, 1),
         target.logits,
         weights.float(),
         range(1, section.steps + 1),
         vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None,
         section.loss,
         [section.decay**j for j in range(section.steps)],
-        tokens=ahead(ids, 1, document).flatten(),
+        tokens=ahead(ids, 1, document)[:, seen].flatten(),
     )
-    return Loss(found.sum, loop.loss_tokens(batch), _serving(found.hits, weights, batch))
+    tokens = loop.loss_tokens(batch, here)
+    return Loss(found.sum, tokens, _serving(found.hits, weights, tokens, context))
 
 
-def objective1(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, seed: int = 0) -> Loss:
+def objective1(
+    drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, seed: int = 0, context: Context = ALONE
+) -> Loss:
     """SmoothL1(f̂_{t+1}, f_{t+1}) + classification · CE(p_{t+1}, q(t)): the next feature, and what the target's head makes of it.
 
     The features that it reads carry uniform noise of width noise · 512 / S (EAGLE's code), drawn by sample and position.
     """
-    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
+    ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
+    here, seen = context.part(length), context.part(length, 1)
     out = target.features(batch)
-    feature = drafter.feature_of(out)
+    feature = drafter.feature_of(_at(out, here))
     if drafter.training and section.noise:
-        width = section.noise * 512 / ids.shape[1]
-        key, place = (batch[name].clamp(min=0)[:, :, None].expand_as(feature) for name in ("sample_id", "position_ids"))
+        width = section.noise * 512 / length
+        key, place = (batch[name][:, here, None].clamp(min=0).expand_as(feature) for name in ("sample_id", "position_ids"))
         number = torch.arange(feature.shape[2], device=ids.device).expand_as(feature)
         feature = feature + (uniform(seed, key, place, number) - 0.5).to(feature.dtype) * width
-    output = drafter.unroll(feature, ids, batch["position_ids"], document, 1)[0]
-    weight = ahead(mask, 2, document).flatten().float()
-    actual = ahead(out.hidden, 1, document).flatten(0, 1)
-    regression = feature_loss(output.flatten(0, 1), actual.to(output.dtype), weight)
+    output = drafter.unroll(feature, ids, batch["position_ids"], document, 1, False, context)[0]
+    weight, more = ahead(mask, 2, document)[:, here].float(), seen.stop - here.stop
+    actual = ahead(out.hidden[:, seen], 1, document[:, seen])[:, : output.shape[1]]
+    regression = feature_loss(output.flatten(0, 1), actual.flatten(0, 1).to(output.dtype), weight.flatten())
     found = chunked_draft_loss(
-        drafter.before_head(output).flatten(0, 1)[None],
+        _and_zeros(drafter.before_head(output), more)[None],
         drafter.head(),
-        out.hidden.flatten(0, 1),
+        out.hidden[:, seen].flatten(0, 1),
         target.logits,
-        weight[None],
+        _and_zeros(weight, more)[None],
         [1],
         None,
         "ce",
     )
     total = regression + section.classification * found.sum
-    return Loss(total, loop.loss_tokens(batch), _serving(found.hits, weight[None] > 0, batch))
+    tokens = loop.loss_tokens(batch, here)
+    return Loss(total, tokens, _serving(found.hits, _and_zeros(weight, more)[None], tokens, context))
 
 
-def _serving(hits: Tensor, supervised: Tensor, batch: Batch) -> dict[str, Tensor]:
+def _at(out: TargetOutput, here: slice) -> TargetOutput:
+    """The target's output at some positions."""
+    return TargetOutput(out.hidden[:, here], None if out.taps is None else out.taps[:, here])
+
+
+def _and_zeros(rows: Tensor, count: int) -> Tensor:
+    """rows [B,n,...] with `count` zeros behind each -> [B·(n + count),...]."""
+    return (F.pad(rows, (0, 0) * (rows.ndim - 2) + (0, count)) if count else rows).flatten(0, 1)
+
+
+def _serving(hits: Tensor, weights: Tensor, tokens: Tensor, context: Context) -> dict[str, Tensor]:
     """Greedy acceptance that a chain would have, from rows whose every step is supervised; out of vocabulary is a miss.
 
-    survival_k: accepted to depth k; tau: 1 + Σ survival_k. Times the batch's weight, by which the loop divides.
+    survival_k: accepted to depth k; tau: 1 + Σ survival_k. Times `tokens`, the batch's weight, by which the loop divides.
     """
-    accepted, anchors = chain(hits, supervised)
-    survival = accepted / anchors.clamp(min=1) * loop.loss_tokens(batch)
-    return {"sim_tau": loop.loss_tokens(batch) + survival.sum()} | {f"survival_{k}": one for k, one in enumerate(survival.unbind(), 1)}
+    accepted, anchors = chain(hits, weights)
+    *accepted, anchors = context.total(torch.stack([*accepted, anchors])).unbind()
+    survival = torch.stack(accepted) / anchors.clamp(min=1) * tokens
+    return {"sim_tau": tokens + survival.sum()} | {f"survival_{k}": one for k, one in enumerate(survival.unbind(), 1)}
 
 
 def default_taps(target: Target) -> tuple[int, ...]:
@@ -198,27 +220,38 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
     drafter.load_state_dict(weights, strict=False)
 
 
-def measure(recipe: EagleRecipe, target: Target) -> Objective:
+def check(recipe: EagleRecipe) -> None:
+    """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
+    mix(recipe.eagle.loss, "eagle.loss")
+    length, ranks = recipe.data.seq_len, recipe.train.context_parallel
+    if length % ranks:
+        raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")
+
+
+def measure(recipe: EagleRecipe, target: Target, context: Context = ALONE) -> Objective:
     """The objective of the version."""
     if recipe.eagle.version == 1:
-        return partial(objective1, target=target, section=recipe.eagle, seed=recipe.train.seed)
-    return partial(objective3, target=target, section=recipe.eagle)
+        return partial(objective1, target=target, section=recipe.eagle, seed=recipe.train.seed, context=context)
+    return partial(objective3, target=target, section=recipe.eagle, context=context)
 
 
 def sketch(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
     """An untrained drafter and its objective, also for a target without values (`draftsmith plan`)."""
+    check(recipe)
     shape = architecture(recipe.eagle, target)
     drafter = cast(EagleModel, new_drafter("eagle", target, **shape))
     size, whole = drafter.config.draft_vocab_size, target.vocab_size
     if size < whole:  # the first ones stand for the most frequent
         drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(whole) < size))
-    return drafter, measure(recipe, target)
+    ranks = recipe.train.context_parallel
+    return drafter, measure(recipe, target, Context(ranks - 1, ranks))  # the last one sees the most keys
 
 
 def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
-    mix(section.loss, "eagle.loss")
+    check(recipe)
+    context = world.context(recipe.train.context_parallel)
     target, corpora = artifact.prepare(recipe)
     shape = architecture(section, target)
     drafter, train, valid = artifact.begin(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)
@@ -229,7 +262,7 @@ def main(arguments: list[str]) -> None:
         begin_with(drafter, section.start, target)
     facts = artifact.facts(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
     watched = artifact.watched(recipe, target, drafter, train, drafter.taps)
-    accelerator, steps = loop.fit(recipe, drafter, measure(recipe, target), train, valid, facts, **watched)
+    accelerator, steps = loop.fit(recipe, drafter, measure(recipe, target, context), train, valid, facts, **watched)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target, steps)
 

@@ -26,9 +26,11 @@ STALLED = 75  # exit status of a run that made no progress: EX_TEMPFAIL, "try ag
 
 
 class Signals:
-    """Within it the first SIGINT, SIGTERM or SIGUSR1 is noted, for the loop to stop after its step; a second one acts as ever.
+    """Within it the first SIGINT, SIGTERM or SIGUSR1 is noted, for the loop to stop after its step; a SIGINT after it acts as ever.
 
-    SIGUSR1 is what schedulers send before the time is up (`#SBATCH --signal=USR1@120`).
+    Others after it change nothing: a scheduler signals all processes of a job, and then the launcher passes on to its ranks what it got, or
+    dies of it, which they are told by a signal too (train/world.py). SIGUSR1 is what schedulers send before the time is up
+    (`#SBATCH --signal=USR1@120`).
     """
 
     def __enter__(self) -> "Signals":
@@ -37,8 +39,8 @@ class Signals:
         return self
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.caught = number
-        self.__exit__()
+        self.caught = self.caught or number
+        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():

@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 # Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
 MAY_CHANGE = {"train.output", "train.steps", "train.micro_batch_size", "train.eval_every", "train.eval_batches", "train.save_every"}
 MAY_CHANGE |= {"train.log_every", "train.keep", "train.resume", "train.stall_minutes", "train.bad_steps", "train.trackers", "train.profile"}
-MAY_CHANGE |= {"data.cache", "target.parallel"}
+MAY_CHANGE |= {"data.cache", "target.parallel", "train.context_parallel"}
 
 
 @dataclass(slots=True)
@@ -93,9 +93,9 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return train.lr * (train.min_lr + (1 - train.min_lr) * shape)
 
 
-def loss_tokens(batch: Batch) -> Tensor:
-    """Tokens to predict in a batch [B,S]: its weight, known before any forward. A document's first token is never one."""
-    return batch["loss_mask"].sum().double()
+def loss_tokens(batch: Batch, here: slice = slice(None)) -> Tensor:
+    """Tokens to predict in a batch [B,S], at positions `here`: its weight, known before any forward. A document's first token is never one."""
+    return batch["loss_mask"][:, here].sum().double()
 
 
 def fit(
@@ -183,6 +183,7 @@ class _Run:
         self.wrapped, self.state = _begin(recipe, model, objective, train, facts)
         self.accelerator: Accelerator = self.wrapped.accelerator
         self.micro, self.accumulation = _split(recipe.train, self.accelerator.num_processes)
+        self.groups, self.group = world.groups(recipe.train.context_parallel)
         self.done: int = self.state["step"]
         self.saved = self.done
         folder = Path(recipe.train.output)
@@ -197,8 +198,8 @@ class _Run:
     @contextmanager
     def open(self) -> Iterator[Iterator[Batch]]:
         """Within it the micro-batches of this rank, in order; what is open is closed after it."""
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = (_rows(self.section, self.train, step).view(self.accumulation, ranks, self.micro)[:, rank] for step in self.steps)
+        shape = self.accumulation, self.groups, self.micro
+        own = (_rows(self.section, self.train, step).view(shape)[:, self.group] for step in self.steps)
         batches = prefetched(self.train.batch, (part for parts in own for part in parts))
         with self.bar, closing(self.train), closing(self.valid), closing(batches), closing(self.log), self.profile:
             yield batches
@@ -219,7 +220,7 @@ class _Run:
             batch = _to(seen[-1], accelerator.device)
             with accelerator.accumulate(module), accelerator.autocast(), self.log.watching(batch):
                 # Dropout's noise belongs to the place in the order, not to the rank, so that a run resumes at any world size.
-                place = number * accelerator.num_processes + accelerator.process_index
+                place = number * self.groups + self.group
                 torch.manual_seed((self.section.seed * 1_000_003 + step) * 4096 + place)
                 loss = Loss.of(module(batch))
                 # Accelerate or DeepSpeed divides by the accumulation steps and by the ranks: undo both, then divide by what counts.
@@ -302,12 +303,13 @@ def evaluate(module: nn.Module, valid: Rows, section: TrainSection, micro: int, 
 
     All ranks run as many batches, since a forward may be theirs in common: one that has none left runs the first again and counts it zero times.
     """
+    groups, group = world.groups(section.context_parallel)
     count = min(len(valid), section.eval_batches * micro)
     module.eval()
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), accelerator.autocast():
-        for first in range(0, count, accelerator.num_processes * micro):
-            start = first + accelerator.process_index * micro
+        for first in range(0, count, groups * micro):
+            start = first + group * micro
             counts, start = start < count, start if start < count else 0
             loss = Loss.of(module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device)))
             for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
@@ -327,12 +329,14 @@ def _adamw(model: nn.Module, section: TrainSection) -> torch.optim.AdamW:
 
 def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
     """(sequences of one forward, accumulation steps)."""
-    micro = section.micro_batch_size or max(1, section.batch_size // ranks)
-    accumulation, rest = divmod(section.batch_size, micro * ranks)
+    groups = world.group_count(ranks, section.context_parallel)
+    micro = section.micro_batch_size or max(1, section.batch_size // groups)
+    accumulation, rest = divmod(section.batch_size, micro * groups)
     if rest or not accumulation:
+        whom = "rank(s)" if groups == ranks else f"group(s) of {section.context_parallel} ranks"
         raise ValueError(
-            f"train.batch_size={section.batch_size} cannot be cut into {ranks} rank(s) × micro-batches of {micro}; "
-            "make it a multiple of ranks × train.micro_batch_size"
+            f"train.batch_size={section.batch_size} cannot be cut into {groups} {whom} × micro-batches of {micro}; "
+            f"make it a multiple of {groups} × train.micro_batch_size"
         )
     return micro, accumulation
 

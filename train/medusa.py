@@ -67,6 +67,15 @@ def _ahead(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows[:, count:], (0, count)).flatten()
 
 
+def check(recipe: MedusaRecipe) -> None:
+    """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
+    if recipe.train.context_parallel > 1:
+        raise ValueError(
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and hold little of "
+            "a row: leave it out, and lower train.micro_batch_size or data.seq_len instead"
+        )
+
+
 def architecture(section: MedusaSection) -> dict[str, Any]:
     """The heads' sizes."""
     return {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
@@ -74,6 +83,7 @@ def architecture(section: MedusaSection) -> dict[str, Any]:
 
 def sketch(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective]:
     """Untrained heads and their objective, also for a target without values (`draftsmith plan`)."""
+    check(recipe)
     heads = new_drafter("medusa", target, **architecture(recipe.medusa))
     return cast(MedusaModel, heads), partial(objective, target=target, section=recipe.medusa)
 
@@ -81,6 +91,7 @@ def sketch(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective
 def main(arguments: list[str]) -> None:
     recipe = load(MedusaRecipe, arguments[0], arguments[1:])
     section = recipe.medusa
+    check(recipe)
     target, corpora = artifact.prepare(recipe)
     drafter, train, valid = artifact.begin(recipe, "medusa", target, corpora, **architecture(section))
     facts = artifact.facts(target, train)

@@ -19,7 +19,8 @@ from draftsmith.train.recipe import Recipe
 
 GIB = 2**30
 FILLED = 0.93  # of a GPU's memory: the rest is for CUDA's context, NCCL's buffers and gaps between blocks
-BUCKET = 500_000_000  # gradients of DeepSpeed's buffer, its reduce_bucket_size; it is there however small the model
+FP32 = 4  # bytes of a weight, whatever the launcher: autocast alone makes products bf16
+BUCKET = 500_000_000  # gradients of a buffer of DeepSpeed, its reduce_bucket_size; it is there however small the model
 
 # Launchers of recipes/, the fastest first.
 SEVERAL = ("ddp", "fsdp2", "zero2", "zero3", "zero2-offload", "zero3-offload")
@@ -54,8 +55,12 @@ class Need:
         return self.target + self.weights + self.gradients + self.moments + self.activations + self.buffers
 
 
+Traces = dict[tuple[int, bool], tracing.Traced]  # by micro-batch, and whether gradients of an earlier one are held
+
+
 class Case:
-    """A recipe on a machine, in shapes. `method` is its script, a module with `sketch`.
+    """A recipe on a machine, in shapes. `method` is its script, a module with `sketch`; traces: those of a case that differs in the layout of
+    its target alone, to be used again.
 
     Attributes: ranks × micro × accumulation, the rows of a step · held: parameters of the target · trained, frozen: of the drafter.
 
@@ -63,7 +68,7 @@ class Case:
         OSError, ValueError: what the run itself would refuse of its target, its student or its keys.
     """
 
-    def __init__(self, recipe: Recipe, method: ModuleType, machine: Machine) -> None:
+    def __init__(self, recipe: Recipe, method: ModuleType, machine: Machine, traces: Traces | None = None) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, recipe.target.parallel
         artifact._check_layout(recipe)
         # A target in layers over GPUs is one process's.
@@ -93,7 +98,7 @@ class Case:
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = tracing.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
-        self._traced: dict[tuple[bool, bool], tracing.Traced] = {}
+        self.traces: Traces = {} if traces is None else traces
         self.half = precision == "bf16" or (precision == "auto" and not machine.cpu)
 
     def needs(self) -> list[Need]:
@@ -103,7 +108,8 @@ class Case:
 
     def products(self) -> float:
         """FLOPs a token of the objective, forward and backward."""
-        return sum(self.step.products(self.recipe.data.seq_len, self._stored))
+        parts = self.recipe.train.context_parallel
+        return parts * sum(self.step.products(self.recipe.data.seq_len, self._stored, parts))
 
     def bytes_per_token(self) -> int:
         """In the feature store; 0 where there is none."""
@@ -114,41 +120,41 @@ class Case:
     def _stored(self) -> tuple[int, ...] | None:
         return self.reads if self.recipe.features.mode == "offline" else None
 
-    def _trace(self, cast: bool, holding: bool) -> tracing.Traced:
-        key = cast, holding
-        if key not in self._traced:
-            half = {"autocast": self.half and not cast, "cast": self.half and cast}
-            self._traced[key] = self.step.run(self.micro, self.recipe.data.seq_len, **half, holding=holding, taps=self._stored)
-        return self._traced[key]
+    def _trace(self, holding: bool) -> tracing.Traced:
+        key = self.micro, holding
+        if key not in self.traces:
+            length = self.recipe.data.seq_len
+            self.traces[key] = self.step.run(self.micro, length, autocast=self.half, holding=holding, taps=self._stored)
+        return self.traces[key]
 
     def _whole(self, name: str) -> Need:
         """All on each GPU; under DDP gradients are copied into the buckets that are reduced."""
-        gradients, holding = 4.0 * self.trained, self.accumulation > 1
-        peak = self._trace(False, holding).peak
+        gradients, holding = FP32 * self.trained, self.accumulation > 1
+        peak = self._trace(holding).peak
         moving = peak if holding else max(0.0, peak - gradients)
         buckets = gradients * (name == "ddp")
-        return Need(name, self.on_each, 4.0 * (self.trained + self.frozen), gradients, 2 * gradients, moving, buckets)
+        return Need(name, self.on_each, FP32 * (self.trained + self.frozen), gradients, 2 * gradients, moving, buckets)
 
     def _cut(self, name: str) -> Need:
-        """In pieces over the ranks. What a step reads is gathered whole, in bf16 where products are, for all of the step: it is one unit."""
-        size, ranks, everything = 2 if self.half else 4, self.ranks, self.trained + self.frozen
-        read, masters = size * everything, 4 * self.trained / ranks
+        """In pieces over the ranks; what a step reads of the weights is whole for all of it."""
+        read, gradients, ranks = FP32 * (self.trained + self.frozen), FP32 * self.trained, self.ranks
+        piece = gradients / ranks
         # Where pieces are trained, each process keeps the model whole in the host's memory (train/wrapped.py).
-        host = 4.0 * everything * min(self.machine.gpus, ranks)
+        host = read * min(self.machine.gpus, ranks)
         if name == "fsdp2":
-            holding = self.accumulation > 1
-            kept = size * self.trained * holding  # no gradient is reduced before the last micro-batch
+            holding = self.accumulation > 1  # no gradient is reduced before the last micro-batch
             # At the end of the backward pass the gradients are there, and once more as what is reduced.
-            moving = max(self._trace(True, holding).peak, size * self.trained * (1 if holding else 2))
-            return Need(name, self.on_each, read + 4 * everything / ranks, masters + kept, 2 * masters, moving, 0.0, host)
-        weights = read + masters + (size * everything / ranks if name.startswith("zero3") else 0)
-        gradients, moments = masters, 2 * masters
+            moving = max(self._trace(holding).peak, gradients * (1 if holding else 2))
+            return Need(name, self.on_each, read + read / ranks, piece + gradients * holding, 2 * piece, moving, 0.0, host)
+        weights = read + piece + (read / ranks if name.startswith("zero3") else 0)  # with masters, though weights are in fp32
+        cut, moments = piece, 2 * piece
         if name.endswith("offload"):
-            host += (16 + size) * self.trained / self.machine.nodes  # masters, both moments, gradients, and what goes back
-            host += size * everything / self.machine.nodes * name.startswith("zero3")
-            weights, gradients, moments = read, 0.0, 0.0
-        moving = self._trace(True, False).passing
-        return Need(name, self.on_each, weights, gradients, moments, moving, size * BUCKET, host)
+            host += 5 * gradients / self.machine.nodes  # masters, moments, gradients, and what goes back
+            host += read / self.machine.nodes * name.startswith("zero3")
+            weights, cut, moments = read, 0.0, 0.0
+        # One buffer for gradients that are reduced in fp32, and where products are in bf16 one for those of linear layers.
+        buffers = BUCKET * (FP32 + self.half * (FP32 if name.startswith("zero2") else FP32 / 2))
+        return Need(name, self.on_each, weights, cut, moments, self._trace(False).passing, buffers, host)
 
     @property
     def on_each(self) -> float:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from draftsmith.data import corpus
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe as recipes
-from draftsmith.train.needs import FILLED, GIB, Case, Machine, Need, fitting
+from draftsmith.train.needs import FILLED, GIB, Case, Machine, fitting
 from draftsmith.train.recipe import RECIPES, Recipe
 
 SHORTEST = 512  # tokens of a row: none is made shorter than this
@@ -36,33 +36,34 @@ SHOWN = {"target": "target", "weights": "weights", "gradients": "grads", "moment
 SHOWN |= {"total": "total", "host": "host"}
 
 
-def advice(path: str, overrides: list[str], method: ModuleType, case: Case) -> list[tuple[str, Need, bool]]:
-    """Keys that make a GPU need less, the one that helps most first: what the recipe needs with each, of the fastest launcher that then fits
-    or else the least; whether it fits. Where none is enough, last come all of them, with rows as short as it takes."""
-    schema, found = schema_of(method), []
-
-    def tried(*more: str) -> tuple[str, Need, bool]:
-        needs = Case(recipes.load(schema, path, [*overrides, *more]), method, case.machine).needs()
-        fits = fitting(needs, case.machine)
-        return " ".join(more), fits or min(needs, key=lambda need: need.total), fits is not None
+def advice(path: str, overrides: list[str], method: ModuleType, case: Case) -> list[dict[str, Any]]:
+    """Keys that make a GPU need less, the one that helps most first: keys, the total of the launcher that then asks least, and the fastest
+    launcher that then fits (None: none). Where no key is enough, all come last, with rows as short as it takes."""
+    schema = schema_of(method)
 
     least = min(need.total for need in case.needs())
-    for key in _candidates(case, recipes.keys(schema)):
+
+    def tried(*keys: str) -> dict[str, Any]:
+        # How the target lies on the GPUs changes nothing of what is traced.
+        traces = case.traces if all(key.startswith("target.") for key in keys) else {}
         try:
-            one = tried(key)
-        except ValueError:  # a key that does not go with the recipe's others
-            continue
-        if one[1].total < least:
-            found.append(one)
-    found.sort(key=lambda one: one[1].total)
-    if any(fits for _, _, fits in found):
+            needs = Case(recipes.load(schema, path, [*overrides, *keys]), method, case.machine, traces).needs()
+        except ValueError:  # keys that do not go with the recipe's others
+            return {"keys": list(keys), "total": least, "fits": None}
+        fits = fitting(needs, case.machine)
+        return {"keys": list(keys), "total": min(need.total for need in needs), "fits": fits and fits.launcher}
+
+    found = [one for key in _candidates(case, recipes.keys(schema)) if (one := tried(key))["total"] < least]
+    found.sort(key=lambda one: one["total"])
+    if any(one["fits"] for one in found):
         return found
-    laid_out = [key for key, _, _ in found if key.startswith("target.")]  # a target cut into pieces is not quantised
-    others = [key for key, _, _ in found if not key.startswith("data.") and key not in laid_out[1:]]
+    keys = [key for one in found for key in one["keys"]]
+    laid_out = [key for key in keys if key.startswith("target.")]  # a target cut into pieces is not quantised
+    others = [key for key in keys if not key.startswith("data.") and key not in laid_out[1:]]
     length = case.recipe.data.seq_len // (2 if others else 4)
-    while not (last := tried(*others, f"data.seq_len={length}"))[2] and length // 2 >= SHORTEST:
+    while not (last := tried(*others, f"data.seq_len={length}"))["fits"] and length // 2 >= SHORTEST:
         length //= 2
-    return [*found, last]
+    return [*found, last] if last["total"] < least else found
 
 
 def _candidates(case: Case, known: dict[str, Any]) -> Iterator[str]:
@@ -70,6 +71,7 @@ def _candidates(case: Case, known: dict[str, Any]) -> Iterator[str]:
     if case.micro > 1:
         yield f"train.micro_batch_size={case.micro // 2}"
     yield f"data.seq_len={recipe.data.seq_len // 2}"
+    yield f"train.context_parallel={2 * recipe.train.context_parallel}"
     for key in known:
         section, name = key.split(".")
         if name == "checkpointing" and not getattr(getattr(recipe, section), name):
@@ -130,10 +132,7 @@ def report(path: str, overrides: list[str], machine: Machine, tflops: float | No
         | {"accumulation": case.accumulation, "bf16": case.half},
         "launchers": [asdict(need) | {"total": need.total, "fits": fitting([need], machine) is not None} for need in needs],
         "chosen": chosen and chosen.launcher,
-        "advice": [
-            {"keys": keys, "launcher": need.launcher, "total": need.total, "fits": fits}
-            for keys, need, fits in ([] if chosen else advice(path, overrides, method, case))
-        ],
+        "advice": [] if chosen else advice(path, overrides, method, case),
         "loading": case.loading,
         "work": {"steps": recipe.train.steps, "tokens": tokens, "flops_per_token": products, "tflops": tflops, "hours": hours}
         | {"predicted_tokens_per_s": rate, "predicted_hours": rate and tokens / rate / 3600, "wanted_tokens_per_s": wanted},
@@ -169,11 +168,9 @@ def show(found: dict[str, Any]) -> None:
     """Print the report for a person."""
     machine, step, work, target = found["machine"], found["step"], found["work"], found["target"]
     where = "a CPU" if machine["cpu"] else f"{_many(machine['nodes'] * machine['gpus'], 'GPU')} of {machine['memory'] / GIB:g} GiB"
-    console = Console(width=min(100, Console().width), highlight=False)
-    console.print(f"[bold]{found['recipe']}[/bold] ({found['script']}) on {where}, {'bf16' if step['bf16'] else 'fp32'}")
-    laid = {"none": "whole in each process", "layers": "in layers over the GPUs of one process"}.get(
-        target["layout"], "in pieces over all GPUs"
-    )
+    console = Console(width=min(100, Console().width), highlight=False, markup=False)  # what a person typed is no markup
+    console.print(f"{found['recipe']} ({found['script']}) on {where}, {'bf16' if step['bf16'] else 'fp32'}", style="bold")
+    laid = {"none": "whole", "layers": "in layers"}.get(target["layout"], "in pieces")
     quantised = f", {target['quantise']}" * bool(target["quantise"])
     console.print(f"target   {target['name']}: {_count(target['parameters'])} parameters{quantised}, {laid}")
     frozen = found["drafter"]["frozen"]
@@ -186,22 +183,22 @@ def show(found: dict[str, Any]) -> None:
     if work["predicted_hours"]:
         console.print(
             f"time     predicted {_hours(work['predicted_hours'])}: {work['predicted_tokens_per_s']:,.0f} tokens/s "
-            f"at {USED:.0%} of {work['tflops']:g} TFLOP/s (--tflops)"
+            f"at {USED:.0%} of {work['tflops']:g} TFLOP/s"
         )
     if work["wanted_tokens_per_s"]:
         share = work["wanted_tokens_per_s"] * work["flops_per_token"] / step["ranks"] / 1e12
         console.print(f"         {work['wanted_tokens_per_s']:,.0f} tokens/s to end in {work['hours']:g} h: {share:,.3g} TFLOP/s a process")
     if features := found["features"]:
-        each, prepared = f"{features['bytes_per_token'] / 1e3:,.1f} kB for each", features["prepared"]
-        of = f"of {_count(prepared)} prepared tokens" if prepared is not None else "token of the run (data not prepared yet)"
-        console.print(f"features {_size(features['bytes'])}{' at most' * (prepared is None)}: {each} {of}")
+        each, prepared = f"{features['bytes_per_token'] / 1e3:,.1f} kB a token", features["prepared"]
+        of = f"{_count(prepared)} are prepared" if prepared is not None else "the data is not prepared yet"
+        console.print(f"features {_size(features['bytes'])}{' at most' * (prepared is None)}: {each}, {of}")
         if features["read_mb_per_s"]:
-            console.print(f"         read at {features['read_mb_per_s']:,.0f} MB/s to feed that")
+            console.print(f"         read at {features['read_mb_per_s']:,.0f} MB/s to feed that; the time to capture them comes on top")
 
 
 def _table(found: dict[str, Any]) -> Table:
     cpu, needs = found["machine"]["cpu"], found["launchers"]
-    unit, name = (GIB, "GiB") if max(need["total"] for need in needs) >= GIB else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if min(need["total"] for need in needs) >= GIB else (2**20, "MiB")
     shown = {key: title for key, title in SHOWN.items() if any(need[key] for need in needs)}
     room = f", {FILLED * found['machine']['memory'] / GIB:.1f} GiB of which a run may fill"
     host = " · host: memory of each machine" * ("host" in shown)
@@ -223,20 +220,17 @@ def _advise(found: dict[str, Any], console: Console) -> None:
     if found["loading"]:
         console.print(f"loading  {_size(found['loading'])} of the first machine's memory while the target is read")
     if found["chosen"]:
-        name = found["chosen"] if not machine["cpu"] else "one"
-        processes = f" --num_processes {step['ranks']}" * (name != "one") + f" --num_machines {machine['nodes']}" * (machine["nodes"] > 1)
-        words = " ".join(
-            ["accelerate launch --config_file", f"recipes/accelerate-{name}.yaml{processes}", found["script"], found["recipe"], *overrides]
-        )
-        console.print(f"run      {words}", soft_wrap=True)
+        words = ["accelerate launch --config_file", f"recipes/accelerate-{found['chosen']}.yaml"]
+        if found["chosen"] != "one":
+            words += ["--num_processes", str(step["ranks"]), *(["--num_machines", str(machine["nodes"])] * (machine["nodes"] > 1))]
+        console.print("run     ", *words, found["script"], found["recipe"], *overrides, soft_wrap=True)
         return
     least = min(need["total"] for need in found["launchers"])
-    console.print(
-        f"[bold]No launcher fits[/bold] into {FILLED * machine['memory'] / GIB:.1f} GiB a GPU; the least is {least / GIB:.1f}. What helps:"
-    )
+    room = FILLED * machine["memory"] / GIB
+    console.print(f"No launcher fits into {room:.1f} GiB a GPU; the least is {least / GIB:.1f}. What helps:", style="bold")
     for one in found["advice"]:
         change = f"{one['total'] / GIB:7.1f} GiB  {(one['total'] - least) / GIB:+7.1f}"
-        console.print(f"{change}  {one['keys']}" + f"  (fits: {one['launcher']})" * one["fits"], soft_wrap=True)
+        console.print(f"{change}  {' '.join(one['keys'])}" + (f"  (fits: {one['fits']})" if one["fits"] else ""), soft_wrap=True)
 
 
 def _many(count: int, word: str) -> str:
@@ -258,7 +252,9 @@ def _size(number: float) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{60 * hours:,.2g} min" if hours < 1 else f"{hours:,.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"
+    if hours < 1 / 60:
+        return "under a minute"
+    return f"{60 * hours:,.0f} min" if hours < 1 else f"{hours:,.1f} h" if hours < 72 else f"{hours / 24:,.1f} days"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -115,6 +115,11 @@ class TrainSection(Section):
     micro_batch_size: int | None = Field(
         default=None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it"
     )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="G: ranks that share each row, by position (EAGLE): what its steps hold is divided by G, the target's forward is not",
+    )
     lr: float = Field(gt=0)
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
@@ -123,6 +128,7 @@ class TrainSection(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
     precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
+    compile: bool = Field(default=False, description="compile the target's layers: a minute at the start, less in each step, most on a GPU")
     seed: int = Field(default=0, ge=0, lt=2**31)
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
     eval_batches: int = Field(default=8, ge=1)

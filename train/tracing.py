@@ -90,23 +90,22 @@ class Step:
             target.model.set_attn_implementation("unmasked")
         _fill(target.model)
 
-    def run(self, rows: int, positions: int, *, autocast: bool, cast: bool, holding: bool, taps: tuple[int, ...] | None) -> Traced:
+    def run(self, rows: int, positions: int, *, autocast: bool, holding: bool, taps: tuple[int, ...] | None) -> Traced:
         """Forward and backward of rows [B,S].
 
-        autocast: products in bf16 · cast: the model itself is in bf16 · holding: gradients of an earlier micro-batch are there, uncounted ·
-        taps: the batch brings the target's features, with these taps, from a store; None: the target runs.
+        autocast: products in bf16 · holding: gradients of an earlier micro-batch are there, uncounted · taps: the batch brings the target's
+        features, with these taps, from a store; None: the target runs.
         """
-        return self._run(rows, positions, autocast, cast, holding, taps, CHUNKS * chunk_rows(rows * positions, self.target.vocab_size))
+        return self._run(rows, positions, autocast, holding, taps, CHUNKS * chunk_rows(rows * positions, self.target.vocab_size))
 
-    def products(self, positions: int, taps: tuple[int, ...] | None) -> tuple[float, float]:
-        """FLOPs a token of the matrix products, and of attention in rows of `positions`."""
-        found = self._run(1, SHORT, False, False, False, taps, None)
-        return found.products / SHORT, found.attention / SHORT**2 * positions
+    def products(self, positions: int, taps: tuple[int, ...] | None, parts: int = 1) -> tuple[float, float]:
+        """FLOPs a token of the matrix products, and of attention in rows of `positions`. parts: ranks that share a row."""
+        short = SHORT * parts
+        found = self._run(1, short, False, False, taps, None)
+        return found.products / short, found.attention / short**2 * positions
 
-    def _run(
-        self, rows: int, positions: int, autocast: bool, cast: bool, holding: bool, taps: tuple[int, ...] | None, visited: int | None
-    ) -> Traced:
-        _fill(self.model, torch.bfloat16 if cast else torch.float32)
+    def _run(self, rows: int, positions: int, autocast: bool, holding: bool, taps: tuple[int, ...] | None, visited: int | None) -> Traced:
+        _fill(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if holding:
             with _FAKE:
@@ -149,7 +148,7 @@ class _Count(TorchDispatchMode):
         self.gone: set[int] = set()
         self.filled: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
             return _ANSWERS[func](self, *args)
         if func is aten.add.Tensor and self.summing and not torch.is_grad_enabled() and _alike(*args):
@@ -165,8 +164,9 @@ class _Count(TorchDispatchMode):
         if (packet := func._overloadpacket) in _PRODUCTS:
             self.products += _PRODUCTS[packet](*given, **named, out_val=out)
         elif packet in _ATTENTION:
-            # A causal row of S sees S/2: 2·S·dim there for scores and as much for values, backward 2.5 × that.
-            self.attention += _ATTENTION[packet] * args[0].numel() * args[0].shape[-2]
+            # The last n of C positions see C − n/2 on average, at 2·dim each for scores and as much for values; backward 2.5 × that.
+            queries, keys = args[0], args[1] if len(args) < 6 else args[2]
+            self.attention += _ATTENTION[packet] * queries.numel() * (2 * keys.shape[-2] - queries.shape[-2])
         return out
 
     def _given(self, args: Any) -> tuple[Any, set[int]]:
@@ -245,20 +245,19 @@ def _alike(one: Any, other: Any) -> bool:
     return alike and sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True)) + 1 == one.numel()  # dense
 
 
-def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _fill(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put fake tensors, of `dtype` where they are floating, in the place of a module's own; tied ones stay tied."""
+def _fill(module: nn.Module) -> None:
+    """Put fake tensors in the place of a module's own; tied ones stay tied."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     with _FAKE:
         for part in module.modules():
             for held in (part._parameters, part._buffers):
                 for name, tensor in held.items():
                     if tensor is not None and id(tensor) not in made:
-                        new = _like(tensor, dtype)
+                        new = _like(tensor)
                         made[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
                     held[name] = tensor if tensor is None else made[id(tensor)][1]  # pyright: ignore[reportArgumentType]
 

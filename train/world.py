@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -13,6 +14,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast, broadcast_object_list
 from torch import Tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from draftsmith.models.context import ALONE, Context
 
 Value = TypeVar("Value")
 
@@ -37,6 +40,8 @@ def join() -> PartialState:
             "set it to false in the launcher's file (target.parallel=shard is the way to load a large target once)"
         )
     cpu = not torch.cuda.is_available()
+    # DeepSpeed calls collectives by names that torch 2.13 deprecates, and says so in every step.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if deepspeed() and cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _end_with_launcher()
@@ -57,6 +62,8 @@ def accelerator(precision: str, micro_batch: int, accumulation: int, clip: float
         **trackers,
     )
     found.gradient_accumulation_steps = accumulation  # a launcher's file may have said another number
+    if found.is_fsdp2:
+        found.state.fsdp_plugin.mixed_precision_policy = None  # autocast decides, as under other launchers; weights stay fp32
     if found.state.deepspeed_plugin is not None:
         config = found.state.deepspeed_plugin.deepspeed_config
         config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
@@ -65,6 +72,33 @@ def accelerator(precision: str, micro_batch: int, accumulation: int, clip: float
         config["torch_autocast"] = {"enabled": precision == "bf16", "dtype": "bfloat16"}
         unset_hf_deepspeed_config()  # else transformers would partition whatever it loads from here on, the next run's target too
     return found
+
+
+def group_count(ranks: int, size: int) -> int:
+    """How many groups of `size` ranks there are. Raises ValueError where ranks would be left over."""
+    if ranks % size:
+        raise ValueError(f"train.context_parallel={size} does not divide {ranks} process(es); launch a multiple of it, or leave it out")
+    return ranks // size
+
+
+def groups(size: int) -> tuple[int, int]:
+    """How many groups of `size` ranks share out the rows among them, and which of them is this rank's."""
+    state = join()
+    return group_count(state.num_processes, size), state.process_index // size
+
+
+def context(size: int) -> Context:
+    """This rank in its group: ranks 0 … size − 1 have the same rows, and so on. All ranks call it.
+
+    Raises:
+        ValueError: processes that are no multiple of `size`.
+    """
+    state = join()
+    group_count(state.num_processes, size)
+    if size == 1:
+        return ALONE
+    group, _ = torch.distributed.new_subgroups(size, timeout=PATIENCE)
+    return Context(state.process_index % size, size, group)
 
 
 def on_first(work: Callable[[], Value]) -> Value:

@@ -1,6 +1,6 @@
 """Under `accelerate launch`: the numbers of test_loop.py and every method, trained, saved and resumed; and how they were wrapped.
 
-ranks.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
+launched.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
 """
 
 import json

@@ -1,0 +1,46 @@
+"""A rank of a real `accelerate launch`: trains the numbers of test_loop.py, slowly, until something happens to it.
+
+fault_rank.py <output folder> <fate in step 4 of the last rank: none | exit | kill | hang> [key=value of the train section ...]
+
+Leaves pid-<rank>, and code-<rank> when it ends by itself, beside the output folder.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fault_forks import at_step, training
+
+from draftsmith.train.cli import guard
+
+FATES = {
+    "none": lambda: None,
+    "exit": lambda: os._exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(600),
+}
+
+
+def main(words: list[str]) -> None:
+    output, fate = Path(words[0]), FATES[words[1]]
+    settings = {name: json.loads(value) for name, value in (word.split("=") for word in words[2:])}
+    slow = settings.pop("slow", 0.0)
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    training(output, rank, objective=at_step(4, last, fate, slow), **settings)
+
+
+if __name__ == "__main__":
+    rank = int(os.environ.get("RANK", "0"))
+    beside = Path(sys.argv[1]).parent
+    (beside / f"pid-{rank}").write_text(str(os.getpid()))
+    code = 0
+    try:
+        guard(main, sys.argv[1:])
+    except SystemExit as ended:
+        code = ended.code
+        raise
+    finally:
+        (beside / f"code-{rank}").write_text(str(code))

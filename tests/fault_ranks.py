@@ -1,0 +1,217 @@
+"""Ranks that die, hang, raise or disagree, and folders that are taken away: the others end soon, say why, and lose nothing that was saved."""
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from fault_forks import LIMIT, STEPS, Ended, Row, Run, at_step, run, same, saved, training, weights
+from test_loop import Numbers
+
+from draftsmith.train.guards import STALLED
+
+GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
+
+
+def wrong_data() -> None:
+    raise ValueError("row 17 has no tokens; see data.train")
+
+
+def wrong_code() -> None:
+    raise RuntimeError("shapes cannot be multiplied")
+
+
+def lost(folder: Path) -> Iterator[Row]:
+    """One of two ranks is lost in step 4: what was saved after step 3 is what the next run begins with."""
+    fates: dict[str, tuple[Callable[[], object], int]] = {
+        "exits with status 1": (lambda: os._exit(1), 1),
+        "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+        "raises an error of the user's": (wrong_data, 2),
+        "raises an error of the program's": (wrong_code, 1),
+        "hangs": (lambda: time.sleep(2 * LIMIT), STALLED),
+    }
+    run(folder / "whole", 2, save_every=1)
+    expected = weights(folder / "whole")
+    for fate, (act, code) in fates.items():
+        row = Row(f"one of two ranks {fate}")
+        for rank in (0, 1):
+            output = folder / f"{fate}-{rank}"
+            patience = {"stall_minutes": 0.05} if fate == "hangs" else {}
+            ended = run(output, 2, objective=at_step(4, rank, act), save_every=1, **patience)
+            other = 1 - rank
+            there = saved(output)
+            row.trial(
+                f"rank {rank}",
+                ended_within_a_minute=ended.seconds < LIMIT,
+                that_rank_ended_so=ended.codes[rank] == code,
+                the_other_ended_in_error=ended.codes[other] == (STALLED if fate == "hangs" else 2),
+                the_other_said_why=fate == "hangs" or ended.said(*GONE, rank=other),
+                stalled_ranks_said_where=fate != "hangs" or all("made no progress for 0.05 minutes while in step 4" in one for one in ended.err),
+                nothing_saved_lost=there in (2, 3),
+                gone_on=run(output, 2, save_every=1).codes == [0, 0],
+                the_same_weights=same(output, expected, 1e-6),
+            )
+        yield row
+
+
+class OtherRows(Numbers):
+    """On the second rank a value of the first batch differs, as where another machine has other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ.get("RANK") == "1":
+            self.x = self.x + 1e-9
+
+
+class FewerRows(Numbers):
+    def __init__(self) -> None:
+        super().__init__(rows=22 - int(os.environ.get("RANK", "0")))
+
+
+def disagreeing(folder: Path) -> Iterator[Row]:
+    """Ranks that would train on other data, or with another recipe: refused before the first step."""
+    row = Row("ranks that disagree")
+
+    def other_facts(rank: int) -> None:
+        training(folder / "facts", rank, facts={"data": rank})
+
+    def other_recipe(rank: int) -> None:
+        training(folder / "recipe", rank, lr=0.05 + 0.01 * rank)
+
+    ways: dict[str, Callable[[int], None]] = {
+        "facts": other_facts,
+        "recipe": other_recipe,
+        "batch": functools.partial(training, folder / "batch", rows=OtherRows),
+        "rows": functools.partial(training, folder / "rows", rows=FewerRows),
+    }
+    for way, work in ways.items():
+        ended = Run(work, folder / way, 2).end()
+        row.trial(
+            f"on {way}",
+            both_ended_with_2=ended.codes == [2, 2],
+            the_first_names_the_other=ended.said("rank(s) 1 read other data"),
+            nothing_trained=saved(folder / way) == 0,
+        )
+    yield row
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[str]:
+    """A small file system at `folder` -> "" or why there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, text=True, check=False)
+    try:
+        yield made.stderr.strip()
+    finally:
+        if made.returncode == 0:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def folders(folder: Path) -> Iterator[Row]:
+    """The folder of a run is deleted, is of another run, may not be written, or its disk is full."""
+    run(folder / "whole", save_every=2)
+    expected = weights(folder / "whole")
+    for ranks in (1, 2):
+        row = Row(f"checkpoint folder deleted while running, {ranks} rank(s)")
+        for step in range(2, STEPS):
+            output = folder / f"deleted-{ranks}-{step}"
+            delete = at_step(step, 0, lambda output=output: shutil.rmtree(output / "checkpoints", ignore_errors=True))
+            ended = run(output, ranks, objective=delete, save_every=2)
+            row.trial(f"in step {step}", gone_on=ended.codes == [0] * ranks, saved_at_the_end=saved(output) == STEPS, the_same_weights=same(output, expected, 1e-6))
+        yield row
+    yield _refused(folder)
+    yield _full(folder / "full", expected)
+    yield _read_only(folder / "read-only")
+
+
+def _refused(folder: Path) -> Row:
+    """What is there before a run begins."""
+    row = Row("a folder of another recipe, other data, or no folder")
+    for ranks in (1, 2):
+        output = folder / f"other-{ranks}"
+        run(output, ranks, facts={"data": "a"})
+
+        def refuse(what: str, *words: str, ranks: int = ranks, output: Path = output, **options) -> None:
+            ended = run(output, ranks, **options)
+            row.trial(f"{what}, {ranks} rank(s)", ended_with_2=ended.codes == [2] * ranks, said_so=ended.said(*words), nothing_lost=saved(output) in (0, STEPS))
+
+        refuse("lr", "was made with train.lr=0.05, this run has 0.1; give another train.output", facts={"data": "a"}, lr=0.1)
+        refuse("data", "was made with data=a, this run has b", facts={"data": "b"})
+        refuse("never", "holds checkpoints and train.resume=never", facts={"data": "a"}, resume="never")
+        file = folder / f"file-{ranks}"
+        file.mkdir()
+        (file / "checkpoints").write_text("")
+        refuse("a file in its place", "checkpoints cannot be made (File exists); give another train.output", output=file)
+    return row
+
+
+def _full(folder: Path, expected: dict) -> Row:
+    """A real disk without room."""
+    row = Row("a disk that fills up while running (tmpfs)")
+    for ranks in (1, 2):
+        with mounted(folder / str(ranks), "size=256k") as missing:
+            if missing:
+                row.skipped = missing
+                return row
+            output, rest = folder / str(ranks) / "run", folder / str(ranks) / "rest"
+
+            def fill(rest: Path = rest) -> None:
+                with rest.open("wb") as stream:
+                    while True:
+                        stream.write(b"0" * 4096)
+                        stream.flush()
+
+            def filled(rest: Path = rest) -> None:
+                try:
+                    fill(rest)
+                except OSError:
+                    pass
+
+            for probe in (False, True):
+                ended = run(output, ranks, objective=at_step(4, 0, filled), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe)
+                there = saved(output)
+                rest.unlink()
+                again = run(output, ranks, save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe)
+                row.trial(
+                    f"{ranks} rank(s){', with a probe' if probe else ''}",
+                    all_ended_with_2=ended.codes == [2] * ranks,
+                    said_so=ended.said("could not be written", "No space left on device", "is whole; make room there"),
+                    the_one_before_kept=there == 2,
+                    gone_on=again.codes == [0] * ranks,
+                )
+                shutil.rmtree(output)
+    return row
+
+
+def _read_only(folder: Path) -> Row:
+    """A file system that is, or becomes, read-only."""
+    row = Row("a disk that may not be written (tmpfs)")
+    with mounted(folder, "size=1m") as missing:
+        if missing:
+            row.skipped = missing
+            return row
+
+        def remount(how: str) -> None:
+            subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True, capture_output=True)
+
+        for ranks in (1, 2):
+            output = folder / f"run-{ranks}"
+            ended = run(output, ranks, objective=at_step(4, 0, lambda: remount("ro")), save_every=2, log_every=20)
+            there = saved(output)
+            refused = run(output, ranks, save_every=2)
+            remount("rw")
+            row.trial(
+                f"{ranks} rank(s)",
+                all_ended_with_2=ended.codes == [2] * ranks,
+                said_so=ended.said("could not be written", "is whole; make room there, or see that the folder may be written"),
+                the_one_before_kept=there == 2,
+                refused_at_once=refused.codes == [2] * ranks and refused.said("checkpoints may not be written"),
+                gone_on=run(output, ranks, save_every=2).codes == [0] * ranks,
+            )
+    return row
