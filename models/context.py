@@ -1,9 +1,9 @@
 """Context parallelism: rows shared out by position over the ranks of a group, for rows that one GPU has no memory for.
 
-Rank c of G holds positions c·S/G … (c+1)·S/G − 1 of the rows of its group, and all that training-time test keeps for them. Of other positions
-a query sees step 0's keys and values alone (models/unroll.py): those are gathered, once for each layer, and their gradients summed where
-they were made (Ring Attention, https://arxiv.org/abs/2310.01889, sends keys round; Llama 3, https://arxiv.org/abs/2407.21783, §3.3.2, gathers
-them). torch's `context_parallel` and Accelerate's `cp_size` are for causal SDPA and refuse or drop masks, which packed documents need.
+Rank c of G holds positions c·S/G … (c+1)·S/G − 1 of the rows of its group, and all that training-time test keeps for them. Of other
+positions a query sees step 0's keys and values alone (models/unroll.py): those are gathered, once for each layer, and their gradients
+summed where they were made, as in Llama 3 (https://arxiv.org/abs/2407.21783, §3.3.2).
+torch's `context_parallel` and Accelerate's `cp_size` are for causal SDPA and refuse or drop masks, which packed documents need.
 
 Token ids, masks and the target's features come as whole rows, and the target runs on them in each rank of a group: with long rows capture
 its features first (features.mode=offline). In rows of one long document the last rank's queries see (2G − 1)/G as many keys as the mean.

@@ -119,8 +119,8 @@ def _starts(document: Tensor | None, rows: int, positions: int, device: torch.de
 
 
 def _merge(query: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-    """Causal attention's out [B,heads,S,dim] and lse [B,heads,S], with one more key and value at each position, for each of keys."""
-    asked = (query.to(lse.dtype) * scale).unflatten(1, (keys[0].shape[1], -1))  # [B,kv heads,group,S,dim]
+    """Causal attention's out [B,heads,n,dim] and lse [B,heads,n], with one more key and value at each position, for each of keys."""
+    asked = (query.to(lse.dtype) * scale).unflatten(1, (keys[0].shape[1], -1))  # [B,kv heads,group,n,dim]
     scores = [(asked * key.to(lse.dtype)[:, :, None]).sum(-1).flatten(1, 2) for key in keys]
     first, *weights = torch.stack([lse, *scores]).softmax(0)[..., None].unbind()
     merged = out * first
@@ -130,7 +130,7 @@ def _merge(query: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], valu
 
 
 class _Tile(NamedTuple):
-    """Queries first..last of one row of the batch, and the keys low..high that any of them may see; the last query is at position high − 1."""
+    """Queries first..last of one row of the batch, the last at position high − 1, and the keys low..high that any of them may see."""
 
     row: int
     low: int
@@ -152,8 +152,7 @@ def _tiles(start: Tensor, before: int, heads: int, budget: int) -> Iterator[_Til
 
 
 class _Causal(torch.autograd.Function):
-    """Causal attention within documents, the queries' being from start [B,n] on -> out [B,heads,n,dim], lse [B,heads,n], both in the dtype of
-    the sums."""
+    """Causal attention, the queries' documents being from start [B,n] on -> out [B,heads,n,dim], lse [B,heads,n], both as wide as sums."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: Tensor, scale: float, budget: int) -> tuple[Tensor, Tensor]:

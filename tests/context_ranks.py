@@ -1,6 +1,6 @@
 """Run by test_context.py: EAGLE trained in forked processes, one for each rank, on rows that are whole or shared out.
 
-context_ranks.py <folder> <job> ...: each of JOBS leaves what it trained in <folder>/<job>, and in seen-<rank>.json what attention was given there.
+context_ranks.py <folder>: each of JOBS leaves what it trained in <folder>/<job>, and in seen-<rank>.json there what attention was given.
 """
 
 import json

@@ -97,11 +97,20 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.ranks[rank].pid, number)
 
-    def end(self, limit: float = LIMIT) -> Ended:
-        """Wait until all have ended. Raises TimeoutError, having killed those left, where one outlives `limit` seconds."""
+    def end(self, limit: float = LIMIT, agent: bool = False) -> Ended:
+        """Wait until all have ended. Raises TimeoutError, having killed those left, where one outlives `limit` seconds.
+
+        agent: do as torchrun's agent, which ends those that are left when one is lost, though later: a rank that waits for another to begin
+        with can know nothing, and one in a few hundred that is about to send in the moment when its peer dies is left waiting by gloo.
+        """
         until = time.monotonic() + limit
-        for process in self.ranks:
-            process.join(max(0.0, until - time.monotonic()))
+        lost = None
+        while any(process.is_alive() for process in self.ranks) and time.monotonic() < until:
+            time.sleep(0.002)
+            lost = lost or (time.monotonic() if any(process.exitcode for process in self.ranks) else None)
+            if agent and lost and time.monotonic() > lost + 10:
+                for rank in range(len(self.ranks)):
+                    self.kill(rank, signal.SIGTERM if time.monotonic() < lost + 15 else signal.SIGKILL)
         left = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
         for rank in left:
             self.kill(rank, signal.SIGUSR2)
@@ -153,7 +162,9 @@ def weights(output: Path) -> dict[str, Tensor]:
     """What a finished run ended with: its best weights, or the last; the last and their moments."""
     last = checkpoint.latest(output / "checkpoints")
     assert last, "a run that finished has saved"
-    return load_file(output / "weights.safetensors") | {f"last.{name}": tensor for part in checkpoint.read(last) for name, tensor in part.items()}
+    return load_file(output / "weights.safetensors") | {
+        f"last.{name}": tensor for part in checkpoint.read(last) for name, tensor in part.items()
+    }
 
 
 def same(output: Path, expected: dict[str, Tensor], tolerance: float = 0.0) -> bool:

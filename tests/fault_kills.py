@@ -40,7 +40,7 @@ def killed_at_random(folder: Path, trials: int = 20) -> Iterator[Row]:
             time.sleep(moment)
             for victim in range(ranks) if victims == "both ranks" else (rank,):
                 going.kill(victim)
-            killed = going.end()
+            killed = going.end(agent=True)
             step = saved(output)
             again = slow_run(output, ranks).end()
             row.trial(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fault_forks import LIMIT, Row, run, same, saved, weights
+from fault_forks import LIMIT, STEPS, Row, saved
 
 ROOT = Path(__file__).resolve().parents[1]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -167,13 +167,17 @@ def before_the_time_is_up(folder: Path) -> Iterator[Row]:
 
 
 def port_in_use(folder: Path) -> Iterator[Row]:
-    """A fixed port that another program has; port 0, which the recipes give, cannot be."""
+    """A fixed port that another program has: on one machine Accelerate takes another, on several it refuses. (The recipes give port 0.)"""
     row = Row("accelerate launch, its port in use")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with Launch(folder, launched("cpu-2", "--main_process_port", port, RANK, folder / "run", "none")) as launch:
-            code, seconds = launch.ends(2 * LIMIT)
-            row.trial(f"port {port}", launcher_ended_in_error=bool(code), said_so="in use" in launch.said(), nothing_began=not launch.ranks())
+        port = ("--main_process_port", taken.getsockname()[1])
+        with Launch(folder / "one", launched("cpu-2", *port, RANK, folder / "one" / "run", "none")) as launch:
+            code, _ = launch.ends(2 * LIMIT)
+            row.trial("one machine", trained=code == 0 and saved(folder / "one" / "run") == STEPS)
+        two = ("--num_machines", 2, "--machine_rank", 0, "--main_process_ip", "127.0.0.1")
+        with Launch(folder / "two", launched("cpu-2", *two, *port, RANK, folder / "two" / "run", "none")) as launch:
+            code, _ = launch.ends(2 * LIMIT)
+            row.trial("two machines", ended_in_error=bool(code), said_so="another process is utilizing it" in launch.said(), nothing_began=not launch.ranks())
     yield row

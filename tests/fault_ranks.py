@@ -52,7 +52,8 @@ def lost(folder: Path) -> Iterator[Row]:
                 that_rank_ended_so=ended.codes[rank] == code,
                 the_other_ended_in_error=ended.codes[other] == (STALLED if fate == "hangs" else 2),
                 the_other_said_why=fate == "hangs" or ended.said(*GONE, rank=other),
-                stalled_ranks_said_where=fate != "hangs" or all("made no progress for 0.05 minutes while in step 4" in one for one in ended.err),
+                stalled_ranks_said_where=fate != "hangs"
+                or all("made no progress for 0.05 minutes while in step 4" in one for one in ended.err),
                 nothing_saved_lost=there in (2, 3),
                 gone_on=run(output, 2, save_every=1).codes == [0, 0],
                 the_same_weights=same(output, expected, 1e-6),
@@ -123,7 +124,12 @@ def folders(folder: Path) -> Iterator[Row]:
             output = folder / f"deleted-{ranks}-{step}"
             delete = at_step(step, 0, lambda output=output: shutil.rmtree(output / "checkpoints", ignore_errors=True))
             ended = run(output, ranks, objective=delete, save_every=2)
-            row.trial(f"in step {step}", gone_on=ended.codes == [0] * ranks, saved_at_the_end=saved(output) == STEPS, the_same_weights=same(output, expected, 1e-6))
+            row.trial(
+                f"in step {step}",
+                gone_on=ended.codes == [0] * ranks,
+                saved_at_the_end=saved(output) == STEPS,
+                the_same_weights=same(output, expected, 1e-6),
+            )
         yield row
     yield _refused(folder)
     yield _full(folder / "full", expected)
@@ -139,7 +145,12 @@ def _refused(folder: Path) -> Row:
 
         def refuse(what: str, *words: str, ranks: int = ranks, output: Path = output, **options) -> None:
             ended = run(output, ranks, **options)
-            row.trial(f"{what}, {ranks} rank(s)", ended_with_2=ended.codes == [2] * ranks, said_so=ended.said(*words), nothing_lost=saved(output) in (0, STEPS))
+            row.trial(
+                f"{what}, {ranks} rank(s)",
+                ended_with_2=ended.codes == [2] * ranks,
+                said_so=ended.said(*words),
+                nothing_lost=saved(output) in (0, STEPS),
+            )
 
         refuse("lr", "was made with train.lr=0.05, this run has 0.1; give another train.output", facts={"data": "a"}, lr=0.1)
         refuse("data", "was made with data=a, this run has b", facts={"data": "b"})
@@ -174,7 +185,9 @@ def _full(folder: Path, expected: dict) -> Row:
                     pass
 
             for probe in (False, True):
-                ended = run(output, ranks, objective=at_step(4, 0, filled), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe)
+                ended = run(
+                    output, ranks, objective=at_step(4, 0, filled), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe
+                )
                 there = saved(output)
                 rest.unlink()
                 again = run(output, ranks, save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe)

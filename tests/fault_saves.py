@@ -190,7 +190,9 @@ def trial(row: Row, output: Path, at: int, operation: str, probe: bool, expected
     again = run(output, probe=probe, **SETTINGS)
     row.trial(
         f"operation {at} ({operation}) of a save{' with a probe' if probe else ''}",
-        ended_as_it_should=ended.codes == [-signal.SIGKILL] if killed else spared or (ended.codes == [2] and ended.said("could not be written")),
+        ended_as_it_should=ended.codes == [-signal.SIGKILL]
+        if killed
+        else spared or (ended.codes == [2] and ended.said("could not be written")),
         readable_afterwards=before >= 2,
         gone_on=again.codes == [0],
         the_same_weights=same(output, expected),

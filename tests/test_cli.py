@@ -222,7 +222,7 @@ def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
     state = next((copy / "checkpoints").glob("step-*")) / "state.json"
     state.write_text('{"step": ')
     line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}"))
-    assert "step-00000004 cannot be read" in line and "delete the folder" in line
+    assert "step-00000004 cannot be read" in line and "to start again, or restore it" in line
 
 
 def test_help_and_unknown_words(capsys):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from context_ranks import FAULTS, JOBS, LONG
 from safetensors.torch import load_file
 from test_unroll import LAYOUTS, assert_close, case, documents, halves, with_grads
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 
 from draftsmith.models import unroll
@@ -91,6 +92,19 @@ def test_flex_attention_of_parts_is_the_whole(monkeypatch, positions, cuts, layo
 
     want = with_grads(lambda leaves: attend(*halves(leaves), document), leaves, weight)
     assert_close(with_grads(lambda leaves: parts(leaves, document, cuts, path), leaves, weight), want, 1e-5)
+
+
+def test_new_documents_in_a_part_do_not_compile_again():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
+    for seed in range(3):
+        document = documents("packed", 400, seed=seed)
+        start = unroll._starts(document, 2, 400, "cpu")[:, 200:]
+        query, (key,), (value,) = halves([leaf.detach() for leaf in case(400, 2, 0, torch.float32, dim=16, seed=seed)[0]])
+        got = unroll._flex(query[:, :, 200:], key, value, unroll._block_mask(start, 200), 0.25, compiled)
+        assert_close(got, unroll._Causal.apply(query[:, :, 200:], key, value, start, 0.25, unroll.BUDGET), 1e-5)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import Packed, Stream, keeps_apart, pack
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.order import sample_rows
 from draftsmith.train.medusa import MedusaSection, objective
+from draftsmith.train.order import sample_rows
 
 
 def corpus_of(lengths, vocab=48, seq_len=32, seed=0, picks=None) -> Corpus:

@@ -22,8 +22,8 @@ from draftsmith.data.offline import Featured
 from draftsmith.data.packing import Packed
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.order import prefetched
 from draftsmith.train.medusa import MedusaSection, objective
+from draftsmith.train.order import prefetched
 
 TAPS = (1, 0)
 

@@ -30,7 +30,12 @@ def deepspeed_missing() -> str:
         import deepspeed  # noqa: F401
     except ImportError:
         return "deepspeed is not installed"
-    return "" if shutil.which("g++") else "deepspeed compiles with g++, which is not here"
+    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool, path=tools())]
+    return f"deepspeed compiles with {missing[0]}, which is not here" if missing else ""
+
+
+def tools():
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def launch(launcher, *words, script="launched.py", **environment):
@@ -39,7 +44,8 @@ def launch(launcher, *words, script="launched.py", **environment):
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [*command, str(ROOT / "tests" / script), *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+        # DeepSpeed's compiler looks for ninja in the path, where it is only in an environment that is activated.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": tools(), **environment},
         capture_output=True,
         text=True,
         timeout=500,

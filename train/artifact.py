@@ -173,14 +173,12 @@ def probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | Non
     return tau
 
 
-def watched(
-    recipe: Recipe, target: Target, drafter: Drafter, train: Packed | Featured, taps: tuple[int, ...] = (), positions: int | None = None
-) -> dict[str, Any]:
+def watched(recipe: Recipe, target: Target, drafter: Drafter, taps: tuple[int, ...] = (), positions: int | None = None) -> dict[str, Any]:
     """What `loop.fit` measures beside the loss: τ, and the time of the target's forward where it runs."""
     return {
         "probe": probe(recipe, target, drafter, positions),
         "together": recipe.target.parallel in COLLECTIVE,
-        "reference": partial(target.features, taps=taps) if isinstance(train, Packed) else None,
+        "reference": partial(target.features, taps=taps) if recipe.features.mode == "online" else None,
     }
 
 

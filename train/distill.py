@@ -89,8 +89,8 @@ def check(recipe: DistillRecipe) -> None:
         raise ValueError(f"tree.depth={tree.depth}: a draft model looks {DraftModel.depth_limit} ahead at most; lower it")
     if recipe.train.context_parallel > 1:
         raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; a student's attention is transformers', which does not share "
-            "rows out: leave it out, and take student.checkpointing=true"
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; a student's attention is transformers', which does not "
+            "share rows out: leave it out, and take student.checkpointing=true"
         )
     if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
         raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
@@ -297,8 +297,7 @@ def main(arguments: list[str]) -> None:
     if recipe.student.lora:  # the checkpoints hold the adapters alone
         facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    online = recipe.features.mode == "online"
-    watched = artifact.watched(recipe, target, drafter, packed if online else train, positions=student.max_positions)
+    watched = artifact.watched(recipe, target, drafter, positions=student.max_positions)
     accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, between=between, **watched)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)

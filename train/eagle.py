@@ -62,7 +62,7 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     """Σ_j decay^j · loss(p_{t+1+j}, q_j(t)): training-time test, each step reading its own output of the one before.
 
     q_j(t) [D] is step j's law at row t, of token t+2+j; p_s [V] the target's law of the token after s. A step is supervised where that token
-    bears loss and is of the same document, so that the first token of every answer is. Of rows that are shared out `context`'s t alone count.
+    bears loss and is of the same document, so that the first token of every answer is. Of rows that are shared out, t are `context`'s.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     here, seen = context.part(length), context.part(length, section.steps)  # the target's laws are those of later rows
@@ -261,7 +261,7 @@ def main(arguments: list[str]) -> None:
     if section.start:
         begin_with(drafter, section.start, target)
     facts = artifact.facts(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-    watched = artifact.watched(recipe, target, drafter, train, drafter.taps)
+    watched = artifact.watched(recipe, target, drafter, drafter.taps)
     accelerator, steps = loop.fit(recipe, drafter, measure(recipe, target, context), train, valid, facts, **watched)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target, steps)

@@ -166,7 +166,9 @@ class Log:
             curves.draw(self.file, self.folder / "curves.png")
 
     def _write(self, row: dict[str, Any]) -> None:
-        row = {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no word for the others; `left_out` counts them
+        row = {
+            name: value for name, value in row.items() if math.isfinite(value)
+        }  # JSON has no word for the others; `left_out` counts them
         if self.main:
             with self.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -94,7 +94,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 
 def loss_tokens(batch: Batch, here: slice = slice(None)) -> Tensor:
-    """Tokens to predict in a batch [B,S], at positions `here`: its weight, known before any forward. A document's first token is never one."""
+    """Tokens to predict in a batch [B,S] at `here`: its weight, known before any forward. A document's first token is never one."""
     return batch["loss_mask"][:, here].sum().double()
 
 

@@ -71,8 +71,8 @@ def check(recipe: MedusaRecipe) -> None:
     """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
     if recipe.train.context_parallel > 1:
         raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and hold little of "
-            "a row: leave it out, and lower train.micro_batch_size or data.seq_len instead"
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and hold little "
+            "of a row: leave it out, and lower train.micro_batch_size or data.seq_len instead"
         )
 
 
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     target, corpora = artifact.prepare(recipe)
     drafter, train, valid = artifact.begin(recipe, "medusa", target, corpora, **architecture(section))
     facts = artifact.facts(target, train)
-    watched = artifact.watched(recipe, target, drafter, train)
+    watched = artifact.watched(recipe, target, drafter)
     accelerator, steps = loop.fit(recipe, drafter, partial(objective, target=target, section=section), train, valid, facts, **watched)
     if accelerator.is_main_process:
         artifact.finish(recipe, drafter, target, steps)

@@ -135,6 +135,8 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
 
 def main(arguments: list[str]) -> None:
     recipe = load(TargetRecipe, arguments[0], arguments[1:])
+    if recipe.train.context_parallel > 1:
+        raise ValueError("train.context_parallel is for EAGLE's steps; a target is trained without it")
     output = Path(recipe.train.output)
     machine.threads()
     saved = output / "tokenizer"

@@ -135,7 +135,11 @@ class Wrapped:
 
     def _link(self) -> None:
         """DeepSpeed 0.19 links parameters to their moments after the first group's first step, when those of other groups are not there yet."""
-        if self.kind == DistributedType.DEEPSPEED and hasattr(zero := self.optimizer.optimizer, "_hp_optimizer_states_linked") and zero.state:
+        if (
+            self.kind == DistributedType.DEEPSPEED
+            and hasattr(zero := self.optimizer.optimizer, "_hp_optimizer_states_linked")
+            and zero.state
+        ):
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
