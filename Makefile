@@ -10,7 +10,7 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test lint set-up
+.PHONY: quickstart test test-faults lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
@@ -20,6 +20,10 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest
+
+# Every fault that a training run must survive, tried: about ten minutes on 2 cores. Some need root and are skipped without.
+test-faults: $(READY)
+	$(BIN)/python tests/faults.py
 
 lint: $(READY)
 	$(BIN)/ruff check --fix .

@@ -19,7 +19,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 # USR1 reaches every process of the step. The launcher would die of it, so it ignores it; the ranks listen, save together and end with 138.
-srun bash -c 'trap "" USR1; exec accelerate launch --config_file "$LAUNCHER" \
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c 'trap "" USR1; exec accelerate launch --config_file "$LAUNCHER" \
   --num_machines "$SLURM_NNODES" --num_processes $((GPUS * SLURM_NNODES)) --machine_rank "$SLURM_NODEID" \
   --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" "$@"' launch "$@"
 status=$?

@@ -18,6 +18,7 @@ if [ "$1" = show ]; then echo node-a; echo node-b; else echo "$@" > "$STUBS/requ
 [ -z "$END" ] || date -d "$END" +%Y-%m-%dT%H:%M:%S
 """,
     "srun": """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
 SLURM_NODEID=1 exec "$@"
 """,
     "accelerate": """#!/bin/bash
@@ -26,7 +27,13 @@ grep SigIgn /proc/$$/status > "$STUBS/ignored"
 exit $STATUS
 """,
 }
-JOB = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+JOB = {
+    "SLURM_JOB_NODELIST": "node-[a-b]",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_CPUS_PER_TASK": "64",
+}
 ARGUMENTS = """launch --config_file recipes/accelerate-multi-node.yaml --num_machines 2 --num_processes 8 --machine_rank 1
 --main_process_ip node-a --main_process_port 34567 train/eagle.py recipes/eagle3-tiny.yaml"""
 
@@ -34,7 +41,14 @@ ARGUMENTS = """launch --config_file recipes/accelerate-multi-node.yaml --num_mac
 def slurm(folder: Path) -> Iterator[Row]:
     """recipes/slurm.sh: what it starts on each machine, and when it queues itself again."""
     row = Row("recipes/slurm.sh, with programs in place of Slurm's")
-    cases = [(0, "+1 hour", False), (0, "+1 minute", False), (1, "+1 hour", False), (1, "+1 minute", True), (1, "", False), (1, "-1 second", True)]
+    cases = [
+        (0, "+1 hour", False),
+        (0, "+1 minute", False),
+        (1, "+1 hour", False),
+        (1, "+1 minute", True),
+        (1, "", False),
+        (1, "-1 second", True),
+    ]
     for number, (status, end, again) in enumerate(cases):
         stubs = folder / str(number)
         stubs.mkdir(parents=True)
@@ -43,7 +57,9 @@ def slurm(folder: Path) -> Iterator[Row]:
             (stubs / name).chmod(0o755)
         environment = {**os.environ, **JOB, "PATH": f"{stubs}:{os.environ['PATH']}", "STUBS": str(stubs), "STATUS": str(status), "END": end}
         words = ["train/eagle.py", "recipes/eagle3-tiny.yaml", "data.train=two words.jsonl"]
-        done = subprocess.run(["bash", ROOT / "recipes" / "slurm.sh", *words], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["bash", ROOT / "recipes" / "slurm.sh", *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
         arguments = (stubs / "arguments").read_text().splitlines()
         ignored = int((stubs / "ignored").read_text().split()[1], 16)
         requeued = (stubs / "requeued").read_text().split() if (stubs / "requeued").is_file() else []
@@ -99,7 +115,9 @@ class Pair:
             command = launched("cpu-2", *where, RANK, self.folder / "disk" / "run", "none", *words, *(second if number else ()))
             own = ["bash", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', self.disks[number], self.folder / "disk"]
             environment = {"GLOO_SOCKET_IFNAME": f"wire{number}"}
-            started.append(self.ends.enter_context(Launch(self.disks[number], ["ip", "netns", "exec", name, *own, *command], **environment)))
+            started.append(
+                self.ends.enter_context(Launch(self.disks[number], ["ip", "netns", "exec", name, *own, *command], **environment))
+            )
         return started
 
 

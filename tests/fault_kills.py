@@ -23,35 +23,32 @@ def slow_run(output: Path, ranks: int) -> Run:
     return Run(functools.partial(training, output, objective=slow, probe=True, **SLOW), output, ranks)
 
 
-def killed_at_random(folder: Path, trials: int = 20) -> Iterator[Row]:
-    """kill -9 at moments drawn uniformly over a run, of one rank or of all of them: each run is killed until one gets through."""
+def killed_at_random(folder: Path, ranks: int, all_of_them: bool = True, trials: int = 20) -> Iterator[Row]:
+    """kill -9 at moments drawn uniformly over a run, of one rank or of all of them."""
     draw = random.Random(7)
-    for ranks, victims in ((1, "the only rank"), (2, "one of two ranks"), (2, "both ranks")):
-        row = Row(f"kill -9 at random, {victims}")
-        began = time.monotonic()
-        whole = slow_run(folder / f"whole-{victims}", ranks).end()
-        duration = time.monotonic() - began
-        assert whole.codes == [0] * ranks, whole.err
-        expected = weights(folder / f"whole-{victims}")
-        for number in range(trials):
-            moment, rank = draw.uniform(0, duration), draw.randrange(ranks)
-            output = folder / f"{victims}-{number}"
-            going = slow_run(output, ranks)
-            time.sleep(moment)
-            for victim in range(ranks) if victims == "both ranks" else (rank,):
-                going.kill(victim)
-            killed = going.end(agent=True)
-            step = saved(output)
-            again = slow_run(output, ranks).end()
-            row.trial(
-                f"killed after {moment:.2f} s, step {step}",
-                nobody_left_to_wait=all(killed.codes) or killed.codes == [0] * ranks,
-                gone_on=again.codes == [0] * ranks,
-                the_same_weights=same(output, expected, TOLERANCE[ranks]),
-                told_every_step_once=steps_told(output) == list(range(1, SLOW["steps"] + 1)),
-            )
-            shutil.rmtree(output)
-        yield row
+    row = Row(f"kill -9 at random, {'all' if all_of_them else 'one'} of {ranks} rank(s)")
+    whole = slow_run(folder / "whole", ranks).end()
+    assert whole.codes == [0] * ranks, whole.err
+    expected = weights(folder / "whole")
+    for number in range(trials):
+        moment, victim = draw.uniform(0, whole.seconds), draw.randrange(ranks)
+        output = folder / str(number)
+        going = slow_run(output, ranks)
+        time.sleep(moment)
+        for rank in range(ranks) if all_of_them else (victim,):
+            going.kill(rank)
+        killed = going.end(agent=True)
+        step = saved(output)
+        again = slow_run(output, ranks).end()
+        row.trial(
+            f"killed after {moment:.2f} s, step {step}",
+            no_success_feigned=all(killed.codes) or step == SLOW["steps"],
+            gone_on=again.codes == [0] * ranks,
+            the_same_weights=same(output, expected, TOLERANCE[ranks]),
+            told_every_step_once=steps_told(output) == list(range(1, SLOW["steps"] + 1)),
+        )
+        shutil.rmtree(output)
+    yield row
 
 
 def stopped_at(output: Path, ranks: int, steps: int, number: int = signal.SIGTERM, rank: int | None = None, times: int = 1) -> Ended:
@@ -64,14 +61,14 @@ def stopped_at(output: Path, ranks: int, steps: int, number: int = signal.SIGTER
     return run(output, ranks, objective=at_step(steps, ranks - 1 if rank is None else rank, act))
 
 
-def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2)) -> Iterator[Row]:
-    """Each signal at each rank in each step: all ranks save after it and exit with 128 + signal; later ones change nothing."""
+def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2), steps: Sequence[int] = range(1, STEPS + 1)) -> Iterator[Row]:
+    """Each signal at each rank in each of `steps`: all ranks save after it and exit with 128 + signal; more of them change nothing."""
     for ranks in worlds:
         run(folder / f"whole-{ranks}", ranks)
         expected = weights(folder / f"whole-{ranks}")
         for number in SIGNALS:
-            row = Row(f"{number.name} to each rank at each step, {ranks} rank(s)")
-            for step, rank in itertools.product(range(1, STEPS + 1), range(ranks)):
+            row = Row(f"{number.name} to each of {ranks} rank(s), in step {', '.join(map(str, steps))}")
+            for step, rank in itertools.product(steps, range(ranks)):
                 output = folder / f"{number.name}-{ranks}-{step}-{rank}"
                 ended = stopped_at(output, ranks, step, number, rank, times=1 if number == signal.SIGINT else 3)
                 row.trial(
@@ -86,15 +83,13 @@ def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2)) -> Iterator
             yield row
 
 
-def moved(folder: Path, worlds: Sequence[Sequence[int]] = ((1, 2, 1), (2, 1, 2)), every: bool = True) -> Iterator[Row]:
-    """A run that is stopped and goes on with another number of ranks, twice, at any two steps (not `every`: one step after the other)."""
+def moved(folder: Path, ranks: Sequence[int] = (1, 2, 1), any_two: bool = True) -> Iterator[Row]:
+    """A run that is stopped and goes on with another number of ranks, twice, at any two steps or at each step and the next."""
     run(folder / "whole")
     expected = weights(folder / "whole")
-    for ranks in worlds:
-        row = Row(f"{' → '.join(map(str, ranks))} ranks, at {'any two steps' if every else 'each step'}")
-        for first, second in itertools.combinations(range(1, STEPS), 2):
-            if not every and second != first + 1:
-                continue
+    row = Row(f"{' → '.join(map(str, ranks))} ranks, at {'any two steps' if any_two else 'each step and the next'}")
+    for first, second in itertools.combinations(range(1, STEPS), 2):
+        if any_two or second == first + 1:
             output = folder / f"{'-'.join(map(str, ranks))}-{first}-{second}"
             one = stopped_at(output, ranks[0], first)
             there = saved(output)
@@ -108,4 +103,4 @@ def moved(folder: Path, worlds: Sequence[Sequence[int]] = ((1, 2, 1), (2, 1, 2))
                 told_every_step_once=steps_told(output) == list(range(1, STEPS + 1)),
             )
             shutil.rmtree(output)
-        yield row
+    yield row

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -179,5 +178,10 @@ def port_in_use(folder: Path) -> Iterator[Row]:
         two = ("--num_machines", 2, "--machine_rank", 0, "--main_process_ip", "127.0.0.1")
         with Launch(folder / "two", launched("cpu-2", *two, *port, RANK, folder / "two" / "run", "none")) as launch:
             code, _ = launch.ends(2 * LIMIT)
-            row.trial("two machines", ended_in_error=bool(code), said_so="another process is utilizing it" in launch.said(), nothing_began=not launch.ranks())
+            row.trial(
+                "two machines",
+                ended_in_error=bool(code),
+                said_so="another process is utilizing it" in launch.said(),
+                nothing_began=not launch.ranks(),
+            )
     yield row

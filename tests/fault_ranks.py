@@ -6,14 +6,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
-import torch
-from fault_forks import LIMIT, STEPS, Ended, Row, Run, at_step, run, same, saved, training, weights
+from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, training, weights
 from test_loop import Numbers
 
+from draftsmith.train import world
 from draftsmith.train.guards import STALLED
 
 GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
@@ -27,18 +28,22 @@ def wrong_code() -> None:
     raise RuntimeError("shapes cannot be multiplied")
 
 
-def lost(folder: Path) -> Iterator[Row]:
-    """One of two ranks is lost in step 4: what was saved after step 3 is what the next run begins with."""
-    fates: dict[str, tuple[Callable[[], object], int]] = {
-        "exits with status 1": (lambda: os._exit(1), 1),
-        "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
-        "raises an error of the user's": (wrong_data, 2),
-        "raises an error of the program's": (wrong_code, 1),
-        "hangs": (lambda: time.sleep(2 * LIMIT), STALLED),
-    }
+# What a rank does, and the status that it ends with.
+FATES: dict[str, tuple[Callable[[], object], int]] = {
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    "exits with status 1": (lambda: os._exit(1), 1),
+    "raises an error of the user's": (wrong_data, 2),
+    "raises an error of the program's": (wrong_code, 1),
+    "hangs": (lambda: time.sleep(2 * LIMIT), STALLED),
+}
+
+
+def lost(folder: Path, fates: Iterable[str] = FATES) -> Iterator[Row]:
+    """One of two ranks is lost in step 4: what was saved after step 3, or 2 where that was under way, is what the next run begins with."""
     run(folder / "whole", 2, save_every=1)
     expected = weights(folder / "whole")
-    for fate, (act, code) in fates.items():
+    for fate in fates:
+        act, code = FATES[fate]
         row = Row(f"one of two ranks {fate}")
         for rank in (0, 1):
             output = folder / f"{fate}-{rank}"
@@ -59,6 +64,21 @@ def lost(folder: Path) -> Iterator[Row]:
                 the_same_weights=same(output, expected, 1e-6),
             )
         yield row
+
+
+def never_came(folder: Path) -> Iterator[Row]:
+    """A rank that ends before the ranks have met, on another machine, whose launcher tells the first one nothing."""
+    row = Row("a rank that ends before the ranks have met")
+
+    def work(rank: int) -> None:
+        world.MEETING = timedelta(seconds=2)
+        if rank == 1:
+            os._exit(1)
+        training(folder / "run", rank)
+
+    ended = Run(work, folder / "run", 2).end()
+    row.trial("rank 1", the_first_ended_with_2=ended.codes == [2, 1], said_so=ended.said("rank(s) 1 of 2 did not come within"))
+    yield row
 
 
 class OtherRows(Numbers):
@@ -173,20 +193,14 @@ def _full(folder: Path, expected: dict) -> Row:
             output, rest = folder / str(ranks) / "run", folder / str(ranks) / "rest"
 
             def fill(rest: Path = rest) -> None:
-                with rest.open("wb") as stream:
+                with suppress(OSError), rest.open("wb") as stream:
                     while True:
                         stream.write(b"0" * 4096)
                         stream.flush()
 
-            def filled(rest: Path = rest) -> None:
-                try:
-                    fill(rest)
-                except OSError:
-                    pass
-
             for probe in (False, True):
                 ended = run(
-                    output, ranks, objective=at_step(4, 0, filled), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe
+                    output, ranks, objective=at_step(4, 0, fill), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe
                 )
                 there = saved(output)
                 rest.unlink()

@@ -87,7 +87,7 @@ def main(kind: str, folder: Path) -> None:
     jobs = {"whole": {}, "from_one": {}, "to_one": {"steps": 4}} | ({"bf16": {"precision": "bf16"}} if kind.startswith("zero") else {})
     for name, own in jobs.items():
         train_numbers(folder / name, **own)
-    for method, (script, *_) in METHODS.items() if kind.startswith("zero") else ():
+    for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
         for steps in (2, 4):
             script([*words(method, folder, folder / "two"), f"train.steps={steps}"])
     if PartialState().is_main_process:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -107,10 +109,15 @@ class Finite:
             return
         file = self.folder / f"not-finite-step-{step:08d}-rank{self.rank}.safetensors"
         tensors = {f"{place}.{name}": tensor.cpu().contiguous() for place, batch in enumerate(batches) for name, tensor in batch.items()}
-        durable.replace(file, lambda part: save_file(tensors, part))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # another machine than the first rank's may not have it
+            durable.replace(file, lambda part: save_file(tensors, part))
+            kept = f"its batch is kept in {file}"
+        except (OSError, SafetensorError) as error:
+            kept = f"its batch could not be kept ({error})"
         raise FloatingPointError(
-            f"the loss or its gradient was not finite in {self.on_end} steps on end, the last of them step {step}; its batch is kept in {file}; "
-            "lower train.lr or train.clip, or take train.precision=fp32, and run from the checkpoint before"
+            f"the loss or its gradient was not finite in {self.on_end} steps on end, the last of them step {step}; {kept}; "
+            "lower train.lr or train.clip, or take train.precision=fp32, with another train.output"
         )
 
 
@@ -136,17 +143,21 @@ def explained(section: Any, resume: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         raise MemoryError(f"{_memory(section)} ({str(error).splitlines()[0][:160]})") from None
     except RuntimeError as error:
         text = str(error)
-        if not any(word in text for word in ("closed by peer", "Connection reset", "Broken pipe", "NCCL", "Gloo", "gloo")):
+        if not any(
+            word in text for word in ("closed by peer", "Connection reset", "Broken pipe", "RemoteError", "SystemError", "Timed out")
+        ):
             raise
-        raise ConnectionError(f"another process of this run is gone ({' '.join(text.split())[:160]}); {resume}") from None
+        raise ConnectionError(f"another process of this run is gone ({' '.join(text.split())[:160]}); {resume}") from error
 
 
 def _memory(section: Any) -> str:
     """The keys that help a GPU that is full, and by how much: what it held at the most, less what it holds between steps, is activations."""
-    micro = section.micro_batch_size or section.batch_size
+    groups = max(1, int(os.environ.get("WORLD_SIZE", "1")) // section.context_parallel)
+    micro = section.micro_batch_size or max(1, section.batch_size // groups)
     held = torch.cuda.memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     moving = max(0.0, peak - held)

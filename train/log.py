@@ -92,7 +92,7 @@ class Log:
         """On the first rank: the last step that trackers know, and the rate of matrix products."""
         last = _cut(self.file, done)
         told = start(recipe, self.accelerator, done, last) if self.accelerator.log_with else 0
-        dtype = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
+        dtype = torch.bfloat16 if world.in_bf16(self.accelerator) else torch.float32
         return told, machine.matmul_rate(self.accelerator.device, dtype)
 
     @contextmanager
@@ -103,7 +103,8 @@ class Log:
             return
         self.watched = True
         if self.reference:
-            with self.paused(), torch.no_grad(), self.accelerator.autocast():
+            half = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=world.in_bf16(self.accelerator))
+            with self.paused(), torch.no_grad(), half:
                 self.floor = self._seconds(self.reference, batch)
         with Flops() as flops:
             yield

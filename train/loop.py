@@ -29,9 +29,11 @@ from draftsmith.train.wrapped import Wrapped
 Batch = dict[str, Tensor]
 
 # Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
-MAY_CHANGE = {"train.output", "train.steps", "train.micro_batch_size", "train.eval_every", "train.eval_batches", "train.save_every"}
-MAY_CHANGE |= {"train.log_every", "train.keep", "train.resume", "train.stall_minutes", "train.bad_steps", "train.trackers", "train.profile"}
-MAY_CHANGE |= {"data.cache", "target.parallel", "train.context_parallel"}
+MAY_CHANGE = {
+    f"train.{key}"
+    for key in "output steps micro_batch_size compile eval_every eval_batches save_every log_every keep resume stall_minutes "
+    "bad_steps patience trackers profile context_parallel".split()
+} | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ def fit(
 
     Continues from the newest whole checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
     the same recipe, under whatever launcher and on however many ranks. SIGINT, SIGTERM and SIGUSR1 save and exit with 128 + signal. Returns
-    the Accelerator and the step whose weights `model` has, which on the first rank is whole.
+    the Accelerator and the step whose weights `model` has on the first rank.
     """
     section = recipe.train
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
@@ -130,20 +132,22 @@ def fit(
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
         with Signals() as signals, run.open() as batches:
 
-            def stop_if_asked(when: str) -> None:
+            def asked_to_stop() -> int:
                 if caught := signals.agreed(run.accelerator):
                     run.save(run.done)
-                    run.log.say(f"stopped by signal {caught} {when} step {run.done}; {advice}")
-                    raise SystemExit(128 + caught)
+                    run.log.say(f"stopped by signal {caught} after step {run.done}; {advice}")
+                return caught
 
             def pending() -> bool:
                 clock.at("making samples")
                 return signals.pending()
 
+            stopped = 0
             if between and run.steps:
-                between(run.done, pending, run.wrapped.whole)
-                stop_if_asked("after")
-            for step in run.steps:
+                with run.log.paused():
+                    between(run.done, pending, run.wrapped.whole)
+                stopped = asked_to_stop()
+            for step in run.steps if not stopped else ():
                 run.step(step, batches)
                 last = step + 1 == section.steps
                 if last or (section.eval_every and (step + 1) % section.eval_every == 0):
@@ -154,9 +158,12 @@ def fit(
                         between(step + 1, pending, run.wrapped.whole)
                 if last or (section.save_every and (step + 1) % section.save_every == 0):
                     run.save(step + 1)
-                stop_if_asked("after")
-                if last:
+                stopped = asked_to_stop()
+                if last or stopped:
                     break
+        if stopped:
+            run.accelerator.wait_for_everyone()  # the launcher gives the others 30 seconds once one is gone
+            raise SystemExit(128 + stopped)
     run.wrapped.gather()
     if run.best.step:
         run.log.say(f"best τ {run.best.tau:.3f} after step {run.best.step}; those weights are kept")
@@ -270,16 +277,18 @@ def _begin(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, 
         raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
     # What a probe of a busy machine decided stays decided: other threads or another precision would round differently.
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
-    precision = before.get("precision") or (machine.precision() if section.precision == "auto" else section.precision)
+    precision = before.get("precision") or (
+        world.on_first(lambda: str(machine.precision())) if section.precision == "auto" else section.precision
+    )
     micro, accumulation = _split(section, world.join().num_processes)
     accelerator = world.accelerator(precision, micro, accumulation, section.clip, **trackers(section))
     state = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision, "left_out": 0}
     weights, moments = {}, {}
     if newest:
-        _check_same(newest, before, state, section)
+        _check_same(newest, before, state, recipe)
         weights, moments = world.on_first(lambda: checkpoint.read(newest))
         checkpoint.fill(model, weights, newest)
-    agree_on_data(accelerator, state, len(train), train.batch(_rows(section, train, before.get("step", 0))[:1]))
+    agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(_rows(section, train, before.get("step", 0))[:1]))
     world.on_first(lambda: _announce(recipe, model, newest, before, state, accelerator))
     wrapped = Wrapped(accelerator, model, lambda own: _Step(own, objective), lambda own: _adamw(own, section))
     if newest:
@@ -341,10 +350,13 @@ def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
     return micro, accumulation
 
 
-def _check_same(newest: Path, before: dict[str, Any], fixed: dict[str, Any], section: TrainSection) -> None:
+def _check_same(newest: Path, before: dict[str, Any], fixed: dict[str, Any], recipe: Recipe) -> None:
     """Refuse to continue a checkpoint of another recipe, other data or another target, naming the first difference."""
+    section = recipe.train
+    # A key that is younger than the checkpoint had its default, unsaid.
+    defaults = {name: field.get_default() for name, field in recipes.keys(type(recipe)).items() if not field.is_required()}
     for name in ("recipe", "facts"):
-        then, now = before[name], fixed[name]
+        then, now = (defaults if name == "recipe" else {}) | before[name], fixed[name]
         for key in sorted((now.keys() | then.keys()) - MAY_CHANGE):
             if now.get(key) != then.get(key):
                 raise ValueError(

@@ -58,6 +58,7 @@ class Profile:
         last = min(self.last, profiler.step_num - 1)
         if last < self.first:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)  # another machine than the first rank's may not have it
         file = self.folder / f"trace-rank{self.accelerator.process_index}-steps{self.first}-{last}.json.gz"
         profiler.export_chrome_trace(str(file))
         if self.accelerator.is_main_process:

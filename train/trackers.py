@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import constants
 
+from draftsmith.data import durable
 from draftsmith.train.recipe import Recipe, TrainSection
 
 
@@ -41,7 +42,7 @@ def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int
     file = folder / "trackers.json"
     before = json.loads(file.read_text()) if done and file.is_file() else None
     run = {"id": before["id"], "step": max(before["step"], last)} if before else {"id": secrets.token_hex(4), "step": 0}
-    file.write_text(json.dumps(run) + "\n")
+    durable.replace(file, lambda part: part.write_text(json.dumps(run) + "\n"))
     name = f"{folder.name}-{run['id']}"
     settings: dict[str, Any] = {
         "tensorboard": {"purge_step": run["step"] + 1},

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast, broadcast_object_list
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.models.context import ALONE, Context
@@ -21,6 +22,8 @@ Value = TypeVar("Value")
 
 # One rank may tokenise, prune or decode for long while the others wait; a rank that dies or hangs is noticed sooner (train/guards.py).
 PATIENCE = timedelta(hours=6)
+# Ranks begin together: one that ended before it came is not waited for like one that works.
+MEETING = timedelta(minutes=10)
 
 
 def deepspeed() -> bool:
@@ -33,6 +36,7 @@ def join() -> PartialState:
 
     Raises:
         ValueError: launch settings under which ranks would hold other weights, or none.
+        ConnectionError: some ranks did not come, naming them.
     """
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true" and _count() > 1:
         raise ValueError(
@@ -46,6 +50,8 @@ def join() -> PartialState:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _end_with_launcher()
     group: dict[str, Any] = {"timeout": PATIENCE} if _count() > 1 else {}
+    if _count() > 1 and not torch.distributed.is_initialized():
+        _meet()
     # Accelerate starts DeepSpeed only where it was not told of a CPU, and finds no backend there by itself.
     return PartialState(cpu=cpu and not deepspeed(), **({"backend": "gloo"} | group if deepspeed() and cpu else group))
 
@@ -69,9 +75,15 @@ def accelerator(precision: str, micro_batch: int, accumulation: int, clip: float
         config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
         config["train_batch_size"] = micro_batch * accumulation * found.num_processes
         # As under other launchers weights stay fp32 and autocast decides; its own bf16 mode holds bf16 weights beside fp32 masters.
-        config["torch_autocast"] = {"enabled": precision == "bf16", "dtype": "bfloat16"}
+        config["torch_autocast"] = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
         unset_hf_deepspeed_config()  # else transformers would partition whatever it loads from here on, the next run's target too
     return found
+
+
+def in_bf16(accelerator: Accelerator) -> bool:
+    """Whether forwards run in bf16."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin.deepspeed_config["torch_autocast"]["enabled"] if plugin else accelerator.mixed_precision == "bf16"
 
 
 def group_count(ranks: int, size: int) -> int:
@@ -146,6 +158,20 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _meet() -> None:
+    """Wait until all ranks of the launch are here. On one machine the launcher ends them all where one ends; on several it does not."""
+    store, rank, ranks = next(rendezvous("env://", timeout=MEETING))
+    store.set(f"here-{rank}", "")
+    try:
+        store.wait([f"here-{one}" for one in range(ranks)], MEETING)
+    except torch.distributed.DistStoreError:
+        missing = ", ".join(str(one) for one in range(ranks) if not store.check([f"here-{one}"]))
+        raise ConnectionError(
+            f"rank(s) {missing} of {ranks} did not come within {MEETING.total_seconds() / 60:g} minutes; see what their machines say, "
+            "and that they reach the first one; then run the same command again on all"
+        ) from None
 
 
 def _end_with_launcher() -> None:

@@ -1,0 +1,91 @@
+"""Every fault that a training run must survive, tried: `make test-faults`, or `python tests/faults.py [--quick]`.
+
+Prints a row for each fault as it is done: how often it was tried, how often survived. Survived means: ended as it should (killed, or in
+error with one line that says what to do), nothing lost that was saved, and gone on to the weights of a run that nothing disturbed. Ends with
+status 1 where something was not survived. --quick: what `make test` runs of it.
+"""
+
+import os
+import sys
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # before torch: forked processes cannot share a GPU
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+
+import fault_cluster
+import fault_kills
+import fault_launch
+import fault_ranks
+import fault_saves
+import torch
+from fault_forks import Row
+
+Group = Callable[[Path], Iterator[Row]]
+
+QUICK: dict[str, Group] = {
+    "kills in a save": partial(fault_saves.at_each_operation, fault="kill -9", probes=(True,)),
+    "worlds": partial(fault_kills.moved, any_two=False),
+    "signals": partial(fault_kills.stopped_by_signals, worlds=(2,), steps=(3,)),
+    "lost ranks": partial(fault_ranks.lost, fates=("is killed", "raises an error of the user's")),
+    "late ranks": fault_ranks.never_came,
+    "disagreeing ranks": fault_ranks.disagreeing,
+}
+ALL: dict[str, Group] = {
+    "launched, signals": fault_launch.signalled,  # the longest first
+    **{fault: partial(fault_saves.at_each_operation, fault=fault) for fault in fault_saves.FAULTS},
+    "worlds 1 2 1": fault_kills.moved,
+    "worlds 2 1 2": partial(fault_kills.moved, ranks=(2, 1, 2)),
+    "launched, lost ranks": fault_launch.lost,
+    "cluster": fault_cluster.two_machines,
+    "random kills 1": partial(fault_kills.killed_at_random, ranks=1),
+    "random kills 2": partial(fault_kills.killed_at_random, ranks=2),
+    "random kills of one": partial(fault_kills.killed_at_random, ranks=2, all_of_them=False),
+    "signals": fault_kills.stopped_by_signals,
+    "launched, time is up": fault_launch.before_the_time_is_up,
+    "launched, port": fault_launch.port_in_use,
+    "lost ranks": fault_ranks.lost,
+    "late ranks": fault_ranks.never_came,
+    "disagreeing ranks": fault_ranks.disagreeing,
+    "folders": fault_ranks.folders,
+    "slurm": fault_cluster.slurm,
+}
+
+
+def done(name: str, group: Group, folder: Path) -> list[Row]:
+    """A group's rows; the last one, where it could not go on (a run did not end at all), says so."""
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    try:
+        rows.extend(group(folder))
+    except (OSError, AssertionError) as error:
+        rows.append(Row(name, 1, [repr(error)]))
+    return rows
+
+
+def main(groups: dict[str, Group]) -> bool:
+    """Whether all was survived. Two groups run at a time: mostly they wait."""
+    rows: list[Row] = []
+    began = time.monotonic()
+    print(f"{'trials':>6} {'survived':>8}  fault", flush=True)
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        under_way = [pool.submit(done, name, group, Path(folder) / str(number)) for number, (name, group) in enumerate(groups.items())]
+        for finished in as_completed(under_way):
+            for row in finished.result():
+                rows.append(row)
+                survived = "skipped" if row.skipped else row.trials - len(row.failures)
+                print(f"{row.trials:6} {survived:>8}  {row.fault}{' (' + row.skipped + ')' if row.skipped else ''}", flush=True)
+                for failure in row.failures:
+                    print(f"{'':17}NOT SURVIVED: {failure}", flush=True)
+    trials, failures = sum(row.trials for row in rows), sum(len(row.failures) for row in rows)
+    print(f"{trials:6} {trials - failures:8}  in all, {time.monotonic() - began:.0f} s", flush=True)
+    return not failures
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main(QUICK if sys.argv[1:] == ["--quick"] else ALL) else 1)

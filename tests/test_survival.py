@@ -1,0 +1,134 @@
+"""What a training run survives: the quick part of tests/faults.py (the whole: `make test-faults`), and checkpoints that a fault left odd."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from test_loop import Numbers, new_model, new_recipe, objective, run
+
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.guards import Finite
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_faults_are_survived():
+    """A kill at each operation of a save; ranks that are stopped, lost, late, or disagree; 1 → 2 → 1 ranks. The counts are printed."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "faults.py", "--quick"], capture_output=True, text=True, timeout=400, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows = {
+        fault: (int(trials), int(survived))
+        for trials, survived, fault in (line.split(maxsplit=2) for line in done.stdout.splitlines()[1:-1])
+    }
+    assert all(trials == survived > 0 for trials, survived in rows.values())
+    assert rows["kill -9, at each operation of a save"][0] >= 30 and rows["1 → 2 → 1 ranks, at each step and the next"][0] == 5
+    assert len(rows) == 9
+
+
+def crashing(at: int):
+    """The objective of a run that crashes in its `at`-th step."""
+    calls = 0
+
+    def wrapped(model, batch):
+        nonlocal calls
+        calls += model.training
+        if model.training and calls == at:
+            raise RuntimeError("power cut")
+        return objective(model, batch)
+
+    return wrapped
+
+
+def crashed(folder: Path, at: int, **train) -> Path:
+    """A run that saves after every second step and crashes -> its checkpoints."""
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(folder, crashing(at), save_every=2, **train)
+    return folder / "checkpoints"
+
+
+@pytest.mark.parametrize("fault", [b"", b"{}", None])
+def test_a_newer_checkpoint_that_is_damaged_does_not_outlive_the_next_save(tmp_path, fault):
+    """Goes on from step 4 past a damaged step 6, and saves step 5 with room for one: 5 is what is kept."""
+    expected = run(tmp_path / "whole")
+    folder = crashed(tmp_path / "cut", 7, keep=2)
+    state = folder / "step-00000006" / "state.json"
+    state.unlink()
+    if fault is not None:
+        state.write_bytes(fault)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path / "cut", crashing(2), save_every=1, keep=1)
+    assert [one.name for one in folder.glob("step-*")] == ["step-00000005"]
+    assert torch.equal(run(tmp_path / "cut", save_every=1, keep=1), expected)
+
+
+def test_an_older_checkpoint_that_is_damaged_stops_no_save(tmp_path):
+    folder = crashed(tmp_path, 5)
+    (folder / "step-00000002" / "state.json").write_bytes(b"\0" * 40)
+    run(tmp_path, save_every=2, keep=4)
+    assert checkpoint.newest(folder)[1]["step"] == 7
+
+
+def test_what_a_kill_left_goes_when_the_run_goes_on(tmp_path):
+    folder = crashed(tmp_path, 5)
+    (folder / ".step-00000005.part").mkdir()
+    (folder / ".step-00000005.part" / "model.safetensors").write_bytes(b"half")
+    (folder / ".tmpAbCdEf").write_bytes(b"half")
+    (folder / ".latest.4711.part").write_bytes(b"step")
+    run(tmp_path, save_every=2)
+    assert not list(folder.glob(".*"))
+
+
+def test_any_changed_bit_of_a_checkpoint_is_seen(tmp_path):
+    """In state.json each one; of the tensors' files the first bytes, which say what is in them, and the last ones."""
+    folder = crashed(tmp_path, 5)
+    newest = folder / "step-00000004"
+    changed = 0
+    for name in ("state.json", *checkpoint.FILES):
+        content = (newest / name).read_bytes()
+        for place in range(len(content)) if name == "state.json" else (0, 8, 9, len(content) - 1):
+            bit = 1 << place % 8
+            (newest / name).write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            assert checkpoint.newest(folder)[1]["step"] == 2, (name, place)
+            changed += 1
+        (newest / name).write_bytes(content)
+    assert changed > 400 and checkpoint.newest(folder)[1]["step"] == 4
+
+
+def test_best_weights_that_could_not_be_written_are_said_to_be(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    run(tmp_path, steps=2, schedule="constant")
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(
+        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is whole; make room there"
+    ):
+        recipe = new_recipe(tmp_path, steps=3, schedule="constant")
+        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, probe=lambda: 1.5)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").write_text("a file in its place")
+    with pytest.raises(OSError, match=r"checkpoints cannot be made \(File exists\); give another train.output"):
+        run(tmp_path)
+    monkeypatch.setattr(checkpoint.os, "access", lambda *_: False)
+    with pytest.raises(OSError, match="checkpoints may not be written; see to its permissions, or give another train.output"):
+        run(tmp_path / "other")
+
+
+def test_a_batch_that_is_not_finite_is_kept_on_any_machine(tmp_path):
+    """Another machine than the first rank's has no folder yet; one whose disk is full says why the run stopped all the same."""
+    batch = {"x": torch.ones(2)}
+    with pytest.raises(FloatingPointError, match="its batch is kept in"):
+        Finite(tmp_path / "other" / "machine", 1, 0, 1).after(3, False, [batch])
+    assert len(list((tmp_path / "other" / "machine").iterdir())) == 1
+    (tmp_path / "file").write_text(json.dumps("no folder"))
+    with pytest.raises(FloatingPointError, match=r"not finite in 1 steps on end, the last of them step 3; its batch could not be kept \("):
+        Finite(tmp_path / "file", 1, 0, 1).after(3, False, [batch])
