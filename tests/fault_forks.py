@@ -125,7 +125,7 @@ class Run:
 
 def tau_of(model: torch.nn.Module) -> float:
     """In place of a measured τ: it goes up and down, and is the same of the same weights."""
-    return 1.0 + float(sum(parameter.detach().abs().sum() for parameter in model.parameters())) * 7 % 1
+    return 1.0 + float(sum(parameter.detach().abs().sum() for parameter in model.parameters())) * 23 % 1
 
 
 def training(output: Path, rank: int, objective: Objective = objective, rows=Numbers, facts=None, probe: bool = False, **settings) -> None:
@@ -161,7 +161,7 @@ def at_step(step: int, rank: int, act: Callable[[], object], slow: float = 0.0) 
 def weights(output: Path) -> dict[str, Tensor]:
     """What a finished run ended with: its best weights, or the last; the last and their moments."""
     last = checkpoint.latest(output / "checkpoints")
-    assert last, "a run that finished has saved"
+    assert last is not None, "a run that finished has saved"
     return load_file(output / "weights.safetensors") | {
         f"last.{name}": tensor for part in checkpoint.read(last) for name, tensor in part.items()
     }
@@ -179,9 +179,12 @@ def same(output: Path, expected: dict[str, Tensor], tolerance: float = 0.0) -> b
 
 
 def saved(output: Path) -> int:
-    """The step of the newest whole checkpoint, 0 where none was ever written. Raises ValueError where there are some and none can be read."""
-    with contextlib.redirect_stdout(None):
-        newest = checkpoint.newest(output / "checkpoints")
+    """The step of the newest whole checkpoint, 0 where none was ever written, −1 where there are some and none can be read."""
+    try:
+        with contextlib.redirect_stdout(None):
+            newest = checkpoint.newest(output / "checkpoints")
+    except ValueError:
+        return -1
     return newest[1]["step"] if newest else 0
 
 

@@ -6,11 +6,14 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fault_forks import STEPS, Ended, Row, Run, at_step, run, same, saved, steps_told, training, weights
+
+from draftsmith.train import curves
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Saves often and takes its time, so that kills land in saves, steps and between.
@@ -81,6 +84,24 @@ def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2), steps: Sequ
                 )
                 shutil.rmtree(output)
             yield row
+
+
+def passed_on_late(folder: Path) -> Iterator[Row]:
+    """A launcher passes a signal on, or dies of it, when its ranks have saved and one still draws the curves: they end with 143 all the same."""
+    row = Row("a signal that the launcher passes on while ranks end")
+
+    def work(rank: int, output: Path, late: int) -> None:
+        def act() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        curves.draw = lambda *_: time.sleep(1)
+        training(output, rank, objective=at_step(3, late, act))
+
+    for late in (0, 1):
+        ended = Run(functools.partial(work, output=folder / str(late), late=late), folder / str(late), 2).end()
+        row.trial(f"rank {late}", all_ended_with_143=ended.codes == [143, 143], saved_there=saved(folder / str(late)) == 3)
+    yield row
 
 
 def moved(folder: Path, ranks: Sequence[int] = (1, 2, 1), any_two: bool = True) -> Iterator[Row]:

@@ -97,10 +97,11 @@ def alive(pid: int) -> bool:
 
 def lost(folder: Path) -> Iterator[Row]:
     """One of two ranks is lost in step 4."""
-    for fate, word in (("exit", "is gone"), ("kill", "is gone"), ("hang", "made no progress for 0.1 minutes while in step 4")):
+    stalled = "made no progress for 0.1 minutes while in step 4"
+    for fate, word in (("exit", "is gone"), ("kill", "is gone"), ("hang", stalled), ("stop", stalled)):
         row = Row(f"accelerate launch, one of two ranks: {fate}")
         place = folder / fate
-        stall = ("stall_minutes=0.1",) if fate == "hang" else ()
+        stall = ("stall_minutes=0.1",) if word == stalled else ()
         with Launch(place, launched("cpu-2", RANK, place / "run", fate, "save_every=1", *stall)) as launch:
             launch.reaches(3)
             code, seconds = launch.ends()

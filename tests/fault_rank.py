@@ -1,6 +1,6 @@
 """A rank of a real `accelerate launch`: trains the numbers of test_loop.py, slowly, until something happens to it.
 
-fault_rank.py <output folder> <fate in step 4 of the last rank: none | exit | kill | hang> [key=value of the train section ...]
+fault_rank.py <output folder> <fate in step 4 of the last rank: none | exit | kill | hang | stop> [key=value of the train section ...]
 
 Leaves pid-<rank>, and code-<rank> when it ends by itself, beside the output folder.
 """
@@ -21,6 +21,7 @@ FATES = {
     "exit": lambda: os._exit(1),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(600),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
 

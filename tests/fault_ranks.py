@@ -14,7 +14,7 @@ from pathlib import Path
 from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, training, weights
 from test_loop import Numbers
 
-from draftsmith.train import world
+from draftsmith.train import curves, world
 from draftsmith.train.guards import STALLED
 
 GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
@@ -152,7 +152,9 @@ def folders(folder: Path) -> Iterator[Row]:
             )
         yield row
     yield _refused(folder)
-    yield _full(folder / "full", expected)
+    yield _full(folder / "full")
+    yield _full_for_others(folder / "full-for-others")
+    yield _spoilt_metrics(folder, expected)
     yield _read_only(folder / "read-only")
 
 
@@ -182,7 +184,14 @@ def _refused(folder: Path) -> Row:
     return row
 
 
-def _full(folder: Path, expected: dict) -> Row:
+def fill(rest: Path) -> None:
+    with suppress(OSError), rest.open("wb") as stream:
+        while True:
+            stream.write(b"0" * 4096)
+            stream.flush()
+
+
+def _full(folder: Path) -> Row:
     """A real disk without room."""
     row = Row("a disk that fills up while running (tmpfs)")
     for ranks in (1, 2):
@@ -192,15 +201,15 @@ def _full(folder: Path, expected: dict) -> Row:
                 return row
             output, rest = folder / str(ranks) / "run", folder / str(ranks) / "rest"
 
-            def fill(rest: Path = rest) -> None:
-                with suppress(OSError), rest.open("wb") as stream:
-                    while True:
-                        stream.write(b"0" * 4096)
-                        stream.flush()
-
             for probe in (False, True):
                 ended = run(
-                    output, ranks, objective=at_step(4, 0, fill), save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe
+                    output,
+                    ranks,
+                    objective=at_step(4, 0, functools.partial(fill, rest)),
+                    save_every=2,
+                    log_every=20,
+                    eval_every=4 if probe else 0,
+                    probe=probe,
                 )
                 there = saved(output)
                 rest.unlink()
@@ -213,6 +222,51 @@ def _full(folder: Path, expected: dict) -> Row:
                     gone_on=again.codes == [0] * ranks,
                 )
                 shutil.rmtree(output)
+    return row
+
+
+def _full_for_others(folder: Path) -> Row:
+    """The disk is full when metrics.jsonl grows, or when curves.png is drawn after a save has failed: what is said names the place."""
+    row = Row("a disk that fills up before metrics or curves are written (tmpfs)")
+
+    def work(rank: int, draw: Callable, **options) -> None:
+        curves.draw = draw
+        training(folder / "run", rank, **options)
+
+    with mounted(folder, "size=256k") as missing:
+        if missing:
+            row.skipped = missing
+            return row
+        for what, every in (("metrics", 1), ("curves", 3)):
+            act = at_step(4, 0, functools.partial(fill, folder / "rest"))
+            ended = Run(functools.partial(work, draw=curves.draw, objective=act, save_every=2, log_every=every), folder / "run").end()
+            row.trial(
+                what,
+                ended_with_2=ended.codes == [2],
+                said_so=ended.said("No space left on device", str(folder / "run")),
+                the_one_before_kept=saved(folder / "run") == 2,
+            )
+            (folder / "rest").unlink()
+            shutil.rmtree(folder / "run")
+    return row
+
+
+def _spoilt_metrics(folder: Path, expected: dict) -> Row:
+    """metrics.jsonl is not synced: a power cut may leave anything in it, which is no reason not to go on."""
+    row = Row("metrics.jsonl spoilt by a power cut")
+    spoil: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda text: b"",
+        "cut": lambda text: text[:-9],
+        "zeros at its end": lambda text: text[:-20] + 20 * b"\0",
+        "zeros within": lambda text: text[:-40] + 20 * b"\0" + text[-20:],
+        "noise": lambda text: text[:-40] + b"\xff\xfe\n{}\n[]\n" + text[-20:],
+    }
+    for what, change in spoil.items():
+        output = folder / what
+        run(output, objective=at_step(4, 0, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        metrics = output / "metrics.jsonl"
+        metrics.write_bytes(change(metrics.read_bytes()))
+        row.trial(what, gone_on=run(output).codes == [0], the_same_weights=same(output, expected))
     return row
 
 

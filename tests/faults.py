@@ -38,6 +38,7 @@ QUICK: dict[str, Group] = {
 }
 ALL: dict[str, Group] = {
     "launched, signals": fault_launch.signalled,  # the longest first
+    "kills in a save of 2": partial(fault_saves.at_each_operation, fault="kill -9", ranks=2),
     **{fault: partial(fault_saves.at_each_operation, fault=fault) for fault in fault_saves.FAULTS},
     "worlds 1 2 1": fault_kills.moved,
     "worlds 2 1 2": partial(fault_kills.moved, ranks=(2, 1, 2)),
@@ -47,6 +48,7 @@ ALL: dict[str, Group] = {
     "random kills 2": partial(fault_kills.killed_at_random, ranks=2),
     "random kills of one": partial(fault_kills.killed_at_random, ranks=2, all_of_them=False),
     "signals": fault_kills.stopped_by_signals,
+    "signals passed on": fault_kills.passed_on_late,
     "launched, time is up": fault_launch.before_the_time_is_up,
     "launched, port": fault_launch.port_in_use,
     "lost ranks": fault_ranks.lost,

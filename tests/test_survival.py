@@ -16,19 +16,20 @@ from draftsmith.train.guards import Finite
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_faults_are_survived():
+def test_faults_are_survived(capsys):
     """A kill at each operation of a save; ranks that are stopped, lost, late, or disagree; 1 → 2 → 1 ranks. The counts are printed."""
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "faults.py", "--quick"], capture_output=True, text=True, timeout=400, check=False
     )
-    print(done.stdout)
+    with capsys.disabled():
+        print(f"\n{done.stdout}")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = {
         fault: (int(trials), int(survived))
         for trials, survived, fault in (line.split(maxsplit=2) for line in done.stdout.splitlines()[1:-1])
     }
     assert all(trials == survived > 0 for trials, survived in rows.values())
-    assert rows["kill -9, at each operation of a save"][0] >= 30 and rows["1 → 2 → 1 ranks, at each step and the next"][0] == 5
+    assert rows["kill -9, at each operation of a save of 1 rank(s)"][0] >= 30 and rows["1 → 2 → 1 ranks, at each step and the next"][0] == 5
     assert len(rows) == 9
 
 
@@ -81,8 +82,11 @@ def test_what_a_kill_left_goes_when_the_run_goes_on(tmp_path):
     (folder / ".step-00000005.part" / "model.safetensors").write_bytes(b"half")
     (folder / ".tmpAbCdEf").write_bytes(b"half")
     (folder / ".latest.4711.part").write_bytes(b"step")
+    others = {folder / ".gitignore", folder / "step-00000002 as it was"}
+    for other in others:
+        other.mkdir()
     run(tmp_path, save_every=2)
-    assert not list(folder.glob(".*"))
+    assert set(folder.glob(".*")) | set(folder.glob("step-* *")) == others, "what is not ours stays"
 
 
 def test_any_changed_bit_of_a_checkpoint_is_seen(tmp_path):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -42,7 +42,7 @@ def target_of(hidden: int, layers: int, vocab: int, positions: int, device: str)
         max_position_embeddings=positions,
     )
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
+        model: Any = cast(Any, LlamaForCausalLM(config)).to(torch.bfloat16 if device == "cuda" else torch.float32)
     target = Target.wrap(model)
     target.mask_blocks()
     return target

@@ -85,8 +85,8 @@ def _discard(checkpoint: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete what kills left behind."""
-    for left in folder.glob(".*"):
+    """Delete what kills left behind: files and folders half made, safetensors' own and best weights' among them."""
+    for left in (left for name in (".step-*", ".best-*", ".latest.*", ".tmp*") for left in folder.glob(name)):
         with suppress(OSError):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -116,7 +116,7 @@ def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(f"{folder} may not be written; see to its permissions, or give another train.output")
     _tidy(folder)
-    there = len(list(folder.glob("step-*")))
+    there = len(_newest_first(folder))
     needed = 3 * max(1, keep + 1 - there) * sum(tensor.nbytes for tensor in trained(module).values())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -192,7 +192,7 @@ def trained(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
+    return sorted(folder.glob("step-" + 8 * "[0-9]"), reverse=True)
 
 
 def _fault(checkpoint: Path) -> str | None:

@@ -237,7 +237,7 @@ class _Run:
                 if applied:
                     optimizer.step()
                 optimizer.zero_grad()
-            self.log.add(loss)
+            self.log.add(cast(Any, loss))
         self.done = step + 1
         self.finite.after(self.done, applied, seen)
         self.profile.step()

@@ -69,7 +69,7 @@ def accelerator(precision: str, micro_batch: int, accumulation: int, clip: float
     )
     found.gradient_accumulation_steps = accumulation  # a launcher's file may have said another number
     if found.is_fsdp2:
-        found.state.fsdp_plugin.mixed_precision_policy = None  # autocast decides, as under other launchers; weights stay fp32
+        cast(Any, found.state.fsdp_plugin).mixed_precision_policy = None  # autocast decides, as under other launchers; weights stay fp32
     if found.state.deepspeed_plugin is not None:
         config = found.state.deepspeed_plugin.deepspeed_config
         config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}

@@ -6,7 +6,7 @@ So a checkpoint knows no launcher: what ZeRO-3 saved, one process loads.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -118,7 +118,7 @@ class Wrapped:
         if self.kind == DistributedType.DEEPSPEED:
             from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-            return safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+            return cast(Tensor, safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter))
         value = parameter.detach() if key is None or state is None else state[key]
         return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -176,7 +176,7 @@ class Wrapped:
 def _twin(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     if isinstance(twin, DrafterModel):
-        twin.attach(model.target)
+        twin.attach(cast(DrafterModel, model).target)
     return twin
 
 
