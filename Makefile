@@ -21,7 +21,7 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest
 
-# Every fault that a training run must survive, tried: about ten minutes on 2 cores. Some need root and are skipped without.
+# Every fault that a training run must survive, tried: six to ten minutes on 2 cores. Some need root, and are skipped without it.
 test-faults: $(READY)
 	$(BIN)/python tests/faults.py
 
