@@ -24,8 +24,8 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c 't
   --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" "$@"' launch "$@"
 status=$?
 # A run whose time was up is queued again and goes on from what it saved; one that ended by itself, well or badly, is not.
-left=$(($(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s) - $(date +%s)))
-if [ "$status" -ne 0 ] && [ "$left" -lt 180 ]; then
+end=$(squeue -h -j "$SLURM_JOB_ID" -o %e)
+if [ "$status" -ne 0 ] && ends=$(date -d "${end:-never}" +%s) && [ $((ends - $(date +%s))) -lt 180 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -164,7 +164,10 @@ class Log:
         if self.file.is_file():
             from draftsmith.train import curves
 
-            curves.draw(self.file, self.folder / "curves.png")
+            try:
+                curves.draw(self.file, self.folder / "curves.png")
+            except OSError as error:  # the run is what counts
+                self.say(f"curves.png could not be written ({error})")
 
     def _write(self, row: dict[str, Any]) -> None:
         row = {

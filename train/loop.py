@@ -130,40 +130,41 @@ def fit(
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
     with Clock(section.stall_minutes, advice) as clock, explained(section, advice):
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
-        with Signals() as signals, run.open() as batches:
+        with Signals() as signals:
+            with run.open() as batches:
 
-            def asked_to_stop() -> int:
-                if caught := signals.agreed(run.accelerator):
-                    run.save(run.done)
-                    run.log.say(f"stopped by signal {caught} after step {run.done}; {advice}")
-                return caught
+                def asked_to_stop() -> int:
+                    if caught := signals.agreed(run.accelerator):
+                        run.save(run.done)
+                        run.log.say(f"stopped by signal {caught} after step {run.done}; {advice}")
+                    return caught
 
-            def pending() -> bool:
-                clock.at("making samples")
-                return signals.pending()
+                def pending() -> bool:
+                    clock.at("making samples")
+                    return signals.pending()
 
-            stopped = 0
-            if between and run.steps:
-                with run.log.paused():
-                    between(run.done, pending, run.wrapped.whole)
-                stopped = asked_to_stop()
-            for step in run.steps if not stopped else ():
-                run.step(step, batches)
-                last = step + 1 == section.steps
-                if last or (section.eval_every and (step + 1) % section.eval_every == 0):
-                    run.judge(step + 1, probe)
-                    last = last or run.best.stale(section.patience)
-                if between and not last:
+                stopped = 0
+                if between and run.steps:
                     with run.log.paused():
-                        between(step + 1, pending, run.wrapped.whole)
-                if last or (section.save_every and (step + 1) % section.save_every == 0):
-                    run.save(step + 1)
-                stopped = asked_to_stop()
-                if last or stopped:
-                    break
-        if stopped:
-            run.accelerator.wait_for_everyone()  # the launcher gives the others 30 seconds once one is gone
-            raise SystemExit(128 + stopped)
+                        between(run.done, pending, run.wrapped.whole)
+                    stopped = asked_to_stop()
+                for step in run.steps if not stopped else ():
+                    run.step(step, batches)
+                    last = step + 1 == section.steps
+                    if last or (section.eval_every and (step + 1) % section.eval_every == 0):
+                        run.judge(step + 1, probe)
+                        last = last or run.best.stale(section.patience)
+                    if between and not last:
+                        with run.log.paused():
+                            between(step + 1, pending, run.wrapped.whole)
+                    if last or (section.save_every and (step + 1) % section.save_every == 0):
+                        run.save(step + 1)
+                    stopped = asked_to_stop()
+                    if last or stopped:
+                        break
+            if stopped:
+                run.accelerator.wait_for_everyone()  # the launcher gives the others 30 seconds once one is gone
+                raise SystemExit(128 + stopped)
     run.wrapped.gather()
     if run.best.step:
         run.log.say(f"best τ {run.best.tau:.3f} after step {run.best.step}; those weights are kept")
