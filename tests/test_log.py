@@ -583,3 +583,21 @@ def test_closing_draws_the_curves_of_all_rows(tmp_path):
     assert first.startswith(b"\x89PNG")
     told(made, 2, range(3, 6))
     assert (tmp_path / "curves.png").read_bytes() != first
+
+
+def test_what_a_power_cut_left_of_rows_is_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    row = b'{"step": %d, "loss": 1.0}\n'
+    file.write_bytes(row % 1 + b"\0" * 40 + b"\n" + b'{"step": "\xff\n' + row % 2 + b"[1]\n" + row % 3 + b'{"step": 4')
+    assert log._cut(file, 2) == 3
+    assert file.read_bytes() == row % 1 + row % 2
+
+
+def test_a_full_disk_under_the_metrics_names_the_file(tmp_path, monkeypatch):
+    def full(*_arguments, **_options):
+        raise OSError(28, "No space left on device")
+
+    made = SimpleNamespace(file=tmp_path / "metrics.jsonl", main=True)
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="metrics.jsonl could not be written .*No space left.*make room there"):
+        log.Log._write(made, {"step": 1})

@@ -170,12 +170,14 @@ class Log:
                 self.say(f"curves.png could not be written ({error})")
 
     def _write(self, row: dict[str, Any]) -> None:
-        row = {
-            name: value for name, value in row.items() if math.isfinite(value)
-        }  # JSON has no word for the others; `left_out` counts them
+        # JSON has no word for what is not finite; `left_out` counts it.
+        row = {name: value for name, value in row.items() if math.isfinite(value)}
         if self.main:
-            with self.file.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            try:
+                with self.file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                raise OSError(f"{self.file} could not be written ({error}); make room there and run the same command again") from None
             if self.accelerator.trackers and row["step"] > self.told:
                 self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
@@ -221,15 +223,23 @@ def _divided(total: dict[str, float]) -> dict[str, float]:
 
 
 def _cut(file: Path, done: int) -> int:
-    """Drop the rows of steps after `done`, which are taken again, and a row that was cut off -> the step of the last row that was there."""
+    """Drop the rows of steps after `done`, which are taken again, and what a power cut left of others -> the step of the last row there was."""
     if not file.is_file():
         return 0
-    lines = file.read_text().splitlines(keepends=True)
-    steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-    kept = [line for line, step in zip(lines, steps, strict=False) if step <= done]
+    lines = file.read_bytes().splitlines(keepends=True)
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if 0 <= step <= done]
     if kept != lines:
-        durable.replace(file, lambda part: part.write_text("".join(kept)))
-    return max(steps, default=0)
+        durable.replace(file, lambda part: part.write_bytes(b"".join(kept)))
+    return max([0, *steps])
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a row of metrics.jsonl, −1 where it is none."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
+    except (ValueError, TypeError, KeyError):
+        return -1
 
 
 def _text(found: dict[str, float]) -> str:
