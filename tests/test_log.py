@@ -168,13 +168,13 @@ def test_rows_after_the_checkpoint_and_a_row_cut_off_are_dropped(tmp_path, tail)
 def test_a_full_disk_leaves_the_rows(tmp_path, monkeypatch):
     file, made = tmp_path / "metrics.jsonl", settings(tmp_path)
     file.write_text('{"step": 1}\n{"step": 2}\n')
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full(path, text):
-        write_text(path, text[:5])
+    def full(path, content):
+        write_bytes(path, content[:5])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         Log(made, accelerator_of(made), 1)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n' and len(list(tmp_path.iterdir())) == 1
