@@ -1,13 +1,16 @@
 """Rounds of one fixed shape, so that a CUDA graph can hold a whole one: draft, target, verdict, commit, without the host in between.
 
 The graph covers all rows of a decoder; a row without a request has trees of size 0. What a round committed is copied to the host while the
-next one runs already, so that stop conditions are met a round late: what that round drafted for a row that had ended is dropped.
+next one runs already, so that stop conditions are met a round late: what that round drafted for a row that had ended is dropped. A drafter
+that needs the host drafts outside of the graph, and is told of each round before the next.
 
-Letters: B rows of the decoder · P = K+1 path entries.
+Letters: B rows of the decoder · N tree nodes · P = K+1 path entries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,8 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.verify import Told, packed, unpacked
+from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.verify import Told, Verdict, packed, unpacked
 
 __all__ = ["Captured", "Flight", "refusal"]
 
@@ -30,10 +34,10 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
         return "kernels are off"
     if target.device.type != "cuda":
         return "a graph needs a CUDA device"
-    if not drafter.capturable:
-        return f"{getattr(drafter, 'method', type(drafter).__name__)} needs the host to draft"
     if len(set(getattr(target.model, "hf_device_map", {}).values())) > 1:
         return "the target lies on several devices"
+    if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
+        return "the drafter lies on another device"
     if processed:
         return "penalties and processors need the tokens before each node"
     from draftsmith.inference.kernels.verify import supported
@@ -41,90 +45,212 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
     return supported(sampling)
 
 
+def record(work: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], Any]]:
+    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; on a CPU the pieces themselves."""
+    if device.type != "cuda":
+        return list(work)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM):
+            for piece in work:
+                piece()
+    torch.cuda.current_stream(device).wait_stream(side)
+    pool = torch.cuda.graph_pool_handle()  # one for all: what a piece leaves, a later one reads
+    graphs = []
+    for piece in work:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool):
+            piece()
+    return [graph.replay for graph in graphs]
+
+
 @dataclass(slots=True)
 class Flight:
-    """A round under way: told [B,·] on the host when `done` has happened (None: it has)."""
+    """A round under way: told [B,·] on the host once the last of `marks` has happened (none: it has). marks: events of a GPU, the first of
+    them before the round, the others each after a part of it."""
 
     told: Tensor
-    done: torch.cuda.Event | None
+    marks: list[torch.cuda.Event]
 
     def land(self) -> list[Told]:
         """Wait for it; what it told of each row."""
-        if self.done is not None:
-            self.done.synchronize()
+        if self.marks:
+            self.marks[-1].synchronize()
         return unpacked(self.told.tolist())
+
+    def parts(self) -> list[float]:
+        """Seconds of each part, once it has landed: drafting, verifying, learning, committing; [] where they were not told apart."""
+        if len(self.marks) < 3:
+            return []
+        return [start.elapsed_time(end) / 1e3 for start, end in zip(self.marks, self.marks[1:], strict=False)]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the parts of one kind of round hand on to each other, and what the host drafted [B,N]; told lies where the graph writes it."""
+
+    ask: Ask
+    drafted: DraftTree | None = None
+    tree: DraftTree | None = None
+    out: NodeOutput | None = None
+    verdict: Verdict | None = None
+    told: Tensor | None = None
 
 
 class Captured:
-    """Launches rounds of a decoder's rows. `live`, `root` and `request` [B] may be changed between two rounds, and rows prefilled.
+    """Launches rounds of a decoder's rows. Rows may be seated and leave between two rounds, and be prefilled.
 
-    verify: (tree, logits, ask) -> Verdict · capture: False runs each round as it is, for tests on a CPU.
+    verify: (tree, logits, ask) -> Verdict · parted: the parts of a round are graphs of their own, and timed.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, cache: TreeCache, sampling: Sampling, verify: Callable, capture: bool = True
+        self, target: Target, drafter: Drafter, cache: TreeCache, sampling: Sampling, verify: Callable, parted: bool = False
     ) -> None:
-        self.target, self.drafter, self.cache, self.sampling, self.verify, self.capture = target, drafter, cache, sampling, verify, capture
+        self.target, self.drafter, self.cache, self.sampling, self.verify, self.parted = target, drafter, cache, sampling, verify, parted
         self.root, self.request = (torch.zeros(cache.rows, dtype=torch.int64, device=target.device) for _ in range(2))
         self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.late = drafter.capturable  # whether a round may be launched before the last one has landed
+        self._seated: list[int] = []
+        self._kinds: dict[tuple[int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
 
     def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
         """These rows, just prefilled, take part from the next round on."""
         columns = torch.tensor([rows, roots, requests]).to(self.live.device, non_blocking=True)
         self.root[columns[0]], self.request[columns[0]] = columns[1], columns[2]
         self.live[columns[0]] = True
+        self._seated = sorted({*self._seated, *rows})
 
-    def leave(self, rows: list[int]) -> None:
-        """These rows take part no more."""
-        self.live[rows] = False
+    def leave(self, rows: Sequence[int] | None = None) -> None:
+        """These rows (all of them by default) take part no more."""
+        gone = self._seated if rows is None else rows
+        if gone:
+            self.live[list(gone)] = False
+        self._seated = [row for row in self._seated if row not in gone]
 
     def launch(self, depth: int) -> Flight:
         """A round that drafts `depth` deep at most (0: the roots alone), queued on the device."""
-        if not self.capture:
-            return Flight(self.round(depth).clone(), None)
-        if depth not in self._graphs:
-            self._graphs[depth] = self._captured(depth)
-        graph, told = self._graphs[depth]
-        graph.replay()
-        host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-        host.copy_(told, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Flight(host, done)
+        marks = self._mark()
+        asked = drafted = None
+        if not self.late:
+            asked = self._asked(depth)
+            drafted = self.drafter.propose(asked).to(self.target.device) if depth else DraftTree.root(asked.root)
+        kind = (depth, 0)
+        if drafted is not None:
+            nodes = drafted.tokens.shape[1]
+            kind = (self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (0, 0)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._recorded(*kind)
+        this, (*parts, last) = self._kinds[kind]
+        if drafted is not None and this.drafted is not None:
+            _write(drafted, this.drafted, self._seated)
+        for part in parts:
+            part()
+            marks += self._mark()
+        last()
+        assert this.told is not None
+        flight = Flight(_copied(this.told), marks + self._mark())
+        if asked is not None and drafted is not None:
+            self._learn(asked, drafted, this, flight.land())
+        return flight
 
-    def round(self, depth: int) -> Tensor:
-        """The round itself -> what the host is to be told, [B,·]. No shape follows what was accepted; nothing is asked of the host."""
-        cache, drafter = self.cache, self.drafter
+    def _asked(self, depth: int) -> Ask:
+        """For a drafter that needs the host: of the seated rows."""
+        cache, rows = self.cache, list(self._seated)
+        cache.fixed = False
+        cache.select(rows)
+        # Copies: a round moves both on.
+        position, root = self.cache.length[cache.index], self.root[cache.index]
+        return Ask(rows, cache.index, root, position, self.request[cache.index], self.sampling, depth)
+
+    def _learn(self, asked: Ask, drafted: DraftTree, this: "_Pass", told: list[Told]) -> None:
+        """Tell a drafter that needs the host what became of its trees."""
+        assert this.verdict is not None and this.out is not None
+        path, length, token = (one[asked.index] for one in (this.verdict.path, this.verdict.length, this.verdict.next_token))
+        nodes, out = drafted.tokens.shape[1], this.out
+        out = NodeOutput(out.hidden[asked.index, :nodes], None if out.taps is None else out.taps[asked.index, :nodes])
+        self.drafter.accept(asked, drafted, Verdict(path, length, token, [told[row] for row in asked.rows]), out)
+
+    def _mark(self) -> list[torch.cuda.Event]:
+        """An event where the device is now; none on a CPU."""
+        if self.target.device.type != "cuda":
+            return []
+        event = torch.cuda.Event(enable_timing=self.parted)
+        event.record(torch.cuda.current_stream(self.target.device))
+        return [event]
+
+    def _recorded(self, depth: int, nodes: int) -> tuple[_Pass, list[Callable[[], Any]]]:
+        """A round of this depth, or of this many nodes that the host drafted. Recording it leaves the rows where they are: nobody is live
+        meanwhile."""
+        cache = self.cache
+        live, bounds, fixed = self.live.clone(), cache.bounds(), cache.fixed
+        self.live.fill_(False)
         cache.fixed = True
         cache.select(range(cache.rows))
-        ask = Ask(cache.selected, cache.index, self.root, cache.current, self.request, self.sampling, depth, fixed=True)
-        drafting = drafter if depth else Plain()
-        proposed = drafting.propose(ask)
-        tree = replace(proposed, size=torch.where(self.live, proposed.size, 0), full=False, _deepest=None)
-        attention = TreeAttention.tree(cache, tree)
+        this = _Pass(Ask(cache.selected, cache.index, self.root, cache.current, self.request, self.sampling, depth, self.live))
+        if nodes:
+            tokens = torch.zeros(cache.rows, nodes, dtype=torch.int64, device=self.target.device)
+            this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
+        parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
+        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self.target.device)
+        cache.bounds(bounds)
+        cache.fixed = fixed
+        self.live.copy_(live)
+        return this, recorded
+
+    def _draft(self, this: _Pass) -> None:
+        """The trees; those of rows that do not take part are empty."""
+        self.cache.fixed = True
+        self.cache.select(range(self.cache.rows))
+        if this.drafted is not None:
+            tree = DraftTree.build(this.drafted.tokens, this.drafted.parents, this.drafted.size)
+        else:
+            tree = (self.drafter if this.ask.depth else Plain()).propose(this.ask)
+        this.tree = replace(tree, size=torch.where(self.live, tree.size, 0), full=False, _deepest=None)
+
+    def _check(self, this: _Pass) -> None:
+        """The target on the trees, and the verdict."""
+        tree = this.tree
+        assert tree is not None
+        attention = TreeAttention.tree(self.cache, tree)
         # Nodes past the last position yield only tokens past the limit, but their index must exist.
         positions = attention.positions().clamp(max=self.target.max_positions - 1)
-        out = self.target.forward(tree.tokens, position_ids=positions, cache=cache, tree=attention, taps=drafter.taps)
-        verdict = self.verify(tree, self.target.logits(out.hidden), ask)
-        drafter.accept(ask, tree, verdict, NodeOutput(out.hidden, out.taps))
-        cache.commit(verdict)
-        self.root.copy_(torch.where(self.live, verdict.next_token, self.root))
-        return packed(tree, verdict)
+        out = self.target.forward(tree.tokens, position_ids=positions, cache=self.cache, tree=attention, taps=self.drafter.taps)
+        this.out = NodeOutput(out.hidden, out.taps)
+        this.verdict = self.verify(tree, self.target.logits(out.hidden), this.ask)
 
-    def _captured(self, depth: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of a round. Warming up and capturing leave rows where they were: nobody is live meanwhile."""
-        live, bounds = self.live.clone(), self.cache.bounds()
-        self.live.fill_(False)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM):
-                self.round(depth)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            told = self.round(depth)
-        self.cache.bounds(bounds)
-        self.live.copy_(live)
-        return graph, told
+    def _accept(self, this: _Pass) -> None:
+        """The drafter learns what was kept (one that needs the host does so later), and the roots move on."""
+        assert this.tree is not None and this.verdict is not None and this.out is not None
+        if self.late:
+            self.drafter.accept(this.ask, this.tree, this.verdict, this.out)
+        self.root.copy_(torch.where(self.live, this.verdict.next_token, self.root))
+
+    def _commit(self, this: _Pass) -> None:
+        """The cache moves on, and the host is to be told [B,·]."""
+        assert this.tree is not None and this.verdict is not None
+        self.cache.commit(this.verdict)
+        this.told = packed(this.tree, this.verdict)
+
+
+def _one_by_one(parts: Sequence[Callable[[], Any]]) -> None:
+    for part in parts:
+        part()
+
+
+def _bucket(nodes: int, most: int) -> int:
+    """A number of nodes that graphs are made for, no less than `nodes`: a power of two, or the most there can be."""
+    return min(1 << (nodes - 1).bit_length(), most)
+
+
+def _write(drafted: DraftTree, held: DraftTree, rows: list[int]) -> None:
+    """Put the trees of these rows where a graph reads them. What else is there is of rows that do not take part, or past a tree's size."""
+    nodes = drafted.tokens.shape[1]
+    held.tokens[rows, :nodes], held.parents[rows, :nodes], held.size[rows] = drafted.tokens, drafted.parents, drafted.size
+
+
+def _copied(told: Tensor) -> Tensor:
+    """On the host, once the device is there."""
+    if told.device.type != "cuda":
+        return told.clone()
+    return torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)

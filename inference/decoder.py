@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.captured import Captured, Flight, refusal
-from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput
+from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput, addresses
 from draftsmith.inference.governor import Governor
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.inference.processors import History, Processor
@@ -82,10 +83,10 @@ class Decoder:
     """Decodes with a target and a drafter (None: plain).
 
     rows: sequences in flight · context: prompt and answer together, at most; None takes what the prompts and max_new_tokens
-    of each call need · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise around the parts of a round so
-    that their times are true (the loop itself reads the device once per round) · governor: decides how deep to draft; without one
-    every round drafts as deep as the drafter can · kernels: attend, draft, verify and commit with Triton's (no GPU has run them yet) · graphs:
-    with them, run each round as one CUDA graph where that can be (`refusal` says why not); not if timed.
+    of each call need, and then graphs are seldom of use again · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise
+    around the parts of a round so that their times are true (the loop itself reads the device once per round) · governor: decides how deep
+    to draft; without one every round drafts as deep as the drafter can · kernels: attend, draft, verify and commit with Triton's (no GPU has
+    run them yet) · graphs: with them, run each round as one CUDA graph (four, if timed) where that can be: `refusal` says why not.
 
     Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
 
@@ -125,6 +126,7 @@ class Decoder:
         self.target_forwards = self.prefill_chunks = self.rounds = 0
         self.prefill_s = 0.0
         self._cache: TreeCache | None = None
+        self._rounds: tuple[Any, Captured] | None = None  # of the last call with graphs, and what has to be as it was
         self._bare: DraftTree | None = None
         self._depth = 0  # K of the drafter, as bound
         self._history: History | None = None
@@ -209,11 +211,11 @@ class Decoder:
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
         self._history = history
         with use(self.kernels):
-            graphs = self.graphs and not (self.timed or self.refusal(sampling, history is not None))
+            graphs = self.graphs and not self.refusal(sampling, history is not None)
         try:
-            cache = self._bind(limits.context, graphs)
+            cache, bound = self._bind(limits.context, graphs)
             if graphs:
-                yield from self._flights(cache, waiting, live, sampling, limits)
+                yield from self._flights(self._captured(cache, bound, sampling), waiting, live, limits)
                 return
             batch: _Batch | None = None
             while waiting or live:
@@ -241,13 +243,20 @@ class Decoder:
         """Why a round is not one graph, in one line; "" where it is."""
         return refusal(self.target, self.drafter, sampling, processed) if self.kernels else "kernels are off"
 
-    def _flights(
-        self, cache: TreeCache, waiting: list[_Request], live: list[_Request], sampling: Sampling, limits: "_Limits"
-    ) -> Iterator[list[Step]]:
+    def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> Captured:
+        """Those of the last call, if all that their graphs read is where it was."""
+        same = cache, bound, addresses(self.target.model), sampling
+        if self._rounds is None or self._rounds[0] != same:
+            self._rounds = None  # free the old ones first
+            self._rounds = same, Captured(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
+        self._rounds[1].leave()
+        return self._rounds[1]
+
+    def _flights(self, rounds: Captured, waiting: list[_Request], live: list[_Request], limits: "_Limits") -> Iterator[list[Step]]:
         """`_run` with rounds that are one graph each: what one committed is looked at while the next is under way."""
-        rounds = Captured(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.target.device.type == "cuda")
+        cache = rounds.cache
         flights: deque[tuple[Flight, list[_Request]]] = deque()
-        began = self._clock()
+        began = perf_counter()
         while waiting or live:
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
                 if waiting and len(live) < self.rows:
@@ -256,17 +265,19 @@ class Decoder:
                 rows = [request.row for request in live]
                 depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
                 flights.append((rounds.launch(depth), list(live)))
-                if len(flights) == 1:
+                if len(flights) <= rounds.late:
                     continue
                 flight, flown = flights.popleft()
                 told = flight.land()
                 # Of a row that had ended before the round began there is nothing to learn.
                 known = [request for request in flown if any(request is one for one in live)]
                 steps = [_settle(request, told[request.row], limits) for request in known]
-                total, began = self._clock() - began, self._clock()
+                now = perf_counter()
+                total, began = now - began, now
                 self.rounds += 1
+                draft_s, verify_s, learn_s, other_s = flight.parts() or (0.0, total, 0.0, 0.0)
                 for step in steps:
-                    step.round.verify_s = total
+                    step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s + learn_s, verify_s, other_s
                 if self.governor and known:
                     self.governor.learn([request.row for request in known], [told[request.row] for request in known], total)
                 gone = [step.row for step in steps if step.finished]
@@ -277,21 +288,21 @@ class Decoder:
             if steps:
                 yield steps
 
-    def _bind(self, limit: int, late: bool = False) -> TreeCache:
-        """A cache and drafter state for `limit` positions; the cache of an earlier call serves again if it is large enough. late: a row
-        may run a round past its end."""
+    def _bind(self, limit: int, late: bool = False) -> tuple[TreeCache, Any]:
+        """A cache and drafter state for `limit` positions, those of an earlier call if they are large enough, and what the drafter says of
+        its own. late: a row may run a round past its end."""
         limit += (self.drafter.max_depth + 1) * late
         capacity = limit + self.drafter.max_nodes
         if self._cache is None or self._cache.capacity < capacity:
-            self._cache = None  # free the old one first
+            self._cache = self._rounds = None  # free the old one first
             self._cache = TreeCache(self.rows, capacity, self.target.device)
         self._cache.reset()  # a prefill that failed leaves its slots behind
         # Each time: another decoder may have bound the same drafter meanwhile.
-        self.drafter.bind(self.target, self.rows, limit)
+        bound = self.drafter.bind(self.target, self.rows, limit)
         self._depth = self.drafter.max_depth
         if self.governor:
             self.governor.bind(self._depth)
-        return self._cache
+        return self._cache, bound
 
     def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> list[_Request]:
         """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go; the requests that got one."""

@@ -1,17 +1,20 @@
 """An independent language model as the drafter: chain, static tree or dynamic tree, with a KV cache of its own.
 
 Its KV are kept by length: what was drafted and accepted stays, the rest is overwritten. The deepest token of a whole tree was never
-run through it, nor was any token of a round that it did not draft for; these are encoded first in the next round that it drafts.
+run through it, nor was any token of a round that it did not draft for; these are encoded first in the next round that it drafts. (In a
+graph every round encodes: what waits is then two tokens at most.)
 
 Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabulary of the target · P tokens to catch up with · K draft depth.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Ask, NodeOutput, Target, TargetOutput
+from draftsmith.inference.drafter import Ask, NodeOutput, Target, TargetOutput, addresses
 from draftsmith.inference.grow import Frontier, Shape, choose, grow
 from draftsmith.inference.sampler import Sampling, warp
 from draftsmith.inference.tree import DraftTree, Topology
@@ -25,7 +28,7 @@ APART = 2**24  # more than any index
 
 class DraftModel:
     """`model` drafts trees of `shape` for a target with the same tokens. How many tokens it lags behind is host knowledge from the
-    round's one transfer; its shapes follow it, and a tree (a chain apart) reads how many nodes were kept: not capturable.
+    round's one transfer; its shapes follow it, and a tree (a chain apart) reads how many nodes were kept. In a graph both are the device's.
 
     Rows of its head past the target's vocabulary V are padding and cut off; where it has fewer, it never proposes what it lacks.
 
@@ -40,7 +43,6 @@ class DraftModel:
 
     method = "draft model"
     depth_limit = 8  # of position records: how far ahead a tree may look
-    capturable = False
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: Target, shape: Shape, chunk: int = 256, confidence: float = 0.0) -> None:
@@ -52,6 +54,13 @@ class DraftModel:
         self.confidence = confidence
         self._fewer = True
         self._vocab: int | None = None  # V, once bound
+        self._cache: TreeCache | None = None
+        self._placed: Shape | None = None  # on the device
+
+    @property
+    def capturable(self) -> bool:
+        """Stopping where nobody is confident needs the host."""
+        return not self.confidence
 
     @property
     def max_nodes(self) -> int:
@@ -60,6 +69,10 @@ class DraftModel:
     @property
     def max_depth(self) -> int:
         return self.shape.max_depth
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     def check(self, context: int) -> None:
         """Whether it can draft at this length.
@@ -73,35 +86,51 @@ class DraftModel:
                 "shorten prompt and answer, or give another draft model"
             )
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
+    def bind(self, target: Target, rows: int, context: int) -> Any:
         self.check(context)
         self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
-        self.shape = self.shape.to(self.model.device)
+        if self._placed is not self.shape:
+            self._placed = self.shape = self.shape.to(self.model.device)
         if isinstance(self.shape, Topology):
             encoded = sum(level.nodes for level in self.shape.levels()[1:])
         else:
             encoded = (self.shape.depth - 1) * self.shape.width
-        self._cache = TreeCache(rows, context + max(encoded, 2), self.model.device)
+        capacity, device = context + max(encoded, 2), self.model.device
+        if self._cache is None or self._cache.rows != rows or self._cache.capacity < capacity or self._cache.length.device != device:
+            self._cache = TreeCache(rows, capacity, device)
+            # For graphs [rows,2] and [rows]: the tokens to be encoded first, and how many they are.
+            self._waiting, self._lacking = torch.zeros(rows, 2, dtype=torch.int64, device=device), torch.zeros_like(self._cache.length)
+        self._cache.reset()
         self._missing: dict[int, list[int]] = {}  # by row: the tokens that the cache lacks, up to the root
         self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
         self._encoded = 0  # levels of it that were
         self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
+        return self._cache, self.shape, addresses(self.model.model)
 
+    @torch.inference_mode()
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """The prompt is encoded when the row is first asked for: it may never be."""
-        self._cache.reset(rows)
+        """Encode prompt[:-1]."""
+        cache = self._bound_cache
+        cache.fixed = False
+        cache.reset(rows)
         for row, prompt in zip(rows, prompts, strict=True):
             self._missing[row] = list(prompt)
+        self._catch_up(rows, leave=1)
+        self._waiting[rows, 0] = torch.tensor([prompt[-1] for prompt in prompts], device=self.model.device)
+        self._lacking[rows] = 1
+
+    @property
+    def _bound_cache(self) -> TreeCache:
+        assert self._cache is not None, "bind comes first"
+        return self._cache
 
     @torch.inference_mode()
     def propose(self, ask: Ask) -> DraftTree:
         """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
         growth, depth = grow(self.shape, ask), 0
+        self._bound_cache.fixed = ask.fixed
         with tree_attention(self.model.model):
-            behind = [row for row in ask.rows if len(self._missing[row]) > FEW]
-            if behind and len(ask.rows) > 1:  # by themselves: the others would be padding
-                self._catch_up(behind, leave=1)
-            hidden = self._catch_up(ask.rows, leave=0)[:, None]
+            hidden = (self._encode_waiting(ask) if ask.live is not None else self._reach_roots(ask.rows))[:, None]
             index = ask.position[:, None].to(self.model.device) + 1
             # Whether an index is drafted for may hang, through the rows beside, on what an earlier round drew for it in vain: drawn with
             # the same noise again it would not be a draw from q. So here draws are keyed by depth too, which no two rounds share.
@@ -125,9 +154,29 @@ class DraftModel:
         law = logits if sampling.greedy else warp(logits, sampling)
         return bool((law.float().softmax(-1).amax(-1) >= self.confidence).any())
 
+    def _reach_roots(self, rows: list[int]) -> Tensor:
+        """Encode what each row lacks -> hidden [B,H] at the roots."""
+        behind = [row for row in rows if len(self._missing[row]) > FEW]
+        if behind and len(rows) > 1:  # by themselves: the others would be padding
+            self._catch_up(behind, leave=1)
+        return self._catch_up(rows, leave=0)
+
+    def _encode_waiting(self, ask: Ask) -> Tensor:
+        """The same in one shape, for rows that take part."""
+        assert ask.live is not None
+        cache = self._bound_cache
+        cache.select(ask.rows)
+        tokens, counts = self._waiting[ask.index], torch.where(ask.live, self._lacking[ask.index], 0)
+        depth = torch.arange(2, device=tokens.device).expand_as(tokens)
+        causal = torch.ones(2, 2, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
+        hidden = self._forward(tokens, TreeAttention(cache, depth, causal))
+        cache.keep(depth, counts, in_place=True)
+        last = (counts - 1).clamp(min=0)
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+
     def _catch_up(self, rows: list[int], leave: int) -> Tensor:
         """Encode what each row lacks, but for its last `leave` tokens -> hidden [B,H] at the last token encoded."""
-        cache = self._cache
+        cache = self._bound_cache
         cache.select(rows)
         waiting = [self._missing[row][: len(self._missing[row]) - leave] for row in rows]
         last: list[Tensor | None] = [None] * len(rows)
@@ -137,9 +186,8 @@ class DraftModel:
             width = min(longest - start, self.chunk, cache.capacity - cache.reach)
             parts = [ids[start : start + width] for ids in waiting]
             ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
-            attention = TreeAttention.causal(cache, width)
-            positions = attention.positions().clamp(max=self.model.max_positions - 1)
-            hidden = self.model.forward(self._known(ids), position_ids=positions, cache=cache, tree=attention).hidden
+            with tree_attention(self.model.model):
+                hidden = self._forward(ids, TreeAttention.causal(cache, width))
             cache.advance([len(part) for part in parts])
             for place, part in enumerate(parts):
                 if part:
@@ -153,15 +201,18 @@ class DraftModel:
         """A target may have rows, for padding or special tokens, that the draft model lacks; it reads its own last one there."""
         return ids.clamp(max=self.model.vocab_size - 1) if self._fewer else ids
 
+    def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
+        """ids [B,N] after what the cache holds -> hidden [B,N,H]."""
+        positions = attention.positions().clamp(max=self.model.max_positions - 1)
+        return self.model.forward(self._known(ids), position_ids=positions, cache=self._cache, tree=attention).hidden
+
     def _encode(self, frontier: Frontier) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
-        cache = self._cache
+        cache = self._bound_cache
         # The cache ends with the root, so a node of depth d is at length + d − 1.
         depth = torch.full_like(frontier.tokens, frontier.depth - 1)
         key_depth = (frontier.key_depth - 1).expand(len(depth), -1)
-        attention = TreeAttention(cache, depth, frontier.visible, key_depth, frontier.open)
-        positions = attention.positions().clamp(max=self.model.max_positions - 1)
-        hidden = self.model.forward(frontier.tokens, position_ids=positions, cache=cache, tree=attention).hidden
+        hidden = self._forward(frontier.tokens, TreeAttention(cache, depth, frontier.visible, key_depth, frontier.open))
         cache.draft(frontier.tokens.shape[1])
         return hidden
 
@@ -179,6 +230,9 @@ class DraftModel:
 
     def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""
+        if ask.fixed:
+            self._accept_fixed(ask, tree, verdict)
+            return
         told = verdict.told(tree)
         slots, self._slots = self._slots, None
         kept = [0] * len(told)
@@ -188,11 +242,31 @@ class DraftModel:
             # Whatever has accepted children was encoded: of a path only the last node can lack its KV.
             counts = (places >= 0).sum(1)
             kept = [min(one.length - 1, self._encoded) for one in told] if self._chain else counts.tolist()
-            self._cache.keep(places, counts, kept, in_place=self._chain)
+            self._bound_cache.keep(places, counts, kept, in_place=self._chain)
         for row, one, count in zip(ask.rows, told, kept, strict=True):
             self._missing[row] += one.tokens[count:]
+
+    @torch.inference_mode()
+    def _accept_fixed(self, ask: Ask, tree: DraftTree, verdict: Verdict) -> None:
+        slots, self._slots = self._slots, None
+        if slots is None:  # it was not asked: no more tokens may wait
+            with tree_attention(self.model.model):
+                self._encode_waiting(ask)
+            slots = torch.full_like(tree.tokens, -1)
+        path = verdict.path[:, 1:]
+        places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))
+        kept = (places >= 0).sum(1)
+        if path.shape[1]:
+            self._bound_cache.keep(places, kept, in_place=self._chain)
+        deepest = tree.tokens.gather(1, verdict.path.amax(1, keepdim=True).clamp(min=0))[:, 0]
+        behind = verdict.length - 1 - kept  # 1 where the last accepted node was not encoded
+        waiting = torch.stack((torch.where(behind > 0, deepest, verdict.next_token), verdict.next_token), 1)
+        moved = verdict.length > 0
+        self._waiting[ask.index] = torch.where(moved[:, None], waiting, self._waiting[ask.index])
+        self._lacking[ask.index] = torch.where(moved, behind + 1, self._lacking[ask.index])
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:
             self._missing.pop(row, None)
-        self._cache.reset(rows)
+        self._lacking[rows] = 0
+        self._bound_cache.reset(rows)

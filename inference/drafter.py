@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["Ask", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput"]
+__all__ = ["Ask", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput", "addresses"]
 
 
 @dataclass(slots=True)
@@ -33,13 +34,26 @@ class NodeOutput:
     hidden: Tensor
     taps: Tensor | None = None
 
+    def along(self, path: Tensor) -> "NodeOutput":
+        """Of the nodes of path [B,P], −1 where it has ended (and what is there of no concern): hidden [B,P,H], taps [B,P,T,H]."""
+        return NodeOutput(_along(self.hidden, path), None if self.taps is None else _along(self.taps, path))
+
+
+def _along(features: Tensor, path: Tensor) -> Tensor:
+    if active():
+        from draftsmith.inference.kernels import commit
+
+        return commit.take(features, path)
+    node = path.clamp(min=0).view(*path.shape, *(1 for _ in features.shape[2:]))
+    return features.gather(1, node.expand(*path.shape, *features.shape[2:]))
+
 
 @dataclass(slots=True)
 class Ask:
     """What a round asks for: rows, B of them, on the host, and `index` [B], the same on the device · root [B], the last committed
     tokens · position [B], their absolute index · request [B], noise keys · sampling, which says how children are to be chosen ·
-    depth: draft no deeper than this (at least 1) · fixed: this may become part of a graph: no shape may follow what was accepted, nothing may
-    be asked of the host."""
+    depth: draft no deeper than this (at least 1) · live [B] bool: who of them takes part, by the device's knowledge, where this may become
+    part of a graph: no shape may follow what was accepted, nothing may be asked of the host; else None, and all do."""
 
     rows: list[int]
     index: Tensor
@@ -48,7 +62,17 @@ class Ask:
     request: Tensor
     sampling: Sampling
     depth: int
-    fixed: bool = False
+    live: Tensor | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether shapes are not to follow what was accepted."""
+        return self.live is not None
+
+
+def addresses(model: nn.Module) -> tuple[int, ...]:
+    """Where a model's weights and buffers lie: a graph reads them there, whatever becomes of the model."""
+    return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
 class Target(Protocol):
@@ -96,8 +120,10 @@ class Drafter(Protocol):
     @property
     def max_depth(self) -> int: ...
 
-    def bind(self, target: Any, rows: int, context: int) -> None:
-        """Take the target by reference and allocate state for `rows` rows of `context` positions."""
+    def bind(self, target: Any, rows: int, context: int) -> Any:
+        """Take the target by reference and have state for `rows` rows of `context` positions: that of an earlier bind, if it fits.
+
+        -> what a graph of its rounds reads: equal to that of an earlier bind only if all of it lies where it lay."""
         ...
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -130,7 +156,7 @@ class Plain:
     max_nodes = 1
     max_depth = 0
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
+    def bind(self, target: Target, rows: int, context: int) -> Any:
         pass
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:

@@ -127,7 +127,7 @@ class DraftTree:
         if self._route is None:
             line = self.visible().float()
             self._route = line - line @ self._earlier().float()
-            self._route[:, :, 0] = 0.0
+            self._route[:, :, 0].zero_()
         return self._route
 
     def deepest(self) -> Tensor:

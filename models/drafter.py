@@ -28,6 +28,11 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 
 
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor may take another's place: shape, dtype and device."""
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
 class DrafterConfig(PretrainedConfig):
     """Config of an artifact. `target` is a `TargetIdentity` as a dict, `training` free notes. `tree` is the default draft tree: a list
     of rank paths, or {depth, width, nodes} for a dynamic one."""
@@ -130,7 +135,7 @@ class DrafterModel(PreTrainedModel):
 
     # The Drafter protocol, which a subclass implements; shapes are said there.
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
+    def bind(self, target: Target, rows: int, context: int) -> Any:
         raise NotImplementedError
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:

@@ -26,13 +26,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput
+from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput, addresses
 from draftsmith.inference.grow import Shape, choose, grow
 from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.inference.verify import Verdict
 from draftsmith.models import vocab
 from draftsmith.models.context import ALONE, Context
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, alike, default_paths
 from draftsmith.models.target import Target
 from draftsmith.models.unroll import ahead, attend, blocks
 
@@ -145,16 +145,17 @@ class Layer(nn.Module):
         return feature + self.mlp(self.post_attention_layernorm(feature))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Rows:
     """state [rows,W]: the output at the last pair of each row · ready: the rows that have one, begun [rows] bool the same for the device ·
-    cache: KV of their pairs."""
+    cache: KV of their pairs · shape: `given`, on the device."""
 
     state: Tensor
     ready: set[int]
     begun: Tensor
     cache: TreeCache
     shape: Shape
+    given: Shape
 
 
 class EagleModel(DrafterModel):
@@ -336,8 +337,8 @@ class EagleModel(DrafterModel):
 
     # The Drafter protocol
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        """Attach the target and allocate KV for `context` pairs and a round's drafts in each row."""
+    def bind(self, target: Target, rows: int, context: int) -> Any:
+        """Attach the target and allocate KV for `context` pairs and a round's drafts in each row, where there is none that fits."""
         self.attach(target)
         trained = (self.config.training or {}).get("positions")
         if trained and context > trained:
@@ -347,9 +348,15 @@ class EagleModel(DrafterModel):
             )
         shape = self.shape.to(target.device)
         drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, Topology) else (shape.depth - 1) * shape.width
-        cache = TreeCache(rows, context + max(drafted, shape.max_depth + 1), target.device)
+        capacity = context + max(drafted, shape.max_depth + 1)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
-        self._state = Rows(state, set(), torch.zeros(rows, dtype=torch.bool, device=target.device), cache, shape)
+        held = self._state
+        if held and held.given is self.shape and held.cache.capacity >= capacity and alike(held.state, state):
+            self.drop(list(range(rows)))
+        else:
+            begun = torch.zeros(rows, dtype=torch.bool, device=target.device)
+            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.shape)
+        return self._state, addresses(self)
 
     @torch.no_grad()
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -414,14 +421,11 @@ class EagleModel(DrafterModel):
         width = verdict.path.shape[1] if counts is None else max(counts)
         if not width:
             return
-        path = verdict.path[:, :width].clamp(min=0)
-        node = path[:, :, None]
-        hidden = out.hidden.gather(1, node.expand(-1, -1, out.hidden.shape[2]))
-        taps = None if out.taps is None else out.taps.gather(1, node[..., None].expand(-1, -1, *out.taps.shape[2:]))
-        tokens = torch.cat((tree.tokens.gather(1, path)[:, 1:], verdict.next_token[:, None]), 1)
+        path = verdict.path[:, :width]
+        tokens = torch.cat((tree.tokens.gather(1, path.clamp(min=0))[:, 1:], verdict.next_token[:, None]), 1)
         last = torch.arange(width, device=tokens.device) == (verdict.length - 1)[:, None]
         tokens = torch.where(last, verdict.next_token[:, None], tokens)
-        feature = self.feature_of(NodeOutput(hidden, taps))
+        feature = self.feature_of(out.along(path))
         if counts is None:
             self._encode_all(ask, feature, tokens, verdict.length)
         else:

@@ -9,18 +9,18 @@ Letters: B rows · S positions · N tree nodes · V vocabulary · H hidden size 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.drafter import Ask, NodeOutput, addresses
 from draftsmith.inference.grow import BeamGrowth, Shape, choose, grow, shape_of
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, alike, default_paths
 from draftsmith.models.target import Target
 
 
@@ -65,13 +65,15 @@ class Output(nn.Module):
         return F.linear(x, self.weight)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Rows:
-    """hidden [rows,H]: the target's hidden state at the last position in the cache · ready [rows]: whether there is one."""
+    """hidden [rows,H]: the target's hidden state at the last position in the cache · ready [rows]: whether there is one · shape: `given`,
+    on the device."""
 
     hidden: Tensor
     ready: Tensor
     shape: Shape
+    given: Shape
 
 
 class MedusaModel(DrafterModel):
@@ -151,12 +153,16 @@ class MedusaModel(DrafterModel):
 
     # The Drafter protocol
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        """Attach the target and allocate one hidden state per row; `context` is of no concern to heads."""
+    def bind(self, target: Target, rows: int, context: int) -> Any:
+        """Attach the target and allocate one hidden state per row, where there is none that fits; `context` is of no concern to heads."""
         self.attach(target)
-        device = target.device
-        hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=device)
-        self._state = Rows(hidden, torch.zeros(rows, dtype=torch.bool, device=device), self.shape.to(device))
+        hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=target.device)
+        held = self._state
+        if held and held.given is self.shape and alike(held.hidden, hidden):
+            self.drop(list(range(rows)))
+        else:
+            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.shape.to(target.device), self.shape)
+        return self._state, addresses(self)
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""

@@ -1,14 +1,14 @@
 """Rounds in one shape: what a graph will hold, run as it is on the CPU, with the kernels' twins in their places."""
 
 import pytest
+import taped
 import torch
 from interpreted import INTERPRETED
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from planting import PlantingDrafter
 from zoo import tiny
 
+from draftsmith.inference import captured, grow, kernels
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference import grow, kernels
 from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.captured import Captured, refusal
@@ -27,17 +27,21 @@ pytest.importorskip("triton")
 PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6], [8], [4, 4, 4, 2]]
 
 
-@pytest.fixture
-def twins(monkeypatch):
-    """Kernels are on, and each is its plain form: Triton's interpreter is slow, and has its own tests."""
+@pytest.fixture(params=["run", "replayed"])
+def twins(request, monkeypatch):
+    """Kernels are on, and each is its plain form: Triton's interpreter is slow, and has its own tests. Rounds run as they are, or replayed
+    from what was recorded of the first of their kind."""
     from draftsmith.inference.kernels import attention, commit, verify
 
     monkeypatch.setattr(attention, "tree_attention", attention.tree_attention_reference)
     monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
+    monkeypatch.setattr(commit, "take", commit.take_reference)
     monkeypatch.setattr(verify, "verify", verification.verify)
+    if request.param == "replayed":
+        monkeypatch.setattr(captured, "record", taped.record)
     monkeypatch.setattr(grow, "active", lambda: False)
     monkeypatch.setattr(decoders, "missing", lambda device: "")
-    monkeypatch.setattr(Decoder, "refusal", lambda self, sampling, processed=False: "")
+    monkeypatch.setattr(Decoder, "refusal", lambda self, sampling, processed=False: "" if self.kernels else "kernels are off")
 
 
 class Told:
@@ -72,6 +76,13 @@ class Told:
 def drafter_of(kind, target):
     if kind == "plain":
         return Plain()
+    if kind == "ngram":
+        return Ngram(Topology.from_paths([(0,), (0, 0), (1,), (0, 0, 0)]))
+    if kind.startswith("student"):
+        shape = {"tree": Topology.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)]), "beam": Beam(3, 2, 6)}
+        confidence = 0.2 if kind.endswith("sure") else 0.0
+        # Near the target, so that every length is accepted.
+        return DraftModel(near(target), shape.get(kind[8:], Topology.chain(3)), confidence=confidence)
     if kind == "medusa":
         drafter = new_drafter("medusa", target, num_heads=3)
         drafter.shape = Topology.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
@@ -85,10 +96,20 @@ def drafter_of(kind, target):
     return drafter.eval()
 
 
-KINDS = ("plain", "medusa", "eagle1", "eagle3")
+def near(target):
+    model = Target.wrap(tiny("llama"))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-beam")
+HOST = ("student-sure", "ngram")
+
+
+@pytest.mark.parametrize("kind", KINDS + HOST)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0, rule="one-draw"), Sampling(0.8, top_k=5, seed=3)], ids=["greedy", "t1", "cut"]
 )
@@ -107,27 +128,23 @@ def test_late_rounds_give_the_same_answers(twins, kind, sampling):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, rule="one-draw")], ids=["greedy", "t1"])
 def test_late_rounds_that_accept_much(twins, monkeypatch, sampling):
     """Paths of every length, also such as have to be moved, in rows that come and go."""
-    from draftsmith.inference.kernels import commit
-
-    real, moved = commit.commit, []
-    monkeypatch.setattr(
-        commit, "commit", lambda groups, rows, start, slots, first: (moved.append(slots), real(groups, rows, start, slots, first))
-    )
+    real, seen = captured.unpacked, []
+    monkeypatch.setattr(captured, "unpacked", lambda rows: seen.extend(real(rows)) or real(rows))
     target = Target.wrap(tiny("llama"))
     prompts = PROMPTS * 3
     expected = Decoder(target, rows=5, kernels=False).generate(prompts, sampling, 17)
     got = Decoder(target, Told(prompts, expected), rows=3, kernels=True).generate(prompts, sampling, 17)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert {round.accepted for one in got for round in one.rounds} == {1, 2, 3, 4}
-    paths = torch.cat(moved)
-    assert ((paths > 0) & (paths != torch.arange(1, 4))).any()
+    assert {told.in_place for told in seen} == {True, False}
     assert sum(len(one.rounds) for one in got) < 0.7 * sum(len(one.tokens) for one in got)
 
 
-def test_with_a_governor_depths_vary(twins):
+@pytest.mark.parametrize("kind", ["medusa", "student", "student-sure"])
+def test_with_a_governor_depths_vary(twins, kind):
     target = Target.wrap(tiny("llama"))
     expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=20)
-    got = Decoder(target, drafter_of("medusa", target), rows=2, governor=Governor(), kernels=True).generate(PROMPTS, max_new_tokens=20)
+    got = Decoder(target, drafter_of(kind, target), rows=2, governor=Governor(), kernels=True).generate(PROMPTS, max_new_tokens=20)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert len({round.size for one in got for round in one.rounds}) > 1
 
@@ -142,48 +159,57 @@ def test_a_consumer_may_stop_early(twins):
     assert [one.tokens for one in decoder.generate(PROMPTS, max_new_tokens=10)] == [one.tokens for one in expected]
 
 
-class Ops(TorchDispatchMode):
-    """Every operation with the shapes of its tensors; those that read the device are refused."""
-
-    READING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
-
-    def __init__(self, first):
-        super().__init__()
-        self.seen, self.first = [], first
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = str(function)
-        assert self.first or not any(word in name for word in self.READING), f"{name} waits for the device"
-        out = function(*arguments, **(keywords or {}))
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves((arguments, keywords, out)) if isinstance(leaf, torch.Tensor)]
-        self.seen.append((name, shapes))
-        return out
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "coupled"])
-def test_rounds_ask_nothing_and_have_one_shape(twins, monkeypatch, kind, sampling):
-    """What a capture needs: the same operations on the same shapes in every round, none that waits, no tensor made from host numbers."""
+@pytest.mark.parametrize("leftmost", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, rule="one-draw")], ids=["greedy", "t1"])
+def test_trees_of_the_host(twins, leftmost, sampling):
+    """Random trees with the answer in them, of sizes that differ from row to row: every round ends where the drafter knows it must."""
     target = Target.wrap(tiny("llama"))
-    rounds = []
-    real = Captured.round
+    prompts = PROMPTS * 2 + [[7, 7]]
+    prompts = [[*prompt, number] for number, prompt in enumerate(prompts)]
+    expected = Decoder(target, rows=3, kernels=False).generate(prompts, sampling, 30, ())
+    planting = PlantingDrafter(prompts, [one.tokens for one in expected], target.vocab_size, leftmost=leftmost, taps=(0,))
+    got = Decoder(target, planting, rows=3, kernels=True).generate(prompts, sampling, 18, ())
+    assert [one.tokens for one in got] == [one.tokens[:18] for one in expected]
+    assert planting.mismatches == 0 and set(planting.accepted) == {0, 1, 2, 3, 4}
+    assert planting.padded and (planting.moves if leftmost < 1 else planting.in_place)
 
-    def watched(self, depth):
-        with Ops(first=not rounds) as ops, monkeypatch.context() as patched:
-            if rounds:  # the first may make what is kept
 
-                def refused(*_, **__):
-                    raise AssertionError("a tensor was made from numbers of the host")
+def test_graphs_serve_again(twins, monkeypatch):
+    """In later calls too, unless something that they read has moved; a drafter may serve other decoders meanwhile."""
+    real, recorded = captured.record, []
+    monkeypatch.setattr(captured, "record", lambda *given: recorded.append(1) or real(*given))
+    target = Target.wrap(tiny("llama"))
+    expected = [one.tokens for one in Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=12)]
+    drafter = drafter_of("eagle3", target)
+    decoder, other = (Decoder(target, drafter, rows=rows, context=40, kernels=True) for rows in (2, 3))
 
-                patched.setattr(torch, "tensor", refused)
-            told = real(self, depth)
-        rounds.append(ops.seen)
-        return told
+    def records(by=decoder, **more):
+        recorded.clear()
+        assert [one.tokens for one in by.generate(PROMPTS, max_new_tokens=12, **more)] == expected
+        return len(recorded)
 
-    monkeypatch.setattr(Captured, "round", watched)
-    Decoder(target, drafter_of(kind, target), rows=2, kernels=True).generate(PROMPTS[:2], sampling, 16)
-    assert len(rounds) > 4 and len(rounds[-1]) > 50
-    assert all(one == rounds[2] for one in rounds[2:])
+    assert [records(), records(), records()] == [1, 0, 0]
+    assert [records(other), records(other), records(decoder), records(decoder)] == [1, 0, 1, 0]
+    drafter.shape = Beam(2, 2, 4)
+    assert [records(), records()] == [1, 0]
+    drafter.lm_head.weight.data = drafter.lm_head.weight.data.clone()
+    assert [records(), records()] == [1, 0]
+    with torch.no_grad():
+        drafter.lm_head.weight.mul_(-1)  # trained on: the same place
+    assert records() == 0
+    assert [records(sampling=Sampling(0.0, seed=1)), records(sampling=Sampling(0.0, seed=1))] == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "student", "ngram"])
+def test_in_parts(twins, monkeypatch, kind):
+    """Graphs of their own for the parts of a round, for their times: nothing else changes."""
+    made = []
+    monkeypatch.setattr(decoders, "Captured", lambda *given: made.append(Captured(*given[:-1], True)) or made[-1])
+    target = Target.wrap(tiny("llama"))
+    expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=14)
+    got = Decoder(target, drafter_of(kind, target), rows=2, kernels=True).generate(PROMPTS, max_new_tokens=14)
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
+    assert {len(parts) for _, parts in made[0]._kinds.values()} == {4}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +249,8 @@ def test_reasons():
     with kernels.use(True):
         assert "CUDA" in refusal(target, Plain(), Sampling(), False)
         fake = type("On", (), {"device": torch.device("cuda"), "model": target.model})()
-        assert "needs the host to draft" in refusal(fake, Ngram(), Sampling(), False)
+        away = type("Away", (), {"capturable": True, "device": torch.device("cpu")})()
+        assert "another device" in refusal(fake, away, Sampling(), False)
         assert "processors" in refusal(fake, Plain(), Sampling(), True)
         assert "rejection" in refusal(fake, Plain(), Sampling(1.0, rule="rejection"), False)
         assert refusal(fake, Plain(), Sampling(), False) == ""

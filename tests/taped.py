@@ -1,0 +1,79 @@
+"""A CUDA graph of tensor operations, on a CPU: they are recorded once, with the tensors they met, and from then on replayed without the Python
+that made them. What a graph would get wrong, this gets wrong: a number that was the host's, a tensor that has moved, a branch not taken.
+
+Operations only: what a Triton kernel does is not seen, so kernels are to be their twins.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# These read the device, or (the last) copy the host's numbers to it from memory that a graph may not copy from.
+WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "lift_fresh")
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Tape(TorchDispatchMode):
+    """Runs what it records, as warming up does; `replay` does it again, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        assert not any(word in str(function) for word in WAITING), f"{function} is nothing for a graph"
+        out = function(*arguments, **(keywords or {}))
+        self.calls.append((function, arguments, keywords or {}, out))
+        return out
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for function, arguments, keywords, out in self.calls:
+                again = function(*arguments, **keywords)
+                for held, fresh in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    # A view, or a tensor that was written to, is where it was.
+                    if isinstance(held, torch.Tensor) and held.data_ptr() != fresh.data_ptr():
+                        held.copy_(fresh)
+
+
+def orphans(tapes: list[Tape]) -> list[Any]:
+    """Drop tapes that follow each other -> their operations that read memory from before them which nobody else keeps: a graph would find
+    something else there."""
+    given: dict[int, tuple[Any, StorageWeakRef]] = {}
+    own: set[int] = set()
+    for function, arguments, keywords, out in (call for tape in tapes for call in tape.calls):
+        for tensor in tensors((arguments, keywords)):
+            if storage(tensor) not in own:
+                given.setdefault(storage(tensor), (function, StorageWeakRef(tensor.untyped_storage())))
+        own |= {storage(tensor) for tensor in tensors(out)} - given.keys()
+    del tensor, arguments, keywords, out
+    for tape in tapes:
+        tape.calls.clear()
+    return [function for function, place in given.values() if place.expired()]
+
+
+def record(work: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], Any]]:
+    """In the place of `captured.record`: warm up, record, and leave nothing but replays."""
+    for piece in work:
+        piece()
+    lost = orphans([recorded(piece) for piece in work])
+    assert not lost, lost
+    return [recorded(piece).replay for piece in work]
+
+
+def recorded(piece: Callable[[], Any]) -> Tape:
+    with Tape() as tape:
+        piece()
+    assert tape.calls, "an empty graph"
+    return tape
