@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from draftsmith.data import prompts as prompt_files
-from draftsmith.eval import bench_kernels, contest, cost, ranks, session
+from draftsmith.eval import bench_rounds, contest, cost, ranks, session
 from draftsmith.eval.contest import Case, Runner
 from draftsmith.eval.lossless import compare
 from draftsmith.inference.decoder import Decoder
@@ -291,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--no-governor", action="store_true", help="draft in every round, whether it pays or not")
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     described.add_argument("--trust-remote-code", action="store_true", help="run the models' code from the Hub")
-    described.add_argument("--kernels", action="store_true", help="measure the Triton kernels instead, on a GPU")
+    described.add_argument("--kernels", action="store_true", help="measure the Triton kernels and whole rounds with them instead, on a GPU")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
     described.add_argument("--out", type=Path, help="write the JSON to this file too")
     return described
@@ -307,7 +307,7 @@ def main(arguments: list[str]) -> None:
     if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         raise ValueError(f"--out {options.out}: expected a file in a folder that exists; make the folder first")
     if options.kernels:
-        bench_kernels.main(options.out, options.json)
+        bench_rounds.main(options.out, options.json)
         return
     prompts = prompt_files.load(options.prompts, options.limit)
     words = list(dict.fromkeys(options.drafter or (*DRAFTERS, *["tiny-draft"] * (options.target in (None, "tiny")))))

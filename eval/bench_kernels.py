@@ -1,12 +1,13 @@
 """Each kernel beside its plain twin and what else does its work, and beside what the machine can do: `draftsmith bench --kernels`, on a GPU.
 
 The ceilings, a large copy and a large product, are measured in the same run. A floor is the time that the fewest bytes and operations would
-take at a stated share of them (attention 75 % and 60 %, the verdict 70 %), and `of the floor` how near a time comes.
+take at a stated share of them (attention 75 % and 60 %, the verdict 70 %), and `of the floor` how near a time comes. Whole rounds come after
+these lines: `bench_rounds`.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ from torch import Tensor
 
 from draftsmith.inference import verify as plain
 from draftsmith.inference.kernels import missing
+from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, unpack
 
-__all__ = ["Line", "Sizes", "measure"]
+__all__ = ["Line", "Report", "Sizes", "measure_ceilings", "measure_parts", "refusal", "run", "show"]
+
+RIVAL = "FlashInfer"
 
 Timer = Callable[[Callable[[], object]], float]  # a call -> its median seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a Llama of 8B by default. copied: bytes of the copy · product: side of the matrices."""
+    """Of a Llama of 8B by default. copied: bytes of the copy · product: side of the matrices · mlp: its inner width."""
 
     layers: int = 32
     heads: int = 32
@@ -42,6 +46,7 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     copied: int = 1 << 30
     product: int = 8192
+    mlp: int = 14336
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,34 @@ class Line:
     floor: float
 
 
+@dataclass
+class Report:
+    """What is known so far: each line is printed, or the whole written to `out`, as soon as it is there."""
+
+    out: Path | None
+    as_json: bool
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, section: str, lines: Sequence[Any]) -> None:
+        """Dataclasses of one kind, below the earlier ones of this section."""
+        self.found.setdefault(section, []).extend(asdict(line) for line in lines)
+        self.write()
+
+    def say(self, *texts: object) -> None:
+        if not self.as_json:
+            for text in texts:
+                print(text, flush=True)
+
+    def write(self) -> None:
+        if self.out:
+            part = self.out.with_name(self.out.name + ".part")
+            part.write_text(self.text() + "\n")
+            part.replace(self.out)
+
+    def text(self) -> str:
+        return json.dumps(self.found, allow_nan=False)
+
+
 def timer(call: Callable[[], object]) -> float:
     """Median device time of a call, warmed up."""
     from triton.testing import do_bench
@@ -62,22 +95,35 @@ def timer(call: Callable[[], object]) -> float:
     return median / 1e3
 
 
-def measure(sizes: Sizes, device: torch.device, time: Timer = timer) -> tuple[dict[str, float], list[Line]]:
-    """Ceilings (bytes/s of a copy, reads and writes counted; flop/s of a product) and the lines."""
-    bandwidth, rate = _ceilings(sizes, device, time)
-    lines = []
-    for context in sizes.contexts:
-        for nodes in sizes.nodes:
-            lines += _attention(sizes, device, time, context, nodes, bandwidth, rate)
-    lines += _verdicts(sizes, device, time, bandwidth) + _moves(sizes, device, time) + _rankings(sizes, device, time, bandwidth)
-    return {"copy_bytes_per_s": bandwidth, "product_flop_per_s": rate}, lines
+def refusal() -> str:
+    """Why nothing can be measured here, in one line; "" where it can."""
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device, and there is none here"
+    return missing(torch.device("cuda"))
 
 
-def _ceilings(sizes: Sizes, device: torch.device, time: Timer) -> tuple[float, float]:
+def measure_ceilings(sizes: Sizes, device: torch.device, time: Timer = timer) -> dict[str, float]:
+    """bytes/s of a large copy, reads and writes counted, and flop/s of a large product."""
     source = torch.randint(0, 255, (sizes.copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(sizes.product, sizes.product, dtype=sizes.dtype, device=device) for _ in range(2))
-    return 2 * sizes.copied / time(lambda: target.copy_(source)), 2 * sizes.product**3 / time(lambda: a @ b)
+    copied, product = time(lambda: target.copy_(source)), time(lambda: a @ b)
+    return {"copy_bytes_per_s": 2 * sizes.copied / copied, "product_flop_per_s": 2 * sizes.product**3 / product}
+
+
+def measure_parts(
+    sizes: Sizes, device: torch.device, ceilings: dict[str, float], left_out: dict[str, str], time: Timer = timer
+) -> Iterator[list[Line]]:
+    """The lines, some at a time, so that those of an interrupted run are known. left_out: who could not take part gets its reason here.
+
+    Raises:
+        ValueError: a kernel whose result is not its twin's.
+    """
+    bandwidth, rate = ceilings.values()
+    for context in sizes.contexts:
+        yield [line for nodes in sizes.nodes for line in _attention(sizes, device, time, context, nodes, bandwidth, rate, left_out)]
+    yield _verdicts(sizes, device, time, bandwidth)
+    yield _moves(sizes, device, time) + _rankings(sizes, device, time, bandwidth)
 
 
 def _tree(rows: int, nodes: int, vocab: int, device: torch.device) -> DraftTree:
@@ -88,7 +134,9 @@ def _tree(rows: int, nodes: int, vocab: int, device: torch.device) -> DraftTree:
     return DraftTree.build(tokens, parents, torch.full((rows,), nodes)).to(device)
 
 
-def _attention(sizes: Sizes, device: torch.device, time: Timer, context: int, nodes: int, bandwidth: float, rate: float) -> list[Line]:
+def _attention(
+    sizes: Sizes, device: torch.device, time: Timer, context: int, nodes: int, bandwidth: float, rate: float, left_out: dict[str, str]
+) -> list[Line]:
     from draftsmith.inference.kernels.attention import tree_attention, tree_attention_reference
 
     what, scale = f"attention of {nodes} nodes after {context:,}", sizes.dim**-0.5
@@ -106,9 +154,18 @@ def _attention(sizes: Sizes, device: torch.device, time: Timer, context: int, no
     }
     if device.type == "cuda":
         ways["FlexAttention"] = _flex(query, keys, values, mask, scale)
-    if nodes <= 64:
-        expected, got = ways["twin"]().float(), ways["kernel"]().float()
-        assert (expected - got).norm() < 0.02 * expected.norm(), "the kernel is wrong here: its times mean nothing"
+    expected = ways["twin"]()
+    if not _alike(ways["kernel"](), expected):
+        raise ValueError(f"{what}: the kernel's result is not its twin's; its times mean nothing; run the tests marked gpu")
+    if RIVAL not in left_out:
+        try:
+            rival = _flashinfer(query, keys, values, mask, scale)
+            if _alike(rival()[None], expected):
+                ways[RIVAL] = rival
+            else:
+                left_out[RIVAL] = f"{what}: its result is another"
+        except (ImportError, OSError, RuntimeError, ValueError) as error:  # not there, or it could not be compiled
+            left_out[RIVAL] = f"{' '.join(str(error).split())[:200]} (pip install flashinfer-python)"
     moved = sum(tensor.nbytes for tensor in (query, keys, values)) + query.nbytes
     operations = 4 * sizes.heads * nodes * (context + nodes) * sizes.dim
     floor = max(moved / (0.75 * bandwidth), operations / (0.6 * rate))
@@ -120,8 +177,25 @@ def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: floa
 
     nodes, reach = mask.shape[2:]
     blocks = create_block_mask(lambda b, h, q, k: mask[0, 0, q, k], None, None, nodes, reach, device=str(query.device))
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(query, keys, values, block_mask=blocks, scale=scale, enable_gqa=True)  # type: ignore[return-value]
+
+    def attention() -> Any:  # a function of our own: dynamo counts recompilations by function, and has a limit
+        return flex_attention(query, keys, values, block_mask=blocks, scale=scale, enable_gqa=True)
+
+    return torch.compile(attention, dynamic=False)
+
+
+def _flashinfer(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Callable[[], Tensor]:
+    """FlashInfer's attention of one row under a mask of its own: -> [N,heads,dim]. Queries [N,heads,dim], keys and values as they are
+    ("HND"), the mask [N,keys] as bits, row by row, the first the lowest of its byte; packed once, as the tree's words are."""
+    from flashinfer import packbits, single_prefill_with_kv_cache  # pyright: ignore[reportMissingImports]
+
+    nodes, bits = query[0].transpose(0, 1).contiguous(), packbits(mask[0, 0].flatten(), bitorder="little")
+    return lambda: single_prefill_with_kv_cache(nodes, keys[0], values[0], packed_custom_mask=bits, kv_layout="HND", sm_scale=scale)
+
+
+def _alike(got: Tensor, expected: Tensor) -> bool:
+    got, expected = got.float(), expected.float()
+    return bool((got - expected).norm() < 0.02 * expected.norm())
 
 
 def _verdicts(sizes: Sizes, device: torch.device, time: Timer, bandwidth: float) -> list[Line]:
@@ -172,18 +246,19 @@ def show(ceilings: dict[str, float], lines: list[Line], device: str) -> None:
     Console().print(table)
 
 
-def main(out: Path | None, as_json: bool) -> None:
-    """`draftsmith bench --kernels`. Raises ValueError where there is no GPU or no Triton."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reason = "it needs a CUDA device, and there is none here" if device.type == "cpu" else missing(device)
-    if reason:
-        raise ValueError(f"bench --kernels: {reason}")
-    ceilings, lines = measure(Sizes(), device)
-    name = torch.cuda.get_device_name()
-    text = json.dumps({"device": name, "ceilings": ceilings, "lines": [asdict(line) for line in lines]})
-    if out:
-        out.write_text(text + "\n")
-    if as_json:
-        print(text, flush=True)
-    else:
-        show(ceilings, lines, name)
+def run(report: Report, sizes: Sizes, device: torch.device, time: Timer = timer) -> None:
+    """Ceilings and lines into the report, and why someone was left out.
+
+    Raises:
+        ValueError: a kernel whose result is not its twin's.
+    """
+    left_out: dict[str, str] = {}
+    ceilings = measure_ceilings(sizes, device, time)
+    report.found |= {"ceilings": ceilings, "left_out": left_out}
+    with Bar("kernels", len(sizes.contexts) + 2) as bar:
+        for done, lines in enumerate(measure_parts(sizes, device, ceilings, left_out, time), 1):
+            report.add("lines", lines)
+            if not report.as_json:
+                show(ceilings, lines, report.found["device"])
+            bar.update(done)
+    report.say(*(f"left out: {name}: {reason}" for name, reason in left_out.items()))

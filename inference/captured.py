@@ -36,6 +36,8 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
         return "a graph needs a CUDA device"
     if len(set(getattr(target.model, "hf_device_map", {}).values())) > 1:
         return "the target lies on several devices"
+    if _has_experts(target.model.config) and target.dtype != torch.bfloat16:
+        return f"experts in {str(target.dtype).removeprefix('torch.')} are counted by the host; they are not in bfloat16"
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
         return "the drafter lies on another device"
     if processed:
@@ -45,23 +47,29 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
     return supported(sampling)
 
 
+def _has_experts(config: Any) -> bool:
+    config = config.get_text_config()
+    return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def record(work: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], Any]]:
     """CUDA graphs of pieces of work that follow each other, to be replayed in this order; on a CPU the pieces themselves."""
     if device.type != "cuda":
         return list(work)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM):
-            for piece in work:
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                for piece in work:
+                    piece()
+        torch.cuda.current_stream().wait_stream(side)
+        pool = torch.cuda.graph_pool_handle()  # one for all: what a piece leaves, a later one reads
+        graphs = []
+        for piece in work:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], pool=pool):
                 piece()
-    torch.cuda.current_stream(device).wait_stream(side)
-    pool = torch.cuda.graph_pool_handle()  # one for all: what a piece leaves, a later one reads
-    graphs = []
-    for piece in work:
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], pool=pool):
-            piece()
     return [graph.replay for graph in graphs]
 
 
@@ -141,6 +149,7 @@ class Captured:
             kind = (self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (0, 0)
         if kind not in self._kinds:
             self._kinds[kind] = self._recorded(*kind)
+            marks = self._mark()  # recording is no part of a round
         this, (*parts, last) = self._kinds[kind]
         if drafted is not None and this.drafted is not None:
             _write(drafted, this.drafted, self._seated)

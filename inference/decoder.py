@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.attention import TreeAttention, tree_attention
+from draftsmith.inference.attention import MOST_NODES, TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.captured import Captured, Flight, refusal
 from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput, addresses
@@ -122,6 +122,8 @@ class Decoder:
         self.governor = governor
         if kernels and (reason := missing(target.device)):
             raise ValueError(f"kernels: {reason}")
+        if kernels and self.drafter.max_nodes > MOST_NODES:
+            raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MOST_NODES} at most; cut the tree")
         self.kernels, self.graphs = kernels, graphs
         self.target_forwards = self.prefill_chunks = self.rounds = 0
         self.prefill_s = 0.0
@@ -210,8 +212,7 @@ class Decoder:
         longest = max(len(request.prompt) for request in waiting)
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
         self._history = history
-        with use(self.kernels):
-            graphs = self.graphs and not self.refusal(sampling, history is not None)
+        graphs = self.graphs and not self.refusal(sampling, history is not None)
         try:
             cache, bound = self._bind(limits.context, graphs)
             if graphs:
@@ -241,7 +242,8 @@ class Decoder:
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
         """Why a round is not one graph, in one line; "" where it is."""
-        return refusal(self.target, self.drafter, sampling, processed) if self.kernels else "kernels are off"
+        with use(self.kernels):
+            return refusal(self.target, self.drafter, sampling, processed)
 
     def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> Captured:
         """Those of the last call, if all that their graphs read is where it was."""
@@ -265,6 +267,7 @@ class Decoder:
                 rows = [request.row for request in live]
                 depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
                 flights.append((rounds.launch(depth), list(live)))
+                self.target_forwards += 1
                 if len(flights) <= rounds.late:
                     continue
                 flight, flown = flights.popleft()

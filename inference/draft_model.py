@@ -249,6 +249,7 @@ class DraftModel:
     @torch.inference_mode()
     def _accept_fixed(self, ask: Ask, tree: DraftTree, verdict: Verdict) -> None:
         slots, self._slots = self._slots, None
+        self._bound_cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
         if slots is None:  # it was not asked: no more tokens may wait
             with tree_attention(self.model.model):
                 self._encode_waiting(ask)

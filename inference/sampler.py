@@ -115,7 +115,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, index = torch.sort(scores, stable=True)
         drop = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        drop[..., -1] = False  # the likeliest token always stays
+        drop[..., -1].fill_(False)  # the likeliest token always stays
         scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -torch.inf)
     if sampling.min_p > 0.0:
         probability = scores.softmax(-1)

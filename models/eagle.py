@@ -434,6 +434,7 @@ class EagleModel(DrafterModel):
     def _encode_all(self, ask: Ask, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """`_encode` in a fixed shape: counts [B] are the device's."""
         state, width = self._state, tokens.shape[1]
+        state.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
         state.cache.select(ask.rows)
         depth = torch.arange(width, device=tokens.device).expand_as(tokens)
         causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)

@@ -251,5 +251,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
 
 @cache
 def _compiled() -> Any:
-    # Whole graph: past dynamo's limit of recompilations it raises, where it would fall back to a table of scores.
-    return torch.compile(flex_attention, fullgraph=True)
+    def attention(*tensors: Any, **options: Any) -> Any:
+        """A function of our own: dynamo's limit of recompilations counts by function, and the target compiles flex_attention too."""
+        return flex_attention(*tensors, **options)
+
+    # Whole graph: past that limit it raises, where it would fall back to a table of scores.
+    return torch.compile(attention, fullgraph=True)

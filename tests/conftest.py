@@ -6,11 +6,21 @@ from pathlib import Path
 import interpreted  # first: it decides how Triton is imported
 import pytest
 import torch
+import zoo
 
 from draftsmith.inference import machine
 
 if interpreted.INTERPRETED and find_spec("triton"):
     interpreted.mend()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernels", action="store_true", help="tests/test_lossless.py with the Triton kernels: on a GPU, or interpreted")
+
+
+def pytest_configure(config):
+    if config.option.kernels and not interpreted.INTERPRETED:
+        zoo.DEVICE = "cuda"
 
 
 def pytest_collection_modifyitems(items):
@@ -21,9 +31,16 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def _compiled_anew(request):
+    """Dynamo counts recompilations by function and process: one test must not use up the next one's."""
+    if "gpu" in request.keywords:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
 def _cpu_only(request, monkeypatch):
     """Exactness is claimed for fp32 on the CPU: on a GPU machine too, only tests marked gpu use the GPU."""
-    if "gpu" not in request.keywords:
+    if "gpu" not in request.keywords and zoo.DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         # On some CPUs bf16 wins the probe, on a busy one now and then: Accelerate keeps the first run's choice for the whole process.
         monkeypatch.setattr(machine, "precision", lambda: "fp32")

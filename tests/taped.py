@@ -5,8 +5,10 @@ Operations only: what a Triton kernel does is not seen, so kernels are to be the
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,3 +79,27 @@ def recorded(piece: Callable[[], Any]) -> Tape:
         piece()
     assert tape.calls, "an empty graph"
     return tape
+
+
+def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
+    """Decoders with kernels take their twins, which are quick and made of operations, and run rounds as for a graph: each as it is, or
+    replayed from what was recorded of the first of its kind."""
+    from draftsmith.inference import captured, decoder, grow
+    from draftsmith.inference import verify as verification
+    from draftsmith.inference.kernels import attention, commit, verify
+
+    monkeypatch.setattr(attention, "tree_attention", attention.tree_attention_reference)
+    monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
+    monkeypatch.setattr(commit, "take", commit.take_reference)
+    monkeypatch.setattr(verify, "verify", verification.verify)
+    monkeypatch.setattr(grow, "active", lambda: False)
+    monkeypatch.setattr(decoder, "missing", lambda device: "")
+    why = decoder.refusal
+
+    def refusal(target, drafter, sampling, processed):
+        there = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=torch.bfloat16)
+        return why(there, SimpleNamespace(capturable=drafter.capturable), sampling, processed)
+
+    monkeypatch.setattr(decoder, "refusal", refusal)
+    if replayed:
+        monkeypatch.setattr(captured, "record", record)

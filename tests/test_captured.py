@@ -7,9 +7,8 @@ from interpreted import INTERPRETED
 from planting import PlantingDrafter
 from zoo import tiny
 
-from draftsmith.inference import captured, grow, kernels
+from draftsmith.inference import captured, kernels
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.captured import Captured, refusal
 from draftsmith.inference.decoder import Decoder
@@ -31,17 +30,7 @@ PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6], [8], [4, 4, 4, 2]]
 def twins(request, monkeypatch):
     """Kernels are on, and each is its plain form: Triton's interpreter is slow, and has its own tests. Rounds run as they are, or replayed
     from what was recorded of the first of their kind."""
-    from draftsmith.inference.kernels import attention, commit, verify
-
-    monkeypatch.setattr(attention, "tree_attention", attention.tree_attention_reference)
-    monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
-    monkeypatch.setattr(commit, "take", commit.take_reference)
-    monkeypatch.setattr(verify, "verify", verification.verify)
-    if request.param == "replayed":
-        monkeypatch.setattr(captured, "record", taped.record)
-    monkeypatch.setattr(grow, "active", lambda: False)
-    monkeypatch.setattr(decoders, "missing", lambda device: "")
-    monkeypatch.setattr(Decoder, "refusal", lambda self, sampling, processed=False: "" if self.kernels else "kernels are off")
+    taped.install(monkeypatch, replayed=request.param == "replayed")
 
 
 class Told:
@@ -92,17 +81,17 @@ def drafter_of(kind, target):
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for parameter in drafter.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     return drafter.eval()
 
 
 def near(target):
-    model = Target.wrap(tiny("llama"))
+    model = tiny("llama")
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        for parameter in model.model.parameters():
+        for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return Target.wrap(model.to(target.device))
 
 
 KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-beam")
@@ -147,6 +136,33 @@ def test_with_a_governor_depths_vary(twins, kind):
     got = Decoder(target, drafter_of(kind, target), rows=2, governor=Governor(), kernels=True).generate(PROMPTS, max_new_tokens=20)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert len({round.size for one in got for round in one.rounds}) > 1
+
+
+class Cycle(Governor):
+    """Every depth in turn, and none where a row has just begun."""
+
+    def bind(self, max_depth):
+        super().bind(max_depth)
+        self.turn, self.changed = 0, False
+
+    def depth(self, rows):
+        self.turn, changed, self.changed = self.turn + 1, self.changed, False
+        return 0 if changed else self.max_depth - self.turn % (self.max_depth + 1)
+
+    def drop(self, rows):
+        self.changed = True
+
+
+@pytest.mark.parametrize("kind", KINDS[1:] + HOST)
+def test_every_depth_in_turn(twins, kind):
+    """Rows start after rounds that drafted and after such that did not; buffers are no larger than they need be."""
+    target = Target.wrap(tiny("llama"))
+    answers = [one.tokens for one in Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=30, stop_ids=())]
+    stops = {next(token for token in answer[12:] if token not in answer[:12]) for answer in answers[:2]}
+    expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=30, stop_ids=stops)
+    assert len({len(one.tokens) for one in expected}) > 2
+    got = Decoder(target, drafter_of(kind, target), rows=2, governor=Cycle(), kernels=True).generate(PROMPTS, None, 30, stops)
+    assert [one.tokens for one in got] == [one.tokens for one in expected]
 
 
 def test_a_consumer_may_stop_early(twins):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from test_data_packing import LENGTHS, corpus_of
-from zoo import CONFIGS, VOCAB, tiny
+from zoo import CONFIGS, VOCAB, tiny, with_heads_of_16
 
 from draftsmith.data.capture import capture
 from draftsmith.data.features import Store
@@ -112,7 +112,7 @@ def test_a_draft_model_equals_plain(shape):
 def test_packed_rows_and_stored_features_are_the_cpus(name, tmp_path):
     """FlexAttention's block masks, and a capture on the GPU, against SDPA's on the CPU."""
     corpus = corpus_of(LENGTHS)
-    packed, model = Packed(corpus, 32), tiny(name)
+    packed, model = Packed(corpus, 32), tiny(name, config=with_heads_of_16(name))
     cpu, gpu = Target.wrap(model), Target.wrap(copy.deepcopy(model).to(DEVICE))
     gpu.mask_blocks()
     assert keeps_apart(gpu)

@@ -80,7 +80,10 @@ def check(arguments: tuple[Tensor, ...], **options) -> Tensor:
     options = {"scale": arguments[0].shape[-1] ** -0.5} | options
     got, expected = tree_attention(*arguments, **options), tree_attention_reference(*arguments, **options)
     assert got.dtype == arguments[0].dtype and got.is_contiguous() and expected.isfinite().all()
-    torch.testing.assert_close(got, expected, **TOLERANCE[got.dtype])
+    tolerance = TOLERANCE[got.dtype]
+    if got.is_cuda and got.dtype == torch.float32 and options.get("softcap"):
+        tolerance = {"rtol": 1e-5, "atol": 3e-5}  # cap − 2·cap/(1 + e) cancels, and a GPU's exponential has two bits less
+    torch.testing.assert_close(got, expected, **tolerance)
     return got
 
 

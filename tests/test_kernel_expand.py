@@ -94,7 +94,7 @@ def test_best_of_nan_is_a_token(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is on")
-@pytest.mark.parametrize("vocab", [32000, 151936, 50257, 1 << 18])
+@pytest.mark.parametrize("vocab", [32000, 151936, 50257, 262208, 1 << 19])
 def test_best_of_a_real_vocabulary(vocab):
     for dtype in (torch.bfloat16, torch.float32):
         logits = (4 * torch.randn(3, 10, vocab, device="cuda")).to(dtype)  # in bfloat16 with many ties
@@ -201,7 +201,7 @@ def test_refusals():
     for wrong in (logits.double(), logits.transpose(1, 2)):
         with pytest.raises(ValueError, match="use best_reference"):
             best(wrong, 1)
-    for count, vocab in ((0, 10), (11, 10), (17, 20), (1, (1 << 18) + 1)):
+    for count, vocab in ((0, 10), (11, 10), (17, 20), (1, (1 << 19) + 1)):
         with pytest.raises(ValueError, match=f"got {count} of {vocab} tokens"):
             best(torch.zeros(1, 1, vocab), count)
     store = Store.rooted(torch.tensor([3]), 12)
@@ -220,6 +220,10 @@ def test_refusals():
         rerank(Store.rooted(torch.tensor([3]), 600), 257, 1)
     with pytest.raises(ValueError, match="got 4 of 5000 candidates"):
         rerank(Store.rooted(torch.tensor([3]), 5000), 4, 1)
-    tree, slots = rerank(store.upto(1), 4, 0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")
+def test_a_root_alone():
+    tree, slots = rerank(Store.rooted(torch.tensor([3]), 12).upto(1), 4, 0)
     assert tree.tokens.tolist() == [[3]] and slots.tolist() == tree.parents.tolist() == [[-1]] and tree.size.tolist() == [1]
     assert tree.ancestors.tolist() == [[[1]]] and tree.depth.tolist() == [[0]]

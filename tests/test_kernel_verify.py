@@ -20,7 +20,7 @@ from triton.runtime import JITFunction, interpreter
 
 from draftsmith.inference import rules, sampler
 from draftsmith.inference.kernels import verify as kernels
-from draftsmith.inference.kernels.verify import _kept, _noise, _scores, supported, verify
+from draftsmith.inference.kernels.verify import _kept, _noise, _scores, reciprocal, supported, verify
 from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.inference.tree import DraftTree, Topology
 from draftsmith.inference.verify import Verdict
@@ -377,7 +377,7 @@ def test_supported():
         ({"logits": torch.zeros(2, 5)}, "expected .B,N,V"),
         ({"logits": torch.zeros(2, 3, 0)}, "none empty"),
         ({"logits": torch.zeros(2, 3, 10)[:, :, ::2]}, "last stride 2"),
-        ({"logits": torch.zeros(2, 3, 1).expand(2, 3, 2**18 + 1)}, "262145"),
+        ({"logits": torch.zeros(2, 3, 1).expand(2, 3, 2**19 + 1)}, "524289"),
         ({"logits": torch.zeros(1, 1, 5).expand(2, 257, 5)}, "N <= 256"),
         ({"logits": torch.zeros(2, 4, 5)}, "got tokens .2, 3."),
         ({"request": torch.zeros(2, dtype=torch.int32)}, "got request .2. torch.int32"),
@@ -463,7 +463,7 @@ class TestNatively:
     def test_the_scores_are_warps(self, temperature):
         """torch multiplies by the reciprocal on a GPU; should it divide one day, rare draws are different until the launcher does."""
         logits, got = draws(1, 1, 4096, "wide", torch.float32, 0, "cuda")[0, 0], torch.zeros(4096, device="cuda")
-        _scale[(1,)](got, logits, 4096, 1.0 / temperature, MULTIPLY=True, BLOCK=4096)
+        _scale[(1,)](got, logits, 4096, reciprocal(temperature), MULTIPLY=True, BLOCK=4096)
         assert torch.equal(got, sampler.warp(logits, Sampling(temperature)))
 
     @pytest.mark.parametrize("key", KEYS, ids=str)

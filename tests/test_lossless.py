@@ -1,6 +1,10 @@
-"""Speculative output equals plain output token for token: greedy against transformers' generate, sampled against plain sampling."""
+"""Speculative output equals plain output token for token: greedy against transformers' generate, sampled against plain sampling.
+
+Each time round by round, and with rounds replayed as graphs are; with `--kernels` by the Triton kernels instead, and on a GPU by graphs.
+"""
 
 import pytest
+import taped
 import torch
 from planting import PlantingDrafter
 from zoo import CONFIGS, VOCAB, reference, tiny
@@ -15,6 +19,20 @@ from draftsmith.models.target import Target
 LENGTHS = (1, 5, 19, 3, 11)
 NEW = 26
 SAMPLED = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=11)
+
+
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("way", ["kernels"] if metafunc.config.option.kernels else ["eager", "replayed"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def way(request, monkeypatch):
+    if request.param == "replayed":
+        pytest.importorskip("triton")
+        taped.install(monkeypatch, replayed=True)
+    if request.param != "eager":
+        monkeypatch.setitem(Decoder.__init__.__kwdefaults__, "kernels", True)
+    return request.param
 
 
 def make_prompts() -> list[list[int]]:

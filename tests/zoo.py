@@ -9,6 +9,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -63,19 +64,32 @@ CONFIGS = {
 }
 
 
-def tiny(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model of CONFIGS[name] in float32; every matrix, sink and router is drawn from normal(0, 0.15)."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager", dtype=torch.float32).eval()
+DEVICE = "cpu"  # another for `--kernels` on a GPU
+
+
+def tiny(name: str, seed: int = 0, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """A model of CONFIGS[name] in float32, or of another config; every matrix, sink and router is drawn from normal(0, 0.15)."""
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name](), attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.dim() > 1 or path.endswith("sinks"):
                 parameter.normal_(0.0, 2.0 if path.endswith("sinks") else 0.15, generator=generator)
-    return model
+    return model.to(DEVICE)  # type: ignore[arg-type]
+
+
+def with_heads_of_16(name: str) -> PreTrainedConfig:
+    """CONFIGS[name] with the least head dim that compiled FlexAttention takes on a GPU."""
+    config = CONFIGS[name]()
+    if name == "deepseek_v3":
+        config.qk_nope_head_dim, config.qk_head_dim, config.v_head_dim = 12, 16, 16
+    else:
+        config.head_dim = 16
+    return config
 
 
 def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """transformers' own greedy answer to one prompt."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
     return out[0, len(prompt) :].tolist()

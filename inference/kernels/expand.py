@@ -21,7 +21,7 @@ __all__ = ["Store", "best", "best_reference", "frontier", "rerank"]
 _GROUP = 128  # neighbouring entries of the vocabulary that are looked at together
 _GROUPS = 32  # groups that a program reads
 _MAX_COUNT = 16
-_MAX_VOCAB = 1 << 18
+_MAX_VOCAB = 1 << 19
 _MAX_STORED = 4096  # 16 levels of 16 times 16
 _MAX_NODES = 256
 

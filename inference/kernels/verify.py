@@ -10,6 +10,8 @@ four at a time, by counting or weighing what begins with those found so far.
 Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth · P = min(K+1, N) path entries · S = ⌈V / block⌉ splits.
 """
 
+import ctypes
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,8 @@ __all__ = ["supported", "verify"]
 
 _PURPOSE = tl.constexpr(PURPOSE_TOKEN)
 _NEVER = tl.constexpr(float("-inf"))
-_UNIT = tl.constexpr(2.0**44)  # of mass: 2^18 tokens of mass 1 fit into an int64
-_MAX_NODES, _MAX_VOCAB = 256, 2**18
+_UNIT = tl.constexpr(2.0**43)  # of mass: 2^19 tokens of mass 1 fit into an int64
+_MAX_NODES, _MAX_VOCAB = 256, 2**19
 
 
 @triton.jit
@@ -242,6 +244,10 @@ def _finish(path, width, draws, length, next_token, splits, WIDTH: tl.constexpr,
     tl.store(next_token + row, tl.where(count > 0, y, 0))
 
 
+def reciprocal(temperature: float) -> float:
+    return 1.0 / ctypes.c_float(temperature).value
+
+
 def supported(sampling: Sampling) -> str:
     """Why these kernels cannot take a Sampling, in one line; "" where they can."""
     if sampling.repetition_penalty != 1.0:
@@ -267,7 +273,7 @@ def verify(
     shapes, sampling and max_depth alone, so that a CUDA graph can hold them. A score whose mass ends within 1e-6 of top_p's limit, or
     whose probability is that near to min_p's, may be kept by one and not by the other. Undefined under filters: NaN and +inf among logits.
 
-    logits: float32, bfloat16 or float16, last stride 1, N <= 256, V <= 2^18. max_depth: K, an upper bound on the depth of the trees;
+    logits: float32, bfloat16 or float16, last stride 1, N <= 256, V <= 2^19. max_depth: K, an upper bound on the depth of the trees;
     N − 1 where it is not known. block: tokens of one program, a power of two.
 
     Raises:
@@ -286,8 +292,8 @@ def verify(
     best = empty(rows, splits, dtype=torch.float32)
     state, bins = empty(2, rows, 4).unbind(), empty(2, rows, splits, 16).unbind()  # each pass reads one and writes the other
 
-    # torch divides by a number on a CPU, but on a GPU multiplies by its reciprocal.
-    scale = 1.0 if not sampled else 1.0 / sampling.temperature if multiply else sampling.temperature
+    # torch divides by a number on a CPU, but on a GPU multiplies by its reciprocal: that of the float32.
+    scale = 1.0 if not sampled else reciprocal(sampling.temperature) if multiply else sampling.temperature
     node = (logits, logits.stride(0), logits.stride(1), vocab, scale)
     tokens, parents = (x if x.stride(1) == 1 else x.contiguous() for x in (tree.tokens, tree.parents))
     edges = (tokens, tokens.stride(0), parents, parents.stride(0), tree.size.contiguous(), nodes, path, width, draws)
