@@ -2,7 +2,8 @@
 
 Each measurement is a process of its own, forms alternating: the peak is what the loss adds to the resident set of that process
 (on a GPU: to the allocator's), inputs not counted; the gradient of the head's weight is, in all forms. `student-…` are the losses of
-one student under one teacher by `chunked_draft_loss`; Liger's fused linear JSD is measured beside it where liger_kernel is installed.
+one student under one teacher by `chunked_draft_loss`; Liger's fused linear JSD is measured beside it where liger_kernel is installed,
+and on a GPU the chunked form with `loss_kernels`.
 
 Letters: S positions · V vocabulary · H hidden size.
 """
@@ -16,11 +17,13 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.inference.kernels import missing, use
 from draftsmith.train.draft_losses import chunked_draft_loss
 from draftsmith.train.losses import chunked_cross_entropy, chunked_kl
 
@@ -55,7 +58,12 @@ def liger(loss: str, x: Tensor, head: Tensor, teacher: Tensor, teacher_head: Ten
     return mean(x, head, teacher, teacher_head, targets) * len(x)
 
 
-FORMS = {"plain": plain, "chunked": chunked, "liger": liger}
+def fused(*given: Any) -> Tensor:
+    with use(True):
+        return chunked(*given)
+
+
+FORMS = {"plain": plain, "chunked": chunked, "kernels": fused, "liger": liger}
 
 
 def inputs(positions: int, vocab: int, hidden: int, device: str) -> tuple[Tensor, ...]:
@@ -69,7 +77,7 @@ def inputs(positions: int, vocab: int, hidden: int, device: str) -> tuple[Tensor
 def once(loss: str, form: str, positions: int, vocab: int, hidden: int) -> dict[str, float]:
     """One forward and backward. Returns added peak memory in GiB, seconds, and the loss's value."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    FORMS[form](loss, *inputs(8, 16, 8, device)).backward()  # libraries load
+    FORMS[form](loss, *inputs(8, vocab if device == "cuda" else 16, 8, device)).backward()  # libraries load, kernels compile
     given = inputs(positions, vocab, hidden, device)
     (given[0][:8] @ given[1].T).sum().backward()  # gradients exist
     before = _peak(device)
@@ -88,16 +96,17 @@ def measured(loss: str, form: str, *sizes: int) -> dict[str, float]:
 
 
 def forms(loss: str) -> list[str]:
-    """Those to measure: Liger's where it is installed, and it must give what ours does on a small problem."""
+    """Those to measure: kernels on a GPU, Liger's where it is installed, and it must give what ours does on a small problem."""
+    ours = ["plain", "chunked"] + ["kernels"] * (torch.cuda.is_available() and not missing(torch.device("cuda")))
     if loss != "student-jsd":
-        return ["plain", "chunked"]
+        return ours
     if not find_spec("liger_kernel"):
         print("student-jsd: liger_kernel is not installed, so its loss is left out")
-        return ["plain", "chunked"]
-    theirs, ours = (measured(loss, form, 64, 1000, 32)["value"] for form in ("liger", "chunked"))
-    if not math.isclose(theirs, ours, rel_tol=1e-4):
-        raise RuntimeError(f"{loss}: Liger's loss is {theirs}, ours {ours}; expected the same quantity")
-    return list(FORMS)
+        return ours
+    theirs, same = (measured(loss, form, 64, 1000, 32)["value"] for form in ("liger", "chunked"))
+    if not math.isclose(theirs, same, rel_tol=1e-4):
+        raise RuntimeError(f"{loss}: Liger's loss is {theirs}, ours {same}; expected the same quantity")
+    return [*ours, "liger"]
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def chunked_draft_loss(
         ValueError: shapes, lengths or vocabularies that do not fit, a negative shift, an unknown loss or a share that is not above 0, nll
             without tokens, a temperature that is not above 0, a negative top_k, or reverse_kl with top_k, which is infinite.
     """
-    terms = _terms(loss)
+    shares, terms = _terms(loss)
     decay = [1.0] * len(hidden) if decay is None else decay
     part = ChunkedHead(hidden.flatten(0, 1), head)
     with torch.no_grad():
@@ -102,20 +102,19 @@ def chunked_draft_loss(
     factor = torch.tensor(decay, dtype=weight.dtype, device=weight.device)
     draft_ids = _draft_ids(targets, teacher.vocab_size, weight.device)
     text = None if tokens is None else draft_ids.index_select(0, torch.where(counts.any(0), tokens, 0))
+    chunk = _Chunk(targets, draft_ids, temperature, top_k, shares, terms, part.wanted)
+    losses_of = chunk.fused if part.fused else chunk.plain
+    pull = weight * factor[:, None] / temperature
     hits, overlap = torch.zeros_like(counts), torch.zeros_like(weight)
     sums = torch.zeros_like(factor)
 
     def step(index: Tensor) -> Tensor:
         at, scale, used = rows[:, index], weight[:, index], counts[:, index]
         with torch.no_grad():
-            raw = teacher.logits(index, used.any(0)).to(part.sum_dtype)
-            best = draft_ids[ranked(raw, 1).squeeze(1)]
-        logits = part.logits(at.flatten(), used.flatten()).unflatten(0, at.shape)
-        hits[:, index] = (ranked(logits, 1).squeeze(2) == best) & used
-        log_p = _target_law(raw, targets, temperature, top_k)
-        laws = _Laws(log_p, softened(logits, temperature), best >= 0, None if text is None else text[index])
-        overlap[:, index] = laws.overlap * used
-        values, gradient = _mixed(laws, scale * factor[:, None] / temperature, terms)
+            raw = teacher.raw(index, used.any(0))
+        logits = part.raw(at.flatten(), used.flatten()).unflatten(0, at.shape)
+        values, alpha, hit, gradient = losses_of(raw, logits, None if text is None else text[index], scale, pull[:, index])
+        hits[:, index], overlap[:, index] = hit & used, alpha * used
         found = (values * scale).sum(1)
         sums.add_(found)
         if part.wanted:
@@ -158,6 +157,38 @@ def chain(hits: Tensor, weights: Tensor) -> Chain:
     """
     anchors = (weights > 0).all(0)
     return Chain((hits.cumprod(0).bool() & anchors).sum(1), anchors.sum())
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """What the chunks of one call have in common. Its methods take the teacher's logits [m,V], the drafter's [K,m,D], the draft ids of the
+    text [m], weight and pull [K,m] -> the loss of each position, not weighted, α, hits, and pull · the gradient by logits / T [K,m,D]."""
+
+    targets: Tensor | None
+    draft_ids: Tensor
+    temperature: float
+    top_k: int
+    shares: Mapping[str, float]
+    terms: Sequence[tuple["Divergence", float]]
+    wanted: bool
+
+    def plain(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
+        raw, logits = raw.to(weight.dtype), logits.to(weight.dtype)
+        best = self.draft_ids[ranked(raw, 1).squeeze(1)]
+        hits = ranked(logits, 1).squeeze(2) == best
+        log_p = _target_law(raw, self.targets, self.temperature, self.top_k)
+        laws = _Laws(log_p, softened(logits, self.temperature), best >= 0, text)
+        values, gradient = _mixed(laws, pull, self.terms)
+        return values, laws.overlap, hits, gradient
+
+    def fused(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
+        """In two launches; the gradient takes the place of the drafter's logits."""
+        from draftsmith.train.loss_kernels import law, with_gradients
+
+        least = _least(raw, self.top_k).squeeze(1) if self.top_k else None
+        ids = None if self.targets is None else self.draft_ids
+        teacher = law(raw, weight, self.targets, ids, self.temperature, least)
+        return *with_gradients(logits, teacher, text, weight, pull, self.shares, self.wanted), logits
 
 
 @dataclass(eq=False)
@@ -262,10 +293,14 @@ EXPECTED = f"one of {', '.join(LOSSES)}, jsd(β) with 0 < β < 1, or a mix such 
 
 def _named(name: str) -> Divergence | None:
     """The loss of that name, the parameter of `jsd(0.1)` included."""
-    found = re.fullmatch(r"jsd\((\d*\.?\d+)\)", name)
-    if found and 0 < float(found[1]) < 1:
-        return partial(_jensen_shannon, beta=float(found[1]))
-    return LOSSES.get(name)
+    beta = beta_of(name)
+    return LOSSES.get(name) if beta is None else partial(_jensen_shannon, beta=beta)
+
+
+def beta_of(name: str) -> float | None:
+    """β of `jsd` and `jsd(0.1)`; None for what is not one of these."""
+    found = re.fullmatch(r"jsd\((\d*\.?\d+)\)", "jsd(0.5)" if name == "jsd" else name)
+    return float(found[1]) if found and 0 < float(found[1]) < 1 else None
 
 
 def _mixed(laws: _Laws, scale: Tensor, terms: Sequence[tuple[Divergence, Tensor | float]]) -> tuple[Tensor, Tensor]:
@@ -296,11 +331,15 @@ def _through_softmax(q: Tensor, moved: Tensor) -> Tensor:
 def _target_law(raw: Tensor, targets: Tensor | None, temperature: float, top_k: int) -> Tensor:
     """The teacher's logits [m,V] -> its softened and cut log-probabilities at the draft vocabulary [m,D], not renormalised there."""
     if top_k:
-        last = ranked(raw, min(top_k, raw.shape[1]))[:, -1:]
-        raw = raw.masked_fill(raw < raw.gather(1, last), -torch.inf)
+        raw = raw.masked_fill(raw < _least(raw, top_k), -torch.inf)
     raw = raw if temperature == 1 else raw / temperature
     kept = raw if targets is None else raw.index_select(1, targets)
     return (kept - raw.logsumexp(-1, keepdim=True)).clamp_(min=FLOOR)
+
+
+def _least(raw: Tensor, top_k: int) -> Tensor:
+    """[m,1]: the k-th best logit of each row, the least that a cut keeps."""
+    return raw.gather(1, ranked(raw, min(top_k, raw.shape[1]))[:, -1:])
 
 
 def _draft_ids(targets: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
@@ -309,12 +348,13 @@ def _draft_ids(targets: Tensor | None, vocab_size: int, device: torch.device) ->
     return ids if targets is None else torch.full_like(ids, -1).index_copy_(0, targets, ids[: len(targets)])
 
 
-def _terms(loss: str | Mapping[str, float]) -> list[tuple[Divergence, float]]:
+def _terms(loss: str | Mapping[str, float]) -> tuple[Mapping[str, float], list[tuple[Divergence, float]]]:
+    """The share of each loss, by name and by function."""
     shares = mix(loss) if isinstance(loss, str) else loss
     terms = [(one, share) for name, share in shares.items() if share > 0 and (one := _named(name))]
     if not terms or len(terms) < len(shares):
         raise ValueError(f"got the loss {loss!r}; expected {EXPECTED}, with shares above 0")
-    return terms
+    return shares, terms
 
 
 def _check(

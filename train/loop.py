@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftsmith.inference import machine
+from draftsmith.inference.kernels import missing, use
 from draftsmith.inference.progress import Bar
 from draftsmith.train import checkpoint, world
 from draftsmith.train import recipe as recipes
@@ -32,7 +33,7 @@ Batch = dict[str, Tensor]
 MAY_CHANGE = {
     f"train.{key}"
     for key in "output steps micro_batch_size compile eval_every eval_batches save_every log_every keep resume stall_minutes "
-    "bad_steps patience trackers profile context_parallel".split()
+    "bad_steps patience trackers profile context_parallel kernels".split()
 } | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
 
 
@@ -128,7 +129,9 @@ def fit(
     """
     section = recipe.train
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
-    with Clock(section.stall_minutes, advice) as clock, explained(section, advice):
+    if section.kernels and (reason := missing(cast(torch.device, world.join().device))):
+        raise ValueError(f"train.kernels=true: {reason}; leave it out")
+    with Clock(section.stall_minutes, advice) as clock, explained(section, advice), use(section.kernels):
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
         with Signals() as signals:
             with run.open() as batches:

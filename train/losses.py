@@ -1,7 +1,8 @@
 """Losses over the vocabulary that never hold [M,V]: positions go through the head in chunks, gradients are made on the way.
 
 A loss that is a sum over positions needs each chunk's logits once: its gradient follows in the same breath, so nothing is
-recomputed and nothing is kept but the gradients themselves (as in Liger kernels, https://arxiv.org/abs/2410.10989).
+recomputed and nothing is kept but the gradients themselves (as in Liger kernels, https://arxiv.org/abs/2410.10989). Where kernels are in
+use (`draftsmith.inference.kernels`) and the head is a weight, `loss_kernels` makes both; the steps here are its twins.
 
 Letters: M positions (rows and sequence flattened) · V vocabulary · H hidden size · K heads.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.grow import ranked
+from draftsmith.inference.kernels import active
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
 
@@ -41,6 +43,11 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, targets: Tensor, weight: T
     hits = torch.zeros_like(targets, dtype=torch.bool)
     rows = chunk_rows(targets.numel(), part.vocab_size, budget)
 
+    def fused(index: Tensor) -> Tensor:
+        right, scale = targets[index], weight[index]
+        values, hits[index] = _fused(part, index, None, right, scale, scale, "nll")
+        return (values * scale).sum()
+
     def step(index: Tensor) -> Tensor:
         right, scale = targets[index][:, None], weight[index][:, None]
         counts = scale > 0
@@ -53,7 +60,7 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, targets: Tensor, weight: T
             part.backward(index, logp.exp_().mul_(scale).scatter_add_(1, right, -scale))
         return loss
 
-    return ChunkedLoss(summed_in_chunks([part], at, rows, step)[0], hits)
+    return ChunkedLoss(summed_in_chunks([part], at, rows, fused if part.fused else step)[0], hits)
 
 
 def chunked_kl(
@@ -105,6 +112,18 @@ def chunked_kl_heads(
     counts = weight > 0
     hits = torch.zeros_like(counts)
 
+    def fused(index: Tensor) -> Tensor:
+        from draftsmith.train.loss_kernels import law
+
+        with torch.no_grad():
+            raw = teacher.raw(index, counts[:, index].any(0))
+        shared, sums = law(raw, weight[:, index], temperature=temperature), []
+        for k, part in enumerate(parts):
+            scale = weight[k, index]
+            values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, scale * temperature, "kl")
+            sums.append((values * scale).sum() * temperature**2)
+        return torch.stack(sums)
+
     def step(index: Tensor) -> Tensor:
         with torch.no_grad():
             raw = teacher.logits(index, counts[:, index].any(0))
@@ -124,8 +143,21 @@ def chunked_kl_heads(
         return torch.stack(sums)
 
     size = chunk_rows(len(teacher_hidden), teacher.vocab_size, budget)
-    total = summed_in_chunks(parts, rows_to_visit(counts.any(0)), size, step)
+    total = summed_in_chunks(parts, rows_to_visit(counts.any(0)), size, fused if all(part.fused for part in parts) else step)
     return [ChunkedLoss(one, hit) for one, hit in zip(total.unbind(), by_row(hits, shifts).unbind(), strict=True)]
+
+
+def _fused(
+    part: "ChunkedHead", row: Tensor, teacher: Any, text: Tensor | None, weight: Tensor, pull: Tensor, loss: str
+) -> tuple[Tensor, Tensor]:
+    """One head's losses and hits [m] at a chunk of its rows, by `loss_kernels`; its gradients are left with it."""
+    from draftsmith.train.loss_kernels import with_gradients
+
+    logits = part.raw(row, weight > 0)
+    found = with_gradients(logits[None], teacher, text, weight[None], pull[None], {loss: 1.0}, part.wanted)
+    if part.wanted:
+        part.backward(row, logits)
+    return found.loss[0], found.hits[0]
 
 
 def chunk_rows(positions: int, vocab_size: int, budget: int = BUDGET) -> int:
@@ -149,6 +181,8 @@ class ChunkedHead:
             self.hidden, self.function = hidden.detach(), head
             self.leaves, self.vocab_size = _leaves(head, self.hidden[:1])
         self.sum_dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        # Kernels write gradients over logits, which the backward of a callable may need.
+        self.fused = active() and self.weight is not None and self.sum_dtype == torch.float32
         self.inputs = [hidden, *self.leaves]
         self.wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
         self.grads = [
@@ -157,7 +191,11 @@ class ChunkedHead:
         self._chunk: tuple[Tensor, Tensor] | None = None
 
     def logits(self, index: Tensor, counts: Tensor) -> Tensor:
-        """Positions index [m] -> logits [m,V] in the dtype of the sums, cut from any graph; the head's of 0 where counts [m] is False."""
+        """`raw` in the dtype of the sums."""
+        return self.raw(index, counts).to(self.sum_dtype)
+
+    def raw(self, index: Tensor, counts: Tensor) -> Tensor:
+        """Positions index [m] -> logits [m,V] as the head made them, cut from any graph; those of 0 where counts [m] is False."""
         # Padding may hold inf or NaN, which times 0 would spoil the gradient of the head.
         x = torch.where(counts[:, None], self.hidden[index], 0)
         if self.weight is not None:
@@ -169,7 +207,7 @@ class ChunkedHead:
                 assert self.function is not None
                 raw = self.function(x)
         self._chunk = (x, raw)
-        return raw.detach().to(self.sum_dtype)
+        return raw.detach()
 
     def backward(self, index: Tensor, dlogits: Tensor) -> None:
         """Add the gradients of the chunk last asked for, given dlogits [m,V]."""

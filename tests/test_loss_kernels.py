@@ -1,0 +1,508 @@
+"""The loss kernels against the plain losses, under Triton's interpreter; natively where there is a GPU."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from interpreted import INTERPRETED
+from test_losses import Largest
+
+pytest.importorskip("triton")
+from test_draft_losses import EVERYTHING, FINITE, MIX
+from test_kernel_verify import _one_way, _patched_once, _poisoned  # noqa: F401
+from test_loop import Numbers as Rows
+from test_loop import new_model, new_recipe, objective
+
+from draftsmith.inference.kernels import active, missing, use
+from draftsmith.train import draft_losses, loop, loss_kernels, losses
+from draftsmith.train.draft_losses import LOSSES, chunked_draft_loss
+from draftsmith.train.loss_kernels import law, with_gradients
+from draftsmith.train.losses import chunked_cross_entropy, chunked_kl, chunked_kl_heads
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of −inf less −inf and of NaN
+SIZES = [(1, 1), (2, 2), (31, 31), (33, 20), (33, 1), (1000, 1000), (1000, 130)]  # V, D
+KINDS = ("wide", "ties", "holes")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _many_blocks(monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(loss_kernels, "_BLOCK", 16)
+
+
+def chunk(vocab, size, steps=3, rows=5, kind="wide", dtype=torch.float32, seed=0):
+    """What a chunk's losses take: teacher's logits [m,V], drafter's [K,m,D] that resemble them, draft ids of the text, weight and pull.
+
+    ties: few values · holes: the teacher masks half of its tokens. Of the rows that count, some have their best token outside the draft
+    vocabulary, as has the text; the last row counts in no step.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    raw = 3 * torch.randn(rows, vocab, generator=gen)
+    targets = None if size == vocab else torch.randperm(vocab, generator=gen)[:size].sort().values
+    ids = draft_losses._draft_ids(targets, vocab, torch.device("cpu"))
+    logits = (raw if targets is None else raw[:, targets]) + torch.randn(steps, rows, size, generator=gen)
+    if kind == "ties":
+        raw, logits = raw.clamp(-1, 1).round(), logits.clamp(-1, 1).round()
+    if kind == "holes":
+        raw[torch.rand(raw.shape, generator=gen) < 0.5] = -torch.inf
+        raw[:, vocab // 2] = 2.0
+    if targets is not None:
+        raw[0, targets[0]] = raw[0].amax() + 1
+        raw[1, (ids < 0).nonzero()[0]] = raw[1].amax() + 1
+    weight = torch.rand(steps, rows, generator=gen) + 0.1
+    weight[torch.rand(steps, rows, generator=gen) < 0.3] = 0
+    weight[0, :2], weight[:, -1] = 1, 0
+    text = torch.randint(-1, size, (rows,), generator=gen)
+    pull = weight * torch.rand(steps, 1, generator=gen)
+    tensors = {"raw": raw.to(dtype), "logits": logits.to(dtype), "text": text, "weight": weight, "pull": pull, "ids": ids}
+    one = SimpleNamespace(**{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
+    one.targets = None if targets is None else targets.to(DEVICE)
+    return one
+
+
+def plainly(one, loss, temperature=1.0, top_k=0):
+    """loss, α, hits and pull · gradient, by the plain path in float64."""
+    shares, terms = draft_losses._terms(loss)
+    whole = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, True)
+    return whole.plain(one.raw, one.logits, one.text, one.weight.double(), one.pull.double())
+
+
+def fused(one, loss, temperature=1.0, top_k=0, wanted=True):
+    """The same by the kernels; what nobody weighs is NaN."""
+    shares, terms = draft_losses._terms(loss)
+    whole = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, wanted)
+    raw, logits = one.raw.clone(), one.logits.clone()
+    raw[(one.weight == 0).all(0)], logits[one.weight == 0] = torch.nan, torch.nan
+    return whole.fused(raw, logits, one.text, one.weight, one.pull)
+
+
+def near(got, want, dtype=torch.float32):
+    """Equal for float32, whose sums lose 1e-7 where laws agree; what was rounded to a shorter type, to one place of it."""
+    rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    return bool(((got.double() - want).abs() <= 1e-5 * want.abs().amax() + 5e-7 + rounding * want.abs()).all())
+
+
+def check(one, loss, **how):
+    """And the plain path's results."""
+    got, want = fused(one, loss, **how), plainly(one, loss, **how)
+    live = one.weight > 0
+    for a, b in zip(got[:2], want[:2], strict=True):
+        assert near(a[live], b[live]) and not a[~live].any()
+    assert torch.equal(got[2], want[2] & live)
+    assert near(got[3][live], want[3][live], one.logits.dtype) and not got[3][~live].any()
+    return want
+
+
+def differ(one, loss, **how):
+    """Whether `check` sees a difference."""
+    try:
+        check(one, loss, **how)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "jsd(0.1)", MIX, EVERYTHING], ids=str)
+@pytest.mark.parametrize(("vocab", "size"), SIZES)
+def test_equals_the_plain_losses(monkeypatch, vocab, size, loss):
+    if vocab == 1000:
+        monkeypatch.setattr(loss_kernels, "_BLOCK", 256)
+    place = SIZES.index((vocab, size)) + len(str(loss))
+    one = chunk(vocab, size, (1, 3)[place % 2], 3 if vocab == 1000 else 5, KINDS[place % 3], TYPES[place // 2 % 3], seed=place)
+    want = check(one, loss, temperature=(1.0, 0.7, 1.6)[place // 3 % 3])
+    assert (want[3][one.weight > 0] != 0).any() or size == 1
+
+
+def test_what_is_compared_occurs():
+    """Hits and misses, best tokens and texts without a draft id, ties of the best, rows that some steps weigh and others do not."""
+    one = chunk(33, 20, kind="ties")
+    live, top = one.weight > 0, (one.raw == one.raw.amax(-1, keepdim=True))
+    assert (live.any(0) & ~live.all(0)).any() and (top.sum(-1) > 1).any() and one.text[live.any(0)].amin() == -1
+    one = chunk(33, 20)
+    hits = plainly(one, "kl")[2][:, :-1]
+    known = one.ids[one.raw.argmax(-1)[:-1]] >= 0
+    assert hits.any() and not hits.all() and known.any() and not known.all()
+
+
+@pytest.mark.parametrize("loss", ["tv", FINITE], ids=str)
+@pytest.mark.parametrize(("top_k", "kind"), [(1, "wide"), (7, "ties"), (7, "holes"), (99, "wide")])
+def test_a_cut_law(top_k, kind, loss):
+    check(chunk(33, 20, kind=kind, dtype=TYPES[top_k % 3]), loss, top_k=top_k, temperature=0.8)
+
+
+def test_the_best_of_equals_is_the_first_also_between_blocks():
+    one = chunk(33, 33, 1, 4)
+    one.weight[:] = 1
+    one.raw[:], one.logits[:] = 0, 0
+    one.raw[0, [5, 20]] = one.logits[0, 0, [5, 30]] = 2
+    one.raw[1, [15, 16]] = one.logits[0, 1, [16, 17]] = 2
+    one.logits[0, 3, 0], one.raw[3, 32] = -0.0, -0.0
+    assert check(one, "kl")[2].tolist() == [[True, False, True, True]]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, EVERYTHING], ids=str)
+@pytest.mark.parametrize(("vocab", "size"), [(33, 33), (33, 20)])
+def test_tokens_that_neither_law_holds_might_as_well_not_be_there(vocab, size, loss):
+    """Logits of −inf on both sides: the losses are those of the vocabulary without them, which no 0 · inf spoils."""
+    one = chunk(vocab, size, dtype=torch.float32)
+    few = chunk(vocab, size, dtype=torch.float32)
+    gone = torch.arange(size) % 3 == 2
+    gone[0] = False  # whole blocks, too
+    gone[16:] |= size == 33
+    tokens = torch.arange(vocab) if one.targets is None else one.targets
+    one.raw[:, tokens[gone]], one.logits[..., gone] = -torch.inf, -torch.inf
+    kept = torch.ones(vocab, dtype=torch.bool).index_fill(0, tokens[gone], False)
+    few.raw, few.logits = one.raw[:, kept], one.logits[..., ~gone]
+    few.text = torch.where(gone[one.text.clamp(min=0)], -1, ((~gone).cumsum(0) - 1)[one.text.clamp(min=0)]).where(one.text >= 0, -1)
+    one.text = torch.where(few.text < 0, -1, one.text)
+    if one.targets is not None:
+        few.targets = (kept.cumsum(0) - 1)[one.targets[~gone]]
+    few.ids = draft_losses._draft_ids(few.targets, int(kept.sum()), torch.device("cpu"))
+    got, want = fused(one, loss), plainly(few, loss)
+    live = one.weight > 0
+    assert near(got[0][live], want[0][live]) and near(got[1][live], want[1][live]) and torch.equal(got[2], want[2] & live)
+    assert not got[3][..., gone].any() and near(got[3][..., ~gone][live], want[3][live])
+
+
+@pytest.mark.parametrize("loss", ["tv", "nll", "lk"])
+def test_tokens_that_the_drafter_alone_rules_out(loss):
+    one = chunk(33, 20)
+    one.logits[..., 3::4] = -torch.inf
+    one.text[:] = 2
+    check(one, loss)
+
+
+def nan_is_seen(where, loss):
+    """NaN in a row that counts makes its loss NaN, and its gradient; no other row's."""
+    one = chunk(33, 33, 1)
+    one.weight[:, :-1] = one.pull[:, :-1] = 1
+    one.text[:] = 1
+    clean = fused(one, loss)
+    getattr(one, where)[..., 2, 20] = torch.nan
+    got = fused(one, loss)
+    if (where, loss) != ("raw", "nll"):
+        assert got[0][0, 2].isnan()
+        assert got[3][0, 2].isnan().any() or where == "raw" and loss in ("tv", "lk")  # which entries of q lie below p is all they need
+    for a, b in zip(got, clean, strict=True):
+        assert torch.equal(a[:, [0, 1, 3, 4]], b[:, [0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, EVERYTHING], ids=str)
+@pytest.mark.parametrize("where", ["raw", "logits"])
+def test_nan_where_it_counts_is_not_hidden(where, loss):
+    nan_is_seen(where, loss)
+
+
+def test_a_tiny_overlap_still_has_a_gradient():
+    one = chunk(33, 33, 1, 2)
+    one.weight[:] = one.pull[:] = 1
+    one.raw[:], one.logits[:] = -50, 0
+    one.raw[:, 2], one.logits[..., 20] = 300, 300
+    want = check(one, "lk")
+    assert want[0][0, 0] > 250 and want[3][0, 0].abs().max() > 0.99 and not fused(one, "lk")[1].any()
+
+
+@pytest.mark.parametrize("loss", ["kl", "nll"])
+def test_without_a_gradient_the_logits_stay(loss):
+    one = chunk(33, 20)
+    got, want = fused(one, loss, wanted=False), plainly(one, loss)
+    live = one.weight > 0
+    assert torch.equal(got[3][live], one.logits[live]) and near(got[0][live], want[0][live])
+
+
+FAULTS = {
+    "the teacher's best is another": lambda held: held._replace(best=held.best + 1),
+    "no best is known": lambda held: held._replace(best=torch.full_like(held.best, -1)),
+    "p is of another mass": lambda held: held._replace(total=held.total + 1e-3),
+    "p̃ is p": lambda held: held._replace(covered=torch.zeros_like(held.covered)),
+    "another temperature": lambda held: held._replace(scale=held.scale * 1.001),
+    "d2t is off by one": lambda held: held._replace(targets=(held.targets + 1) % 33),
+    "rows are off by one": lambda held: held._replace(logits=held.logits.roll(1, 0)),
+}
+
+
+def test_every_fault_is_seen(monkeypatch):
+    one, made = chunk(33, 20), law
+    assert not differ(one, "kl")
+    for name, fault in FAULTS.items():
+        monkeypatch.setattr(loss_kernels, "law", lambda *given, fault=fault: fault(made(*given)))
+        assert differ(one, "kl"), name
+    assert len(FAULTS) == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(1, 4, 20, dtype=torch.float64)}, "got logits .* torch.float64"),
+        ({"logits": torch.zeros(20, 4, 1).transpose(0, 2)}, "got logits"),
+        ({"logits": torch.zeros(1, 4, 19)}, "a law of 4 rows and 20 tokens; expected 4 and 19"),
+        ({"text": None}, "got kl, nll without"),
+        ({"teacher": None}, "a teacher for others"),
+        ({"text": torch.zeros(4)}, "got text"),
+        ({"pull": torch.ones(2, 4)}, r"got pull .2, 4. .*expected .1, 4."),
+        ({"weight": torch.ones(1, 4, dtype=torch.bool)}, "got weight .* torch.bool"),
+    ],
+)
+def test_refusals(change, message):
+    one = chunk(33, 20, 1, 4)
+    teacher = law(one.raw, one.weight, one.targets, one.ids)
+    given = {"logits": one.logits, "teacher": teacher, "text": one.text, "weight": one.weight, "pull": one.pull}
+    given["shares"] = {"kl": 1.0, "nll": 1.0}
+    with_gradients(**given | {"logits": one.logits.clone()})
+    with pytest.raises(ValueError, match=message):
+        with_gradients(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(1, 3)}, "got weight"),
+        ({"ids": None}, "targets or ids alone"),
+        ({"ids": torch.zeros(32, dtype=torch.int64)}, r"got ids .32.*expected .33."),
+        ({"targets": torch.zeros(20)}, "got targets"),
+        ({"least": torch.zeros(4, 1)}, "got least"),
+    ],
+)
+def test_refusals_of_a_teacher(change, message):
+    one = chunk(33, 20, 1, 4)
+    given = {"logits": one.raw, "weight": one.weight, "targets": one.targets, "ids": one.ids}
+    law(**given)
+    with pytest.raises(ValueError, match=message):
+        law(**given | change)
+
+
+def problem(dtype=torch.float32, positions=17, vocab=70, size=40, width=5, steps=2):
+    """Hidden states, heads and what they are held against, with rows that nobody weighs and that hold NaN."""
+    gen = torch.Generator().manual_seed(0)
+    one = SimpleNamespace(teacher=torch.randn(positions, width, generator=gen), teacher_w=2 * torch.randn(vocab, width, generator=gen))
+    one.targets = torch.randperm(vocab, generator=gen)[:size].sort().values
+    one.tokens = torch.randint(vocab, (positions,), generator=gen)
+    one.x, one.full, one.w = one.teacher + torch.zeros(steps, 1, 1), one.teacher_w.clone(), one.teacher_w[one.targets]
+    for tensor in (one.x, one.full, one.w):
+        tensor += 0.5 * torch.randn(tensor.shape, generator=gen)
+    one.weights = torch.rand(steps, positions, generator=gen)
+    one.weights[:, ::4], one.weights[0, 5:9] = 0, 0
+    one.x[one.weights == 0] = torch.nan
+    one.__dict__.update({name: tensor.to(DEVICE) for name, tensor in vars(one).items()})
+    for name in ("x", "full", "w", "teacher", "teacher_w"):
+        setattr(one, name, getattr(one, name).to(dtype).requires_grad_(not name.startswith("teacher")))
+    return one
+
+
+def cross_entropy(one):
+    found = chunked_cross_entropy(one.x[0], one.full, one.tokens, one.weights[0], budget=5 * 70)
+    return found.sum, [found.hits]
+
+
+def kl(one):
+    found = chunked_kl(one.x[0], one.full, one.teacher, one.teacher_w, one.weights[0], 1.7, budget=5 * 70)
+    return found.sum, [found.hits]
+
+
+def kl_heads(one):
+    given = list(one.x), [one.full, one.full], one.teacher, lambda x: x @ one.teacher_w.T, list(one.weights), [1, 3]
+    found = chunked_kl_heads(*given, budget=5 * 70)
+    return found[0].sum + 0.5 * found[1].sum, [loss.hits for loss in found]
+
+
+def draft(one, loss=FINITE, head=None, **how):
+    given = one.x, one.w if head is None else head, one.teacher, one.teacher_w, one.weights, [1, 2], one.targets, loss, [1.0, 0.6]
+    found = chunked_draft_loss(*given, tokens=one.tokens, budget=5 * 80, **how)
+    return found.sum, [found.hits, found.overlap, found.sums]
+
+
+def student(one):
+    given = one.x, one.full, one.teacher, one.teacher_w, one.weights, [0, 0], None, "0.9 tv + 0.1 ce"
+    found = chunked_draft_loss(*given, budget=5 * 140)
+    return found.sum, [found.hits, found.overlap, found.sums]
+
+
+def cut(one):
+    return draft(one, temperature=0.7, top_k=9)
+
+
+CHUNKED = (cross_entropy, kl, kl_heads, draft, student, cut)
+
+
+def outcome(one, function, on):
+    with use(on):
+        total, noted = function(one)
+        gradients = torch.autograd.grad(total * 0.7, [one.x, one.full, one.w], allow_unused=True)
+    return total, noted, [gradient for gradient in gradients if gradient is not None]
+
+
+def taken(monkeypatch):
+    """How often the kernels of a step are launched."""
+    calls, made = [], with_gradients
+    monkeypatch.setattr(loss_kernels, "with_gradients", lambda *given: calls.append(1) or made(*given))
+    return calls
+
+
+@pytest.mark.parametrize(("function", "everywhere"), [*((function, False) for function in CHUNKED), (kl_heads, True), (draft, True)])
+def test_on_equals_off(monkeypatch, everywhere, function):
+    """Values, what is noted, and gradients of hidden states and heads, on a CPU as on a device where every row is visited."""
+    monkeypatch.setattr(loss_kernels, "_BLOCK", 32)
+    one = problem()
+    if everywhere:
+        for module in (losses, draft_losses):
+            monkeypatch.setattr(module, "rows_to_visit", lambda counts: torch.arange(len(counts), device=counts.device))
+    calls = taken(monkeypatch)
+    want = outcome(one, function, False)
+    assert not calls
+    got = outcome(one, function, True)
+    assert len(calls) > 3 and len(got[2]) == len(want[2]) == 2
+    for a, b in zip((got[0], *got[1], *got[2]), (want[0], *want[1], *want[2]), strict=True):
+        assert torch.equal(a, b) if a.dtype == torch.bool else near(a, b.double())
+
+
+@pytest.mark.parametrize("function", [cross_entropy, kl_heads, draft])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_half_precision(monkeypatch, autocast, function):
+    """The same logits: what is left is the order of sums, and that the interpreter cuts bfloat16 off where a GPU rounds."""
+    monkeypatch.setattr(loss_kernels, "_BLOCK", 64)
+    one = problem(torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        want, got = outcome(one, function, False), outcome(one, function, True)
+    assert near(got[0], want[0].double()) and torch.equal(got[1][0], want[1][0])
+    for a, b in zip(got[2], want[2], strict=True):
+        assert a.dtype == b.dtype and (a.float() - b.float()).norm() < 8e-3 * b.float().norm()
+
+
+def test_what_keeps_to_the_plain_path(monkeypatch):
+    """A callable, whose backward may need its logits, and float64; and no gradient where none is asked for."""
+    calls, one = taken(monkeypatch), problem()
+    want, got = (outcome(one, lambda one: draft(one, head=lambda x: 3 * torch.tanh(x @ one.w.T)), on) for on in (False, True))
+    assert torch.equal(want[0], got[0]) and all(map(torch.equal, want[2], got[2]))
+    outcome(problem(torch.float64), draft, True)
+    assert not calls
+    want = outcome(one, draft, False)[0].double()
+    with torch.no_grad(), use(True):
+        assert near(draft(one)[0], want) and calls
+
+
+def test_nothing_of_the_drafters_logits_is_made_in_float32(monkeypatch):
+    """Of a chunk [m,D] in bfloat16; the teacher's rows stay as they are, too."""
+    one = problem(torch.bfloat16, positions=256, vocab=1500, size=1500, width=3, steps=1)
+    one.weights[:, 20:] = 0
+    rows = int((one.weights > 0).sum())
+    monkeypatch.setattr(loss_kernels, "_BLOCK", 1024)
+
+    class Wide(Largest):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                self.elements, self.seen = max(self.elements, out.numel()), self.seen + 1
+            return out
+
+    largest = {}
+    for on in (False, True):
+        with Wide() as seen, use(on):
+            chunked_draft_loss(one.x, one.full, one.teacher, one.teacher_w, one.weights, [0], None, "ce", budget=16 * 1500).sum.backward()
+        assert seen.seen > 20
+        largest[on] = seen.elements
+    # The head's gradient [D,3] is summed in float32.
+    assert largest[False] == rows * 1500 > 3 * 1500 == largest[True]
+
+
+def test_a_run_takes_them_when_told(tmp_path, monkeypatch):
+    seen = []
+
+    def noting(model, batch):
+        seen.append(active())
+        return objective(model, batch)
+
+    def fit(output, kernels, steps=2):
+        seen.clear()
+        rows = Rows(), Rows(), {"data": "numbers"}
+        loop.fit(new_recipe(tmp_path / output, steps=steps, kernels=kernels), new_model(), noting, *rows)
+        return set(seen)
+
+    assert fit("on", True) == {True} and fit("off", False) == {False} and not active()
+    assert fit("on", False, 4) == {False}  # a run may go on without
+    monkeypatch.setattr(loop, "missing", lambda device: "Triton is not installed: pip install it")
+    with pytest.raises(ValueError, match="^train.kernels=true: Triton is not installed: pip install it; leave it out$"):
+        fit("none", True)
+    assert not (tmp_path / "none").exists() and missing(torch.device(DEVICE)) == ""
+
+
+NATIVELY = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from draftsmith.train import loss_kernels as kernels
+
+class Hopper:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *_: 0
+
+driver.set_active(Hopper())
+built = {}
+
+class Compiled:
+    def __init__(self, name):
+        self.name, self.kernel = name, getattr(kernels, name)
+    def __getitem__(self, grid):
+        def launch(*given, **flags):
+            kernel = self.kernel.warmup(*given, grid=grid, **flags)
+            built[kernel.hash] = self.name, kernel
+        return launch
+
+for name in ("_law", "_steps"):
+    setattr(kernels, name, Compiled(name))
+
+def run(vocab, size, steps, rows, shares, least=False):
+    raw, weight, text = torch.empty(rows, vocab, dtype=torch.bfloat16), torch.ones(steps, rows), torch.zeros(rows, dtype=torch.int64)
+    part = (None, None) if size == vocab else (torch.arange(size), torch.zeros(vocab, dtype=torch.int64))
+    teacher = None if set(shares) == {"nll"} else kernels.law(raw, weight, *part, 0.7, text.float() if least else None)
+    kernels.with_gradients(torch.empty(steps, rows, size, dtype=torch.bfloat16), teacher, text, weight, weight, shares)
+
+for rows in (1, 37, 64):
+    run(128_256, 32_000, 7, rows, {"ce": 1.0})
+run(151_936, 151_936, 1, 55, {"nll": 1.0})
+run(2000, 2000, 1, 55, {name: 0.1 for name in ("ce", "kl", "nll", "reverse_kl", "jsd", "jsd(0.1)", "tv", "lk", "lk_hybrid")}, least=True)
+run(1, 1, 1, 1, {"kl": 1.0})
+for name, kernel in built.values():
+    assert kernel.asm["cubin"] and kernel.metadata.shared <= 48 * 1024, name
+print(*sorted(name for name, _ in built.values()))
+"""
+
+
+def test_compiles_for_hopper(tmp_path):
+    """As far as machine code, by the very calls that a GPU would get. One kernel for chunks of any length."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", NATIVELY], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == 3 * ["_law"] + 4 * ["_steps"]
+
+
+class TestNatively:
+    pytestmark = pytest.mark.gpu
+
+    @pytest.fixture(autouse=True)
+    def _full_precision(self, monkeypatch):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+    @pytest.mark.parametrize("dtype", TYPES)
+    @pytest.mark.parametrize("loss", [*LOSSES, "jsd(0.1)", MIX, EVERYTHING], ids=str)
+    @pytest.mark.parametrize(("vocab", "size"), [*SIZES, (50_257, 50_257), (151_936, 32_000), (262_144, 262_144)])
+    def test_equals_the_plain_losses(self, vocab, size, loss, dtype):
+        for steps, kind in ((1, "wide"), (3, "ties"), (3, "holes")):
+            check(chunk(vocab, size, steps, 40, kind, dtype), loss, temperature=0.9)
+
+    @pytest.mark.parametrize("function", CHUNKED)
+    def test_on_equals_off(self, function):
+        one = problem()
+        want, got = outcome(one, function, False), outcome(one, function, True)
+        for a, b in zip((got[0], *got[1], *got[2]), (want[0], *want[1], *want[2]), strict=True):
+            assert torch.equal(a, b) if a.dtype == torch.bool else near(a, b.double())
+
+    @pytest.mark.parametrize("loss", [*LOSSES, EVERYTHING], ids=str)
+    @pytest.mark.parametrize("where", ["raw", "logits"])
+    def test_nan_where_it_counts_is_not_hidden(self, where, loss):
+        """Not so under the interpreter: a GPU's minimum of NaN and a number is the number, unless told."""
+        nan_is_seen(where, loss)
