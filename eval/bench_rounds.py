@@ -199,14 +199,14 @@ def medusa(target: Target, sizes: Sizes) -> DrafterModel:
     return _scattered(drafter)
 
 
-def eagle(target: Target, sizes: Sizes) -> DrafterModel:
-    """EAGLE-3 with a quarter of the vocabulary and the published taps; a dynamic tree, eight wide."""
+def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
+    """EAGLE-3 with a quarter of the vocabulary and the published taps; a dynamic tree, eight wide and `depth` deep (0: as sizes say)."""
     layers, part = target.num_layers, target.vocab_size // 4
     taps = sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)})
     widths = {"num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "intermediate_size": sizes.mlp, "draft_vocab_size": part}
     drafter: Any = new_drafter("eagle", target, dtype=sizes.dtype, version=3, taps=taps, steps=7, **widths)
     drafter.take(vocab.choose(torch.ones(target.vocab_size), part))
-    drafter.shape = Beam(sizes.depth, 8, sizes.nodes[-1])
+    drafter.shape = Beam(depth or sizes.depth, 8, sizes.nodes[-1])
     return _scattered(drafter)
 
 
@@ -384,7 +384,9 @@ def run(report: Report, sizes: Sizes, effort: Effort, device: torch.device, time
         part(f"rounds after {context}", lambda context=context: add("rounds", rounds(target, sizes, effort, context, bandwidth)))
     # Before the drafters: their taps hang hooks on the layers, which a compiler would see.
     part("plain", lambda: add("plain", [rival(target, effort)]))
-    for make, what in ((medusa, "Medusa with a static tree"), (eagle, "EAGLE-3 with a dynamic tree")):
+    # Each level reads the head again: fewer may be worth more.
+    shallow = partial(eagle, depth=3)
+    for make, what in ((medusa, "Medusa with a static tree"), (eagle, "EAGLE-3 with a dynamic tree"), (shallow, "EAGLE-3, three deep,")):
         whole = f"{WATERMARK} acceptance: {what} of {sizes.nodes[-1]} nodes after {sizes.contexts[0]:,}"
         part(what, lambda make=make, whole=whole: add("decoding", [decoding(target, sizes, effort, whole, make(target, sizes))]))
 

@@ -3,6 +3,7 @@
 Plain decoding is this loop with the drafter `Plain`; no other loop exists. Letters: B live rows · N nodes · K draft depth.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,10 @@ class Decoder:
         longest = max(len(request.prompt) for request in waiting)
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
         self._history = history
-        graphs = self.graphs and not self.refusal(sampling, history is not None)
+        why = self.refusal(sampling, history is not None)
+        graphs = self.graphs and not why
+        if self.kernels and self.graphs and why:
+            warnings.warn(f"rounds are not CUDA graphs: {why}", stacklevel=2)
         try:
             cache, bound = self._bind(limits.context, graphs)
             if graphs:

@@ -177,15 +177,15 @@ def test_every_line_is_there_and_counts_right(capsys):
     for line in found["decoding"]:
         assert line["seconds"] == 9 and line["efficiency"] == pytest.approx(1 / 9)
         assert line["speedup"] == pytest.approx(line["tau"] / 9) and line["asked"] == 0.8 and line["parts"] == {}
-    medusa, eagle = found["decoding"]
-    assert "Medusa" in medusa["what"] and "EAGLE-3" in eagle["what"] and eagle["profile_tau"] is None
+    medusa, eagle, shallow = found["decoding"]
+    assert "Medusa" in medusa["what"] and "EAGLE-3" in eagle["what"] and "three deep" in shallow["what"] and eagle["profile_tau"] is None
 
     # What is made up says so, in every line and entry, and the rest does not.
     entries = found["rounds"] + found["decoding"]
-    assert all((WATERMARK in entry["what"]) == (entry.get("nodes") != 1) for entry in entries) and len(entries) == 8
+    assert all((WATERMARK in entry["what"]) == (entry.get("nodes") != 1) for entry in entries) and len(entries) == 9
     out = capsys.readouterr()
     lines = [line for line in out.out.splitlines() if " nodes after" in line and "│" not in line]
-    assert len(lines) == 4 + 2 and all(line.startswith(WATERMARK) for line in lines)
+    assert len(lines) == 4 + 3 and all(line.startswith(WATERMARK) for line in lines)
     assert found["synthetic_profile"] == PROFILE
 
 
@@ -273,14 +273,14 @@ def test_taps_of_an_8b_are_the_published_ones():
 
 @pytest.mark.usefixtures("twins", "clock")
 def test_a_part_that_fails_leaves_one_line(monkeypatch, capsys):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n 4 GiB")
 
     monkeypatch.setattr(bench_rounds, "eagle", full)
     monkeypatch.setattr(bench_kernels, "_moves", full)
     found = measured().found
     reason = "CUDA out of memory. Tried to allocate 4 GiB"
-    assert found["failed"] == {"kernels": reason, "EAGLE-3 with a dynamic tree": reason}
+    assert found["failed"] == dict.fromkeys(("kernels", "EAGLE-3 with a dynamic tree", "EAGLE-3, three deep,"), reason)
     assert len(found["lines"]) == 18 and len(found["rounds"]) == 6 and len(found["plain"]) == 1 and len(found["decoding"]) == 1
     assert f"failed: EAGLE-3 with a dynamic tree: {reason}\n" in capsys.readouterr().out
 
@@ -337,5 +337,5 @@ def test_on_a_gpu():
     report = Report(None, True, {"device": "a GPU"})
     bench_rounds.run(report, sizes, EFFORT, torch.device("cuda"))
     assert report.found["failed"] == {}
-    assert len(report.found["rounds"]) == 3 and len(report.found["plain"]) == 1 and len(report.found["decoding"]) == 2
+    assert len(report.found["rounds"]) == 3 and len(report.found["plain"]) == 1 and len(report.found["decoding"]) == 3
     assert all(len(line["parts"]) == 4 and line["tau"] > 1 for line in report.found["decoding"])

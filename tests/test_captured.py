@@ -9,7 +9,6 @@ from zoo import tiny
 
 from draftsmith.inference import captured, kernels
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.captured import Captured, refusal
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -270,5 +269,11 @@ def test_reasons():
         assert "processors" in refusal(fake, Plain(), Sampling(), True)
         assert "rejection" in refusal(fake, Plain(), Sampling(1.0, rule="rejection"), False)
         assert refusal(fake, Plain(), Sampling(), False) == ""
-    with tree_attention(target.model):
-        assert Decoder(target, kernels=False).refusal(Sampling()) == "kernels are off"
+    assert Decoder(target, kernels=False).refusal(Sampling()) == "kernels are off"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")
+def test_why_rounds_are_no_graphs_is_said():
+    decoder = Decoder(Target.wrap(tiny("llama")), kernels=True)
+    with pytest.warns(UserWarning, match="rounds are not CUDA graphs: a graph needs a CUDA device"):
+        decoder.generate([[1]], max_new_tokens=1)
