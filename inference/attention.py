@@ -70,9 +70,11 @@ class TreeAttention:
 
     @classmethod
     def causal(cls, cache: TreeCache, count: int) -> "TreeAttention":
-        """A chunk of prompts, query j of a row at position length + j; queries past a row's own tokens are not to be read."""
-        depth = torch.arange(count, device=cache.length.device).expand(len(cache.selected), count)
-        return cls(cache, depth, None)
+        """A chunk of tokens, query j of a row at position length + j; queries past a row's own tokens are not to be read. In a graph a tree:
+        kernels know the lengths from the device."""
+        rows, index = len(cache.selected), torch.arange(count, device=cache.length.device)
+        visible = (index[:, None] >= index).expand(rows, -1, -1) if cache.fixed else None
+        return cls(cache, index.expand(rows, count), visible)
 
     def words(self) -> Tensor:
         """What each node sees of the M slots, as int64 words [B,N,⌈M/64⌉]. Packed once and kept."""

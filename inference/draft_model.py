@@ -167,10 +167,9 @@ class DraftModel:
         cache = self._bound_cache
         cache.select(ask.rows)
         tokens, counts = self._waiting[ask.index], torch.where(ask.live, self._lacking[ask.index], 0)
-        depth = torch.arange(2, device=tokens.device).expand_as(tokens)
-        causal = torch.ones(2, 2, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
-        hidden = self._forward(tokens, TreeAttention(cache, depth, causal))
-        cache.keep(depth, counts, in_place=True)
+        attention = TreeAttention.causal(cache, 2)
+        hidden = self._forward(tokens, attention)
+        cache.keep(attention.depth, counts, in_place=True)
         last = (counts - 1).clamp(min=0)
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
 

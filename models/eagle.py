@@ -436,11 +436,9 @@ class EagleModel(DrafterModel):
         state, width = self._state, tokens.shape[1]
         state.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
         state.cache.select(ask.rows)
-        depth = torch.arange(width, device=tokens.device).expand_as(tokens)
-        causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
-        attention = TreeAttention(state.cache, depth, causal)
+        attention = TreeAttention.causal(state.cache, width)
         output = self.step(feature, tokens, attention.positions(), self._cached(attention))
-        state.cache.keep(depth, counts, in_place=True)
+        state.cache.keep(attention.depth, counts, in_place=True)
         last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
         state.state[ask.index] = torch.where(counts[:, None] > 0, last, state.state[ask.index])
         state.begun[ask.index] |= counts > 0

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from hopper import compiled
 from interpreted import INTERPRETED
 
 pytest.importorskip("triton")
@@ -198,3 +199,17 @@ def test_refusals():
         take(features.transpose(1, 2), slots)
     commit(groups, rows, start, slots[:, :0], 0)
     assert take(features, slots[:, :0]).shape == (2, 0, 4)
+
+
+CALLS = """
+buffers = [torch.zeros(3, 8, 300, 128, dtype=torch.bfloat16) for _ in range(4)] + [torch.zeros(3, 2, 300, 80)]
+zero = torch.zeros(2, dtype=torch.int64)
+kernels.commit(kernels.table(buffers), zero, zero, torch.zeros(2, 5, dtype=torch.int64), 1)
+for shape in ((2, 64, 4096), (2, 64, 3, 4096)):
+    kernels.take(torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.int64))
+"""
+
+
+def test_compiles_for_hopper(tmp_path):
+    """Features with taps and without share a kernel."""
+    assert compiled("draftsmith.inference.kernels.commit", ("_move", "_take"), CALLS, tmp_path) == ["_move", "_move", "_take"]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper import compiled
 from interpreted import INTERPRETED
 from planting import ask
 
@@ -194,6 +195,25 @@ def test_nothing_waits_for_the_device():
         rerank(store.upto(13), 9, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+CALLS = """
+for dtype in (torch.float32, torch.bfloat16):
+    kernels.best(torch.zeros(2, 3, 128_256, dtype=dtype), 8)
+root = torch.zeros(2, dtype=torch.int64)
+store = kernels.Store.rooted(root, 1 + 10 + 7 * 100)
+at, seen, stored = root[:, None], torch.zeros(2, 1, 0, dtype=torch.bool), 1
+for nodes, width in ((1, 10), (10, 10), (10, 0)):
+    ids = torch.zeros(2, nodes, 10, dtype=torch.int64)
+    at, seen, *_ = kernels.frontier(store, at, seen, ids, ids.float(), stored, width)
+    stored += 10 * nodes
+kernels.rerank(store.upto(stored), 60, 3)
+"""
+
+
+def test_compiles_for_hopper(tmp_path):
+    found = compiled("draftsmith.inference.kernels.expand", ("_maxima", "_best", "_frontier", "_rerank"), CALLS, tmp_path)
+    assert found == ["_best"] * 2 + ["_frontier"] * 3 + ["_maxima"] * 2 + ["_rerank"]
 
 
 def test_refusals():
