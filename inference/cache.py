@@ -64,13 +64,13 @@ class TreeCache(Cache):
         self.selected = list(rows)
         first, count = self.selected[0], len(self.selected)
         self._range = (first, count) if self.selected == list(range(first, first + count)) else None
-        self._all = self._range == (0, self.rows)
-        # That of all rows stays where it is: a graph may hold it.
-        self.index = self._every if self._all else torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
+        self._leading = self._range == (0, count)
+        # That of the first rows stays where it is: a graph may hold it.
+        self.index = self._every[:count] if self._leading else torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
         self._changed()
 
     def _changed(self) -> None:
-        self.current = self.length if self._all else self.length.index_select(0, self.index)  # [B]
+        self.current = self.length[: len(self.selected)] if self._leading else self.length.index_select(0, self.index)  # [B]
         bounds = [self._bound[row] for row in self.selected]
         self.reach = max(bounds)
         self.exact = min(bounds) == self.reach and all(self._sure[row] for row in self.selected)
@@ -161,8 +161,8 @@ class TreeCache(Cache):
         """Slot slots[b,j] after a row's length moves to slot first + j, −1 stays; the length grows by count [B]. slots[b,j] ≥ first + j."""
         if not in_place:
             self._move(slots, first)
-        if self._all:
-            self.length += count
+        if self._leading:
+            self.length[: len(count)] += count
         else:
             self.length.index_add_(0, self.index, count)
         for place, row in enumerate(self.selected):

@@ -1,10 +1,10 @@
 """Rounds of one fixed shape, so that a CUDA graph can hold a whole one: draft, target, verdict, commit, without the host in between.
 
-The graph covers all rows of a decoder; a row without a request has trees of size 0. What a round committed is copied to the host while the
-next one runs already, so that stop conditions are met a round late: what that round drafted for a row that had ended is dropped. A drafter
-that needs the host drafts outside of the graph, and is told of each round before the next.
+A graph covers the first rows of a decoder, as many as are in use (a power of two); one without a request has trees of size 0. What a round
+committed is copied to the host while the next one runs already, so that stop conditions are met a round late: what that round drafted for
+a row that had ended is dropped. A drafter that needs the host drafts outside of the graph, and is told of each round before the next.
 
-Letters: B rows of the decoder · N tree nodes · P = K+1 path entries.
+Letters: B rows of a graph · N tree nodes · P = K+1 path entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +120,7 @@ class Captured:
         self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
         self.late = drafter.capturable  # whether a round may be launched before the last one has landed
         self._seated: list[int] = []
-        self._kinds: dict[tuple[int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
+        self._kinds: dict[tuple[int, int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
 
     def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
         """These rows, just prefilled, take part from the next round on."""
@@ -143,10 +143,11 @@ class Captured:
         if not self.late:
             asked = self._asked(depth)
             drafted = self.drafter.propose(asked).to(self.target.device) if depth else DraftTree.root(asked.root)
-        kind = (depth, 0)
+        rows = _bucket(self._seated[-1] + 1, self.cache.rows)
+        kind = (rows, depth, 0)
         if drafted is not None:
             nodes = drafted.tokens.shape[1]
-            kind = (self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (0, 0)
+            kind = (rows, self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (rows, 0, 0)
         if kind not in self._kinds:
             self._kinds[kind] = self._recorded(*kind)
             marks = self._mark()  # recording is no part of a round
@@ -188,17 +189,18 @@ class Captured:
         event.record(torch.cuda.current_stream(self.target.device))
         return [event]
 
-    def _recorded(self, depth: int, nodes: int) -> tuple[_Pass, list[Callable[[], Any]]]:
-        """A round of this depth, or of this many nodes that the host drafted. Recording it leaves the rows where they are: nobody is live
-        meanwhile."""
+    def _recorded(self, rows: int, depth: int, nodes: int) -> tuple[_Pass, list[Callable[[], Any]]]:
+        """A round of so many rows and of this depth, or of this many nodes that the host drafted. Recording it leaves the rows where they
+        are: nobody is live meanwhile."""
         cache = self.cache
         live, bounds, fixed = self.live.clone(), cache.bounds(), cache.fixed
         self.live.fill_(False)
         cache.fixed = True
-        cache.select(range(cache.rows))
-        this = _Pass(Ask(cache.selected, cache.index, self.root, cache.current, self.request, self.sampling, depth, self.live))
+        cache.select(range(rows))
+        root, request, taking = self.root[:rows], self.request[:rows], self.live[:rows]
+        this = _Pass(Ask(cache.selected, cache.index, root, cache.current, request, self.sampling, depth, taking))
         if nodes:
-            tokens = torch.zeros(cache.rows, nodes, dtype=torch.int64, device=self.target.device)
+            tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=self.target.device)
             this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
         parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
         recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self.target.device)
@@ -209,13 +211,14 @@ class Captured:
 
     def _draft(self, this: _Pass) -> None:
         """The trees; those of rows that do not take part are empty."""
+        assert this.ask.live is not None
         self.cache.fixed = True
-        self.cache.select(range(self.cache.rows))
+        self.cache.select(this.ask.rows)
         if this.drafted is not None:
             tree = DraftTree.build(this.drafted.tokens, this.drafted.parents, this.drafted.size)
         else:
             tree = (self.drafter if this.ask.depth else Plain()).propose(this.ask)
-        this.tree = replace(tree, size=torch.where(self.live, tree.size, 0), full=False, _deepest=None)
+        this.tree = replace(tree, size=torch.where(this.ask.live, tree.size, 0), full=False, _deepest=None)
 
     def _check(self, this: _Pass) -> None:
         """The target on the trees, and the verdict."""
@@ -233,7 +236,8 @@ class Captured:
         assert this.tree is not None and this.verdict is not None and this.out is not None
         if self.late:
             self.drafter.accept(this.ask, this.tree, this.verdict, this.out)
-        self.root.copy_(torch.where(self.live, this.verdict.next_token, self.root))
+        assert this.ask.live is not None
+        this.ask.root.copy_(torch.where(this.ask.live, this.verdict.next_token, this.ask.root))
 
     def _commit(self, this: _Pass) -> None:
         """The cache moves on, and the host is to be told [B,·]."""
@@ -247,9 +251,9 @@ def _one_by_one(parts: Sequence[Callable[[], Any]]) -> None:
         part()
 
 
-def _bucket(nodes: int, most: int) -> int:
-    """A number of nodes that graphs are made for, no less than `nodes`: a power of two, or the most there can be."""
-    return min(1 << (nodes - 1).bit_length(), most)
+def _bucket(count: int, most: int) -> int:
+    """A number of rows or nodes that graphs are made for, no less than `count`: a power of two, or the most there can be."""
+    return min(1 << (count - 1).bit_length(), most)
 
 
 def _write(drafted: DraftTree, held: DraftTree, rows: list[int]) -> None:
