@@ -15,7 +15,7 @@ from test_loop import Numbers as Rows
 from test_loop import new_model, new_recipe, objective
 
 from draftsmith.inference.kernels import active, missing, use
-from draftsmith.train import draft_losses, loop, loss_kernels, losses
+from draftsmith.train import artifact, draft_losses, loop, loss_kernels, losses
 from draftsmith.train.draft_losses import LOSSES, chunked_draft_loss
 from draftsmith.train.loss_kernels import law, with_gradients
 from draftsmith.train.losses import chunked_cross_entropy, chunked_kl, chunked_kl_heads
@@ -422,10 +422,10 @@ def test_a_run_takes_them_when_told(tmp_path, monkeypatch):
 
     assert fit("on", True) == {True} and fit("off", False) == {False} and not active()
     assert fit("on", False, 4) == {False}  # a run may go on without
-    monkeypatch.setattr(loop, "missing", lambda device: "Triton is not installed: pip install it")
+    monkeypatch.setattr(artifact, "missing", lambda device: "Triton is not installed: pip install it")
     with pytest.raises(ValueError, match="^train.kernels=true: Triton is not installed: pip install it; leave it out$"):
-        fit("none", True)
-    assert not (tmp_path / "none").exists() and missing(torch.device(DEVICE)) == ""
+        artifact.prepare(new_recipe(tmp_path / "none", kernels=True))  # before there is a target
+    assert missing(torch.device(DEVICE)) == ""
 
 
 CALLS = """

@@ -20,6 +20,7 @@ from draftsmith.eval.session import command, dtype_of, encode, shape
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
+from draftsmith.inference.kernels import missing
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import DrafterModel, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
@@ -67,12 +68,14 @@ def prepare(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
     """The recipe's target, and its data as corpora "train" and "valid" (rank 0 makes them, the others read what it wrote).
 
     Raises:
-        ValueError: a target that cannot be laid out or quantised so, or keys that do not go together with that.
+        ValueError: a target that cannot be laid out or quantised so, keys that do not go together with that, or kernels that cannot run.
     """
     machine.threads()
     state = world.join()
     section, data = recipe.target, recipe.data
     _check_layout(recipe)
+    if recipe.train.kernels and (reason := missing(state.device)):
+        raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
         section.path,
         dtype=dtype_of(section.dtype),

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftsmith.inference import machine
-from draftsmith.inference.kernels import missing, use
+from draftsmith.inference.kernels import use
 from draftsmith.inference.progress import Bar
 from draftsmith.train import checkpoint, world
 from draftsmith.train import recipe as recipes
@@ -129,8 +129,6 @@ def fit(
     """
     section = recipe.train
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
-    if section.kernels and (reason := missing(cast(torch.device, world.join().device))):
-        raise ValueError(f"train.kernels=true: {reason}; leave it out")
     with Clock(section.stall_minutes, advice) as clock, explained(section, advice), use(section.kernels):
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
         with Signals() as signals:
