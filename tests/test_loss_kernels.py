@@ -320,11 +320,16 @@ def student(one):
     return found.sum, [found.hits, found.overlap, found.sums]
 
 
+def capped(one):
+    """A callable head whose backward needs its logits."""
+    return draft(one, head=lambda x: 3 * torch.tanh(x @ one.w.T))
+
+
 def cut(one):
     return draft(one, temperature=0.7, top_k=9)
 
 
-CHUNKED = (cross_entropy, kl, kl_heads, draft, student, cut)
+CHUNKED = (cross_entropy, kl, kl_heads, draft, student, capped, cut)
 
 
 def outcome(one, function, on):
@@ -372,10 +377,8 @@ def test_in_half_precision(monkeypatch, autocast, function):
 
 
 def test_what_keeps_to_the_plain_path(monkeypatch):
-    """A callable, whose backward may need its logits, and float64; and no gradient where none is asked for."""
+    """float64; and no gradient where none is asked for."""
     calls, one = taken(monkeypatch), problem()
-    want, got = (outcome(one, lambda one: draft(one, head=lambda x: 3 * torch.tanh(x @ one.w.T)), on) for on in (False, True))
-    assert torch.equal(want[0], got[0]) and all(map(torch.equal, want[2], got[2]))
     outcome(problem(torch.float64), draft, True)
     assert not calls
     want = outcome(one, draft, False)[0].double()

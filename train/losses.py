@@ -2,7 +2,7 @@
 
 A loss that is a sum over positions needs each chunk's logits once: its gradient follows in the same breath, so nothing is
 recomputed and nothing is kept but the gradients themselves (as in Liger kernels, https://arxiv.org/abs/2410.10989). Where kernels are in
-use (`draftsmith.inference.kernels`) and the head is a weight, `loss_kernels` makes both; the steps here are its twins.
+use (`draftsmith.inference.kernels`), `loss_kernels` makes both; the steps here are its twins.
 
 Letters: M positions (rows and sequence flattened) · V vocabulary · H hidden size · K heads.
 """
@@ -181,8 +181,7 @@ class ChunkedHead:
             self.hidden, self.function = hidden.detach(), head
             self.leaves, self.vocab_size = _leaves(head, self.hidden[:1])
         self.sum_dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-        # Kernels write gradients over logits, which the backward of a callable may need.
-        self.fused = active() and self.weight is not None and self.sum_dtype == torch.float32
+        self.fused = active() and self.sum_dtype == torch.float32
         self.inputs = [hidden, *self.leaves]
         self.wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
         self.grads = [
@@ -207,6 +206,9 @@ class ChunkedHead:
                 assert self.function is not None
                 raw = self.function(x)
         self._chunk = (x, raw)
+        if self.fused and self.function is not None and self.wanted:
+            # Kernels write gradients over logits, which the backward of a callable may need.
+            return raw.detach().clone(memory_format=torch.contiguous_format)
         return raw.detach()
 
     def backward(self, index: Tensor, dlogits: Tensor) -> None:

@@ -129,7 +129,7 @@ class TrainSection(Section):
     clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
     precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
     compile: bool = Field(default=False, description="compile the target's layers: a minute at the start, less in each step, most on a GPU")
-    kernels: bool = Field(default=False, description="losses by Triton's kernels where the head is a weight; no GPU has run them yet")
+    kernels: bool = Field(default=False, description="losses by Triton's kernels; no GPU has run them yet")
     seed: int = Field(default=0, ge=0, lt=2**31)
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
     eval_batches: int = Field(default=8, ge=1)
