@@ -6,7 +6,7 @@ Plain decoding is this loop with the drafter `Plain`; no other loop exists. Lett
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -21,63 +21,13 @@ from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target
 from draftsmith.inference.governor import Governor
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.inference.processors import History, Processor
+from draftsmith.inference.request import Completion, Limits, Request, Round, Step, requests_of, settle
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import Told, Verdict, verify
+from draftsmith.inference.verify import Verdict, verify
 
 __all__ = ["Completion", "Decoder", "Round", "Step"]
-
-
-@dataclass(slots=True)
-class Round:
-    """One row's share of a round: nodes verified, tokens committed (after truncation), verdict length (before), position of
-    the root, and the seconds of the whole batch's round: drafting, verifying, all else."""
-
-    size: int
-    length: int
-    accepted: int
-    position: int
-    draft_s: float
-    verify_s: float
-    other_s: float
-
-
-@dataclass(slots=True)
-class Step:
-    """What a round committed for one row; tokens end at the stop token (included) or at the limit. reason: "" while the row
-    runs, then "stop", "length" (max_new_tokens) or "context"."""
-
-    row: int
-    prompt_index: int
-    tokens: list[int]
-    accepted: int
-    size: int
-    finished: bool
-    reason: str
-    round: Round
-
-
-@dataclass(slots=True)
-class Completion:
-    """The answer to one prompt: new tokens only, why it ended, and its rounds."""
-
-    tokens: list[int] = field(default_factory=list)
-    reason: str = ""
-    rounds: list[Round] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Request:
-    """A prompt in work: row is −1 until it has one; position is the absolute index of its last token."""
-
-    index: int
-    prompt: list[int]
-    key: int
-    row: int = -1
-    last: int = 0
-    position: int = 0
-    emitted: int = 0
 
 
 class Decoder:
@@ -174,42 +124,21 @@ class Decoder:
             ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a
                 processor that cannot be verified exactly.
         """
-        waiting = self._requests(prompts, max_new_tokens, requests)
+        waiting = requests_of(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
         stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)
         sampling = sampling or Sampling()
         history = None
         if History.needed(sampling, processors):
             history = History(sampling, processors, self.rows, self.target.vocab_size, self.target.device)
-        return self._run(waiting, sampling, history, _Limits(0, max_new_tokens, stops))
+        return self._run(waiting, sampling, history, Limits(0, max_new_tokens, stops))
 
-    def _requests(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, requests: Sequence[int] | None) -> list[_Request]:
-        if max_new_tokens < 1:
-            raise ValueError(f"got max_new_tokens {max_new_tokens}; expected at least 1; raise it")
-        keys = list(range(len(prompts))) if requests is None else list(requests)
-        if len(keys) != len(prompts):
-            raise ValueError(f"got {len(keys)} requests for {len(prompts)} prompts; expected one key per prompt; match them")
-        limit = self.context or self.target.max_positions
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompt {i}: got no tokens; expected at least one; add the beginning-of-text token")
-            if len(prompt) >= limit:
-                raise ValueError(f"prompt {i}: got {len(prompt)} tokens; expected fewer than the context of {limit}; shorten it")
-            if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
-                bad = next(token for token in prompt if not 0 <= token < self.target.vocab_size)
-                raise ValueError(
-                    f"prompt {i}: got token id {bad}; expected 0..{self.target.vocab_size - 1}; use the target's own tokenizer"
-                )
-            if not 0 <= keys[i] < 2**32:
-                raise ValueError(f"prompt {i}: got request {keys[i]}; expected 0..2^32-1; use a smaller key")
-        return [_Request(i, [int(token) for token in prompt], key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))]
-
-    def _run(self, waiting: list[_Request], sampling: Sampling, history: History | None, limits: "_Limits") -> Iterator[list[Step]]:
+    def _run(self, waiting: list[Request], sampling: Sampling, history: History | None, limits: Limits) -> Iterator[list[Step]]:
         if not waiting:
             return
         if self._busy:
             raise ValueError("got a second stream on a decoder that is decoding; expected one at a time; make another Decoder")
         self._busy = True
-        live: list[_Request] = []
+        live: list[Request] = []
         longest = max(len(request.prompt) for request in waiting)
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
         self._history = history
@@ -258,10 +187,10 @@ class Decoder:
         self._rounds[1].leave()
         return self._rounds[1]
 
-    def _flights(self, rounds: Captured, waiting: list[_Request], live: list[_Request], limits: "_Limits") -> Iterator[list[Step]]:
+    def _flights(self, rounds: Captured, waiting: list[Request], live: list[Request], limits: Limits) -> Iterator[list[Step]]:
         """`_run` with rounds that are one graph each: what one committed is looked at while the next is under way."""
         cache = rounds.cache
-        flights: deque[tuple[Flight, list[_Request]]] = deque()
+        flights: deque[tuple[Flight, list[Request]]] = deque()
         began = perf_counter()
         while waiting or live:
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
@@ -278,7 +207,7 @@ class Decoder:
                 told = flight.land()
                 # Of a row that had ended before the round began there is nothing to learn.
                 known = [request for request in flown if any(request is one for one in live)]
-                steps = [_settle(request, told[request.row], limits) for request in known]
+                steps = [settle(request, told[request.row], limits) for request in known]
                 now = perf_counter()
                 total, began = now - began, now
                 self.rounds += 1
@@ -311,12 +240,12 @@ class Decoder:
             self.governor.bind(self._depth)
         return self._cache, bound
 
-    def _admit(self, cache: TreeCache, waiting: list[_Request], live: list[_Request]) -> list[_Request]:
+    def _admit(self, cache: TreeCache, waiting: list[Request], live: list[Request]) -> list[Request]:
         """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go; the requests that got one."""
         cache.fixed = False
         began = self._clock()
         used = {request.row for request in live}
-        fresh: list[_Request] = []
+        fresh: list[Request] = []
         for row in range(self.rows):
             if waiting and row not in used:
                 request = waiting.pop(0)
@@ -332,7 +261,7 @@ class Decoder:
         self.prefill_s += self._clock() - began
         return fresh
 
-    def _prefill(self, cache: TreeCache, fresh: list[_Request]) -> None:
+    def _prefill(self, cache: TreeCache, fresh: list[Request]) -> None:
         """Run prompt[:-1] of neighbouring rows through the target, a chunk at a time, and start the drafter on them."""
         rows = [request.row for request in fresh]
         cache.select(rows)
@@ -361,7 +290,7 @@ class Decoder:
         if self._history:
             self._history.start(rows, prompts)
 
-    def _batch(self, cache: TreeCache, live: list[_Request]) -> "_Batch":
+    def _batch(self, cache: TreeCache, live: list[Request]) -> "_Batch":
         """Put the live rows on the device and select them in the cache."""
         rows = [request.row for request in live]
         cache.select(rows)
@@ -372,7 +301,7 @@ class Decoder:
         self.target_forwards += 1
         return self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.drafter.taps)
 
-    def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: "_Limits") -> list[Step]:
+    def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: Limits) -> list[Step]:
         drafter, governor = self.drafter, self.governor
         rows = cache.selected
         begin = self._clock()
@@ -396,7 +325,7 @@ class Decoder:
         accepted = self._clock()
         cache.commit(verdict, [row.length for row in told], all(row.in_place for row in told))
         batch.root = verdict.next_token
-        steps = [_settle(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
+        steps = [settle(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
         self.rounds += 1
         draft_s, verify_s = proposed - begin + accepted - verified, verified - proposed
         total = self._clock() - begin
@@ -426,17 +355,10 @@ class Decoder:
 
 
 @dataclass(slots=True)
-class _Limits:
-    context: int
-    max_new_tokens: int
-    stops: frozenset[int]
-
-
-@dataclass(slots=True)
 class _Batch:
     """The live requests and, on the device, their rows, noise keys and last tokens, all [B]."""
 
-    live: list[_Request]
+    live: list[Request]
     rows: Tensor
     request: Tensor
     root: Tensor
@@ -453,23 +375,3 @@ def _verify(tree: DraftTree, logits: Tensor, ask: Ask, processed: bool) -> Verdi
         by = verify if kernel.supported(sampling) else kernel.verify
     verdict = by(tree.to(there), logits, sampling, ask.request.to(there), ask.position.to(there), ask.depth)
     return verdict if there == here else Verdict(verdict.path.to(here), verdict.length.to(here), verdict.next_token.to(here))
-
-
-def _settle(request: _Request, told: Told, limits: _Limits) -> Step:
-    """Cut the tokens at the limits and at the first stop token, and move the request on."""
-    left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
-    if told.length == 0:
-        raise ValueError("the drafter proposed an empty tree for a row that is decoding; expected size 1 at least: the root alone")
-    tokens, reason = told.tokens[: min(left, space)], ""
-    stop = next((i for i, token in enumerate(tokens) if token in limits.stops), None)
-    if stop is not None:
-        tokens, reason = tokens[: stop + 1], "stop"
-    elif len(tokens) == left:
-        reason = "length"
-    elif len(tokens) == space:
-        reason = "context"
-    record = Round(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
-    request.emitted += len(tokens)
-    request.position += len(tokens)
-    request.last = tokens[-1]
-    return Step(request.row, request.index, tokens, told.length, told.size, bool(reason), reason, record)
