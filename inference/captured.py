@@ -52,8 +52,9 @@ def _has_experts(config: Any) -> bool:
     return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def record(work: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], Any]]:
-    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; on a CPU the pieces themselves."""
+def record(work: Sequence[Callable[[], Any]], device: torch.device, pool: Any) -> list[Callable[[], Any]]:
+    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; on a CPU the pieces themselves. pool: the memory
+    of all graphs of which no two run at a time; what a piece leaves there a later one reads."""
     if device.type != "cuda":
         return list(work)
     with torch.cuda.device(device):
@@ -64,7 +65,6 @@ def record(work: Sequence[Callable[[], Any]], device: torch.device) -> list[Call
                 for piece in work:
                     piece()
         torch.cuda.current_stream().wait_stream(side)
-        pool = torch.cuda.graph_pool_handle()  # one for all: what a piece leaves, a later one reads
         graphs = []
         for piece in work:
             graphs.append(torch.cuda.CUDAGraph())
@@ -120,6 +120,7 @@ class Captured:
         self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
         self.late = drafter.capturable  # whether a round may be launched before the last one has landed
         self._seated: list[int] = []
+        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
         self._kinds: dict[tuple[int, int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
 
     def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
@@ -203,7 +204,7 @@ class Captured:
             tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=self.target.device)
             this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
         parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
-        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self.target.device)
+        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self.target.device, self._pool)
         cache.bounds(bounds)
         cache.fixed = fixed
         self.live.copy_(live)
