@@ -1,5 +1,6 @@
 """The wheel holds every module, recipe and file of the embedded target."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,3 +60,51 @@ def test_the_wheel_is_complete_and_resolves_the_target_offline(tmp_path):
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert run.stdout.split(maxsplit=1)[-1].strip() == "def f", run.stderr
+
+
+KERNELS = {"draftsmith.inference.kernels." + name for name in ("attention", "commit", "expand", "verify")} | {
+    "draftsmith.train.loss_kernels"
+}
+IMPORTS = """
+import importlib, json, sys
+without, modules = json.loads(sys.argv[1])
+if without:
+    sys.modules["triton"] = None  # as where it is not installed: an ImportError
+for name in modules:
+    importlib.import_module(name)
+if without:
+    import torch
+    from draftsmith.inference.decoder import Decoder
+    from draftsmith.inference.draft_model import DraftModel
+    from draftsmith.inference.grow import Beam
+    from draftsmith.models.target import Target
+    target = Target.load("tiny")
+    drafter = DraftModel(Target.load("tiny-draft"), Beam(2, 2, 4))
+    plain, drafted = (Decoder(target, one).generate([[1, 2, 3]], max_new_tokens=8)[0].tokens for one in (None, drafter))
+    assert plain == drafted
+    try:
+        Decoder(target, kernels=True)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def imports(without, modules, folder):
+    caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", **caches}
+    given = json.dumps([without, sorted(modules)])
+    run = subprocess.run([sys.executable, "-c", IMPORTS, given], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert not [file for file in folder.rglob("*") if file.is_file()], "importing compiled something"
+    return run.stdout.strip()
+
+
+def test_kernels_are_needed_by_nobody_and_compiled_by_no_import(tmp_path):
+    rooms = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    modules = {
+        f"{package}.{file.stem}" for package, room in rooms.items() for file in (ROOT / room).glob("*.py") if file.stem != "__init__"
+    }
+    assert KERNELS < modules and len(modules) > 100
+    assert "Triton is not installed: pip install draftsmith[kernels]" in imports(True, modules - KERNELS, tmp_path)
+    pytest.importorskip("triton")
+    imports(False, KERNELS, tmp_path)
