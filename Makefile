@@ -16,10 +16,11 @@ quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
+# A process per core, each of one thread; a file of tests stays together, since its fixtures are dear.
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Every fault that a training run must survive, tried: six to ten minutes on 2 cores. Some need root, and are skipped without it.
 test-faults: $(READY)
