@@ -16,7 +16,12 @@ from draftsmith.inference.kernels import active
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["TreeCache"]
+__all__ = ["TreeCache", "placed"]
+
+
+def placed(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64, on the device without waiting for what is under way there."""
+    return torch.tensor(list(numbers), dtype=torch.int64).to(device, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -66,7 +71,7 @@ class TreeCache(Cache):
         self._range = (first, count) if self.selected == list(range(first, first + count)) else None
         self._leading = self._range == (0, count)
         # That of the first rows stays where it is: a graph may hold it.
-        self.index = self._every[:count] if self._leading else torch.tensor(self.selected, dtype=torch.int64, device=self.length.device)
+        self.index = self._every[:count] if self._leading else placed(self.selected, self.length.device)
         self._changed()
 
     def _changed(self) -> None:
@@ -138,8 +143,7 @@ class TreeCache(Cache):
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] of the slots just written for each selected row: a chunk of a prompt."""
-        added = torch.tensor(list(counts), dtype=torch.int64, device=self.length.device)
-        self.length.index_add_(0, self.index, added)
+        self.length.index_add_(0, self.index, placed(counts, self.length.device))
         for row, count in zip(self.selected, counts, strict=True):
             self._bound[row] += count
         self._changed()
@@ -206,7 +210,7 @@ class TreeCache(Cache):
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget these rows (all of them by default); their slots are free."""
         gone = list(range(self.rows) if rows is None else rows)
-        self.length.index_fill_(0, torch.tensor(gone, dtype=torch.int64, device=self.length.device), 0)
+        self.length.index_fill_(0, placed(gone, self.length.device), 0)
         for row in gone:
             self._bound[row], self._sure[row] = 0, True
         self._changed()

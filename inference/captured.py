@@ -10,13 +10,14 @@ Letters: B rows of a graph · N tree nodes · P = K+1 path entries.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention
-from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.cache import TreeCache, placed
 from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
@@ -52,23 +53,30 @@ def _has_experts(config: Any) -> bool:
     return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def record(work: Sequence[Callable[[], Any]], device: torch.device, pool: Any) -> list[Callable[[], Any]]:
-    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; on a CPU the pieces themselves. pool: the memory
-    of all graphs of which no two run at a time; what a piece leaves there a later one reads."""
-    if device.type != "cuda":
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where graphs are recorded of which no two run at a time. stream: libraries keep their workspaces by stream · pool: their memory; what
+    one leaves there the next may read."""
+
+    stream: torch.cuda.Stream
+    pool: Any
+
+
+def record(work: Sequence[Callable[[], Any]], on: Place | None) -> list[Callable[[], Any]]:
+    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; without a place the pieces themselves."""
+    if on is None:
         return list(work)
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    with torch.cuda.device(on.stream.device):
+        on.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(on.stream):
             for _ in range(WARM):
                 for piece in work:
                     piece()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(on.stream)
         graphs = []
         for piece in work:
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1], pool=pool):
+            with torch.cuda.graph(graphs[-1], pool=on.pool, stream=on.stream):
                 piece()
     return [graph.replay for graph in graphs]
 
@@ -119,22 +127,22 @@ class Captured:
         self.root, self.request = (torch.zeros(cache.rows, dtype=torch.int64, device=target.device) for _ in range(2))
         self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
         self.late = drafter.capturable  # whether a round may be launched before the last one has landed
+        self.recording_s = 0.0  # host seconds
         self._seated: list[int] = []
-        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self._on = Place(torch.cuda.Stream(target.device), torch.cuda.graph_pool_handle()) if target.device.type == "cuda" else None
         self._kinds: dict[tuple[int, int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
 
     def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
         """These rows, just prefilled, take part from the next round on."""
-        columns = torch.tensor([rows, roots, requests]).to(self.live.device, non_blocking=True)
-        self.root[columns[0]], self.request[columns[0]] = columns[1], columns[2]
-        self.live[columns[0]] = True
+        there, last, keys = (placed(numbers, self.live.device) for numbers in (rows, roots, requests))
+        self.root[there], self.request[there] = last, keys
+        self.live.index_fill_(0, there, True)
         self._seated = sorted({*self._seated, *rows})
 
     def leave(self, rows: Sequence[int] | None = None) -> None:
         """These rows (all of them by default) take part no more."""
         gone = self._seated if rows is None else rows
-        if gone:
-            self.live[list(gone)] = False
+        self.live.index_fill_(0, placed(gone, self.live.device), False)
         self._seated = [row for row in self._seated if row not in gone]
 
     def launch(self, depth: int) -> Flight:
@@ -150,11 +158,13 @@ class Captured:
             nodes = drafted.tokens.shape[1]
             kind = (rows, self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (rows, 0, 0)
         if kind not in self._kinds:
+            began = perf_counter()
             self._kinds[kind] = self._recorded(*kind)
+            self.recording_s += perf_counter() - began
             marks = self._mark()  # recording is no part of a round
         this, (*parts, last) = self._kinds[kind]
-        if drafted is not None and this.drafted is not None:
-            _write(drafted, this.drafted, self._seated)
+        if asked is not None and drafted is not None and this.drafted is not None:
+            _write(drafted, this.drafted, asked.index)
         for part in parts:
             part()
             marks += self._mark()
@@ -204,7 +214,11 @@ class Captured:
             tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=self.target.device)
             this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
         parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
-        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self.target.device, self._pool)
+        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self._on)
+        # Of what a kind of round leaves, other kinds may have the memory; the host reads no more than this.
+        this.tree = None
+        if self.late:
+            this.out = this.verdict = None
         cache.bounds(bounds)
         cache.fixed = fixed
         self.live.copy_(live)
@@ -257,7 +271,7 @@ def _bucket(count: int, most: int) -> int:
     return min(1 << (count - 1).bit_length(), most)
 
 
-def _write(drafted: DraftTree, held: DraftTree, rows: list[int]) -> None:
+def _write(drafted: DraftTree, held: DraftTree, rows: Tensor) -> None:
     """Put the trees of these rows where a graph reads them. What else is there is of rows that do not take part, or past a tree's size."""
     nodes = drafted.tokens.shape[1]
     held.tokens[rows, :nodes], held.parents[rows, :nodes], held.size[rows] = drafted.tokens, drafted.parents, drafted.size

@@ -4,6 +4,7 @@ Plain decoding is this loop with the drafter `Plain`; no other loop exists. Lett
 """
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from draftsmith.inference.verify import Verdict, verify
 
 __all__ = ["Completion", "Decoder", "Round", "Step"]
 
+_DRAFTING: "weakref.WeakSet[Any]" = weakref.WeakSet()  # drafters whose rows are some stream's
+
 
 class Decoder:
     """Decodes with a target and a drafter (None: plain).
@@ -37,7 +40,8 @@ class Decoder:
     of each call need, and then graphs are seldom of use again · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise
     around the parts of a round so that their times are true (the loop itself reads the device once per round) · governor: decides how deep
     to draft; without one every round drafts as deep as the drafter can · kernels: attend, draft, verify and commit with Triton's (no GPU has
-    run them yet) · graphs: with them, run each round as one CUDA graph (four, if timed) where that can be: `refusal` says why not.
+    run them yet) · graphs: with them, run each round as one CUDA graph (four, if timed) where that can be: `refusal` says why not. Calls with the same
+    sampling, seed included, use the graphs again.
 
     Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
 
@@ -79,6 +83,7 @@ class Decoder:
         self.target_forwards = self.prefill_chunks = self.rounds = 0
         self.prefill_s = 0.0
         self._cache: TreeCache | None = None
+        self._of: Any = None  # what it was made for
         self._rounds: tuple[Any, Captured] | None = None  # of the last call with graphs, and what has to be as it was
         self._bare: DraftTree | None = None
         self._depth = 0  # K of the drafter, as bound
@@ -137,7 +142,10 @@ class Decoder:
             return
         if self._busy:
             raise ValueError("got a second stream on a decoder that is decoding; expected one at a time; make another Decoder")
+        if self.drafter in _DRAFTING:
+            raise ValueError("got a second stream with a drafter that is drafting; expected one at a time; make another drafter")
         self._busy = True
+        _DRAFTING.add(self.drafter)
         live: list[Request] = []
         longest = max(len(request.prompt) for request in waiting)
         limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
@@ -168,10 +176,12 @@ class Decoder:
                         batch = None
                 yield steps
         finally:
+            self._busy = False
+            _DRAFTING.discard(self.drafter)
             if live and self._cache is not None:
                 with torch.inference_mode():
                     self._release(self._cache, [request.row for request in live])
-            self._busy, self._history = False, None
+            self._history = None
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
         """Why a round is not one graph, in one line; "" where it is."""
@@ -180,7 +190,7 @@ class Decoder:
 
     def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> Captured:
         """Those of the last call, if all that their graphs read is where it was."""
-        same = cache, bound, addresses(self.target.model), sampling
+        same = cache, self.drafter, self.drafter.capturable, bound, addresses(self.target.model), sampling
         if self._rounds is None or self._rounds[0] != same:
             self._rounds = None  # free the old ones first
             self._rounds = same, Captured(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
@@ -193,6 +203,8 @@ class Decoder:
         flights: deque[tuple[Flight, list[Request]]] = deque()
         began = perf_counter()
         while waiting or live:
+            fresh: list[Request] = []
+            aside = self.prefill_s + rounds.recording_s
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
                 if waiting and len(live) < self.rows:
                     fresh = self._admit(cache, waiting, live)
@@ -201,12 +213,13 @@ class Decoder:
                 depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
                 flights.append((rounds.launch(depth), list(live)))
                 self.target_forwards += 1
+                began += self.prefill_s + rounds.recording_s - aside  # which are no part of a round
                 if len(flights) <= rounds.late:
                     continue
                 flight, flown = flights.popleft()
                 told = flight.land()
                 # Of a row that had ended before the round began there is nothing to learn.
-                known = [request for request in flown if any(request is one for one in live)]
+                known = [request for request in flown if not request.ended]
                 steps = [settle(request, told[request.row], limits) for request in known]
                 now = perf_counter()
                 total, began = now - began, now
@@ -214,7 +227,7 @@ class Decoder:
                 draft_s, verify_s, learn_s, other_s = flight.parts() or (0.0, total, 0.0, 0.0)
                 for step in steps:
                     step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s + learn_s, verify_s, other_s
-                if self.governor and known:
+                if self.governor and known and not fresh:  # a prefill was under way beside it
                     self.governor.learn([request.row for request in known], [told[request.row] for request in known], total)
                 gone = [step.row for step in steps if step.finished]
                 if gone:
@@ -227,11 +240,11 @@ class Decoder:
     def _bind(self, limit: int, late: bool = False) -> tuple[TreeCache, Any]:
         """A cache and drafter state for `limit` positions, those of an earlier call if they are large enough, and what the drafter says of
         its own. late: a row may run a round past its end."""
-        limit += (self.drafter.max_depth + 1) * late
-        capacity = limit + self.drafter.max_nodes
-        if self._cache is None or self._cache.capacity < capacity:
+        capacity = limit + (self.drafter.max_depth + 1) * late + self.drafter.max_nodes
+        of = self.target.dtype, self.target.device
+        if self._cache is None or self._cache.capacity < capacity or self._of != of:
             self._cache = self._rounds = None  # free the old one first
-            self._cache = TreeCache(self.rows, capacity, self.target.device)
+            self._cache, self._of = TreeCache(self.rows, capacity, self.target.device), of
         self._cache.reset()  # a prefill that failed leaves its slots behind
         # Each time: another decoder may have bound the same drafter meanwhile.
         bound = self.drafter.bind(self.target, self.rows, limit)

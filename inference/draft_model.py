@@ -7,13 +7,14 @@ graph every round encodes: what waits is then two tokens at most.)
 Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabulary of the target · P tokens to catch up with · K draft depth.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
-from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.cache import TreeCache, placed
 from draftsmith.inference.drafter import Ask, NodeOutput, Target, TargetOutput, addresses
 from draftsmith.inference.grow import Frontier, Shape, choose, grow
 from draftsmith.inference.sampler import Sampling, warp
@@ -24,6 +25,18 @@ __all__ = ["DraftModel"]
 
 FEW = 8  # tokens to catch up with that are worth no forward of their own
 APART = 2**24  # more than any index
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """What it keeps of its rows. cache: its KV · missing: by row, the tokens that the cache lacks, up to the root · waiting [rows,2], lacking
+    [rows]: in a graph, those tokens and how many they are · of: what the cache was made for."""
+
+    cache: TreeCache
+    missing: dict[int, list[int]]
+    waiting: Tensor
+    lacking: Tensor
+    of: tuple[Any, ...]
 
 
 class DraftModel:
@@ -54,8 +67,7 @@ class DraftModel:
         self.confidence = confidence
         self._fewer = True
         self._vocab: int | None = None  # V, once bound
-        self._cache: TreeCache | None = None
-        self._placed: Shape | None = None  # on the device
+        self._state: Rows | None = None
 
     @property
     def capturable(self) -> bool:
@@ -89,46 +101,48 @@ class DraftModel:
     def bind(self, target: Target, rows: int, context: int) -> Any:
         self.check(context)
         self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
-        if self._placed is not self.shape:
-            self._placed = self.shape = self.shape.to(self.model.device)
+        self.shape = self.shape.to(self.model.device)
         if isinstance(self.shape, Topology):
             encoded = sum(level.nodes for level in self.shape.levels()[1:])
         else:
             encoded = (self.shape.depth - 1) * self.shape.width
-        capacity, device = context + max(encoded, 2), self.model.device
-        if self._cache is None or self._cache.rows != rows or self._cache.capacity < capacity or self._cache.length.device != device:
-            self._cache = TreeCache(rows, capacity, device)
-            # For graphs [rows,2] and [rows]: the tokens to be encoded first, and how many they are.
-            self._waiting, self._lacking = torch.zeros(rows, 2, dtype=torch.int64, device=device), torch.zeros_like(self._cache.length)
-        self._cache.reset()
-        self._missing: dict[int, list[int]] = {}  # by row: the tokens that the cache lacks, up to the root
+        # A graph lets a row run a round past its end.
+        capacity = context + self.max_depth + 1 + max(encoded, 2)
+        device, of = self.model.device, (self.model, self.model.dtype, self.model.device, rows)
+        if self._state is None or self._state.of != of or self._state.cache.capacity < capacity:
+            self._state = None  # free the old one first
+            lacking = torch.zeros(rows, dtype=torch.int64, device=device)
+            self._state = Rows(TreeCache(rows, capacity, device), {}, lacking.new_zeros(rows, 2), lacking, of)
+        self._state.cache.reset()
+        self._state.missing.clear()
         self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
         self._encoded = 0  # levels of it that were
         self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
-        return self._cache, self.shape, addresses(self.model.model)
+        return self._state, self.shape, addresses(self.model.model)
+
+    @property
+    def _rows(self) -> Rows:
+        assert self._state is not None, "bind comes first"
+        return self._state
 
     @torch.inference_mode()
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode prompt[:-1]."""
-        cache = self._bound_cache
+        cache = self._rows.cache
         cache.fixed = False
         cache.reset(rows)
         for row, prompt in zip(rows, prompts, strict=True):
-            self._missing[row] = list(prompt)
+            self._rows.missing[row] = list(prompt)
         self._catch_up(rows, leave=1)
-        self._waiting[rows, 0] = torch.tensor([prompt[-1] for prompt in prompts], device=self.model.device)
-        self._lacking[rows] = 1
-
-    @property
-    def _bound_cache(self) -> TreeCache:
-        assert self._cache is not None, "bind comes first"
-        return self._cache
+        there, last = placed(rows, self.device), placed([prompt[-1] for prompt in prompts], self.device)
+        self._rows.waiting[there, 0] = last
+        self._rows.lacking.index_fill_(0, there, 1)
 
     @torch.inference_mode()
     def propose(self, ask: Ask) -> DraftTree:
         """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
         growth, depth = grow(self.shape, ask), 0
-        self._bound_cache.fixed = ask.fixed
+        self._rows.cache.fixed = ask.fixed
         with tree_attention(self.model.model):
             hidden = (self._encode_waiting(ask) if ask.live is not None else self._reach_roots(ask.rows))[:, None]
             index = ask.position[:, None].to(self.model.device) + 1
@@ -156,7 +170,7 @@ class DraftModel:
 
     def _reach_roots(self, rows: list[int]) -> Tensor:
         """Encode what each row lacks -> hidden [B,H] at the roots."""
-        behind = [row for row in rows if len(self._missing[row]) > FEW]
+        behind = [row for row in rows if len(self._rows.missing[row]) > FEW]
         if behind and len(rows) > 1:  # by themselves: the others would be padding
             self._catch_up(behind, leave=1)
         return self._catch_up(rows, leave=0)
@@ -164,9 +178,9 @@ class DraftModel:
     def _encode_waiting(self, ask: Ask) -> Tensor:
         """The same in one shape, for rows that take part."""
         assert ask.live is not None
-        cache = self._bound_cache
+        cache = self._rows.cache
         cache.select(ask.rows)
-        tokens, counts = self._waiting[ask.index], torch.where(ask.live, self._lacking[ask.index], 0)
+        tokens, counts = self._rows.waiting[ask.index], torch.where(ask.live, self._rows.lacking[ask.index], 0)
         attention = TreeAttention.causal(cache, 2)
         hidden = self._forward(tokens, attention)
         cache.keep(attention.depth, counts, in_place=True)
@@ -175,9 +189,9 @@ class DraftModel:
 
     def _catch_up(self, rows: list[int], leave: int) -> Tensor:
         """Encode what each row lacks, but for its last `leave` tokens -> hidden [B,H] at the last token encoded."""
-        cache = self._bound_cache
+        cache = self._rows.cache
         cache.select(rows)
-        waiting = [self._missing[row][: len(self._missing[row]) - leave] for row in rows]
+        waiting = [self._rows.missing[row][: len(self._rows.missing[row]) - leave] for row in rows]
         last: list[Tensor | None] = [None] * len(rows)
         start, longest = 0, max(len(ids) for ids in waiting)
         while start < longest:
@@ -193,7 +207,7 @@ class DraftModel:
                     last[place] = hidden[place, len(part) - 1]
             start += width
         for row, ids in zip(rows, waiting, strict=True):
-            del self._missing[row][: len(ids)]
+            del self._rows.missing[row][: len(ids)]
         return torch.stack([one for one in last if one is not None]) if leave == 0 else torch.empty(0)
 
     def _known(self, ids: Tensor) -> Tensor:
@@ -203,11 +217,11 @@ class DraftModel:
     def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
         """ids [B,N] after what the cache holds -> hidden [B,N,H]."""
         positions = attention.positions().clamp(max=self.model.max_positions - 1)
-        return self.model.forward(self._known(ids), position_ids=positions, cache=self._cache, tree=attention).hidden
+        return self.model.forward(self._known(ids), position_ids=positions, cache=self._rows.cache, tree=attention).hidden
 
     def _encode(self, frontier: Frontier) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
-        cache = self._bound_cache
+        cache = self._rows.cache
         # The cache ends with the root, so a node of depth d is at length + d − 1.
         depth = torch.full_like(frontier.tokens, frontier.depth - 1)
         key_depth = (frontier.key_depth - 1).expand(len(depth), -1)
@@ -236,37 +250,41 @@ class DraftModel:
         slots, self._slots = self._slots, None
         kept = [0] * len(told)
         if slots is not None:
-            path = verdict.path[:, 1:].to(slots.device)
-            places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))  # [B,K]
-            # Whatever has accepted children was encoded: of a path only the last node can lack its KV.
-            counts = (places >= 0).sum(1)
+            places, counts = _places(slots, verdict.path[:, 1:].to(slots.device))
             kept = [min(one.length - 1, self._encoded) for one in told] if self._chain else counts.tolist()
-            self._bound_cache.keep(places, counts, kept, in_place=self._chain)
+            self._rows.cache.keep(places, counts, kept, in_place=self._chain)
         for row, one, count in zip(ask.rows, told, kept, strict=True):
-            self._missing[row] += one.tokens[count:]
+            self._rows.missing[row] += one.tokens[count:]
 
     @torch.inference_mode()
     def _accept_fixed(self, ask: Ask, tree: DraftTree, verdict: Verdict) -> None:
         slots, self._slots = self._slots, None
-        self._bound_cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
+        self._rows.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
         if slots is None:  # it was not asked: no more tokens may wait
             with tree_attention(self.model.model):
                 self._encode_waiting(ask)
             slots = torch.full_like(tree.tokens, -1)
-        path = verdict.path[:, 1:]
-        places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))
-        kept = (places >= 0).sum(1)
-        if path.shape[1]:
-            self._bound_cache.keep(places, kept, in_place=self._chain)
+        places, kept = _places(slots, verdict.path[:, 1:])
+        if places.shape[1]:
+            self._rows.cache.keep(places, kept, in_place=self._chain)
         deepest = tree.tokens.gather(1, verdict.path.amax(1, keepdim=True).clamp(min=0))[:, 0]
         behind = verdict.length - 1 - kept  # 1 where the last accepted node was not encoded
         waiting = torch.stack((torch.where(behind > 0, deepest, verdict.next_token), verdict.next_token), 1)
         moved = verdict.length > 0
-        self._waiting[ask.index] = torch.where(moved[:, None], waiting, self._waiting[ask.index])
-        self._lacking[ask.index] = torch.where(moved, behind + 1, self._lacking[ask.index])
+        state = self._rows
+        state.waiting[ask.index] = torch.where(moved[:, None], waiting, state.waiting[ask.index])
+        state.lacking[ask.index] = torch.where(moved, behind + 1, state.lacking[ask.index])
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:
-            self._missing.pop(row, None)
-        self._lacking[rows] = 0
-        self._bound_cache.reset(rows)
+            self._rows.missing.pop(row, None)
+        self._rows.lacking.index_fill_(0, placed(rows, self.device), 0)
+        self._rows.cache.reset(rows)
+
+
+def _places(slots: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the nodes of a path [B,K] were encoded [B,K], −1 where they were not, and how many were [B].
+
+    Whatever has accepted children was encoded: of a path only the last node can lack its KV."""
+    places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))
+    return places, (places >= 0).sum(1)

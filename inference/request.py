@@ -57,6 +57,7 @@ class Request:
     last: int = 0
     position: int = 0
     emitted: int = 0
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -110,5 +111,5 @@ def settle(request: Request, told: Told, limits: Limits) -> Step:
     record = Round(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
     request.emitted += len(tokens)
     request.position += len(tokens)
-    request.last = tokens[-1]
+    request.last, request.ended = tokens[-1], bool(reason)
     return Step(request.row, request.index, tokens, told.length, told.size, bool(reason), reason, record)

@@ -302,6 +302,8 @@ class Topology:
 
     def to(self, device: torch.device | str) -> "Topology":
         """The same topology with its tensors on `device`."""
+        if self.parents.device == torch.device(device):
+            return self
         moved = Topology(self.paths)
         for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route", "_deepest"):
             setattr(moved, name, getattr(self, name).to(device))

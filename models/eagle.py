@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
-from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.cache import TreeCache, placed
 from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput, addresses
 from draftsmith.inference.grow import Shape, choose, grow
 from draftsmith.inference.tree import DraftTree, Topology
@@ -348,7 +348,8 @@ class EagleModel(DrafterModel):
             )
         shape = self.shape.to(target.device)
         drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, Topology) else (shape.depth - 1) * shape.width
-        capacity = context + max(drafted, shape.max_depth + 1)
+        # A graph lets a row run a round past its end.
+        capacity = context + shape.max_depth + 1 + max(drafted, shape.max_depth + 1)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
         held = self._state
         if held and held.given is self.shape and held.cache.capacity >= capacity and alike(held.state, state):
@@ -365,7 +366,7 @@ class EagleModel(DrafterModel):
         state.cache.fixed = False
         state.cache.reset(rows)
         state.ready.difference_update(rows)
-        state.begun[rows] = False
+        state.begun.index_fill_(0, placed(rows, state.begun.device), False)
         sizes = [len(prompt) - 1 for prompt in prompts]
         if not max(sizes):
             return
@@ -469,7 +470,7 @@ class EagleModel(DrafterModel):
 
     def drop(self, rows: list[int]) -> None:
         self._state.ready.difference_update(rows)
-        self._state.begun[rows] = False
+        self._state.begun.index_fill_(0, placed(rows, self._state.begun.device), False)
         self._state.cache.reset(rows)
 
     def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Any:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from draftsmith.inference.cache import placed
 from draftsmith.inference.drafter import Ask, NodeOutput, addresses
 from draftsmith.inference.grow import BeamGrowth, Shape, choose, grow, shape_of
 from draftsmith.inference.tree import DraftTree
@@ -210,7 +211,7 @@ class MedusaModel(DrafterModel):
         state.ready.index_copy_(0, ask.index, state.ready.index_select(0, ask.index) | moved)
 
     def drop(self, rows: list[int]) -> None:
-        self._state.ready[rows] = False
+        self._state.ready.index_fill_(0, placed(rows, self._state.ready.device), False)
 
 
 Config = MedusaConfig

@@ -65,7 +65,7 @@ def orphans(tapes: list[Tape]) -> list[Any]:
     return [function for function, place in given.values() if place.expired()]
 
 
-def record(work: Sequence[Callable[[], Any]], device: torch.device, pool: Any) -> list[Callable[[], Any]]:
+def record(work: Sequence[Callable[[], Any]], on: Any) -> list[Callable[[], Any]]:
     """In the place of `captured.record`: warm up, record, and leave nothing but replays."""
     for piece in work:
         piece()

@@ -1,5 +1,7 @@
 """Rounds in one shape: what a graph will hold, run as it is on the CPU, with the kernels' twins in their places."""
 
+import time
+
 import pytest
 import taped
 import torch
@@ -162,6 +164,52 @@ def test_every_depth_in_turn(twins, kind):
     assert len({len(one.tokens) for one in expected}) > 2
     got = Decoder(target, drafter_of(kind, target), rows=2, governor=Cycle(), kernels=True).generate(PROMPTS, None, 30, stops)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
+
+
+@pytest.mark.parametrize("kind", KINDS + HOST)
+def test_up_to_the_last_position(twins, kind, recwarn):
+    """Of the target and of the student; rounds past it are nobody's."""
+    target = Target.wrap(tiny("llama"))
+    prompts = [[*PROMPTS[0] * 40], [3] * 117, [*PROMPTS[4] * 30]]
+    expected = Decoder(target, kernels=False).generate(prompts, max_new_tokens=200, stop_ids=())
+    assert {len(prompt) + len(one.tokens) for prompt, one in zip(prompts, expected, strict=True)} == {target.max_positions}
+    got = Decoder(target, drafter_of(kind, target), rows=2, kernels=True).generate(prompts, max_new_tokens=200, stop_ids=())
+    assert [(one.tokens, one.reason) for one in got] == [(one.tokens, "context") for one in expected]
+    assert not recwarn.list
+
+
+def test_what_graphs_were_made_of_is_compared(twins):
+    target = Target.wrap(tiny("llama"))
+    expected = [one.tokens for one in Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=12)]
+    decoder = Decoder(target, drafter_of("student", target), kernels=True)
+
+    def sizes():
+        got = decoder.generate(PROMPTS, max_new_tokens=12)
+        assert [one.tokens for one in got] == expected
+        return {round.size for one in got for round in one.rounds}
+
+    assert sizes() == {4}
+    decoder.drafter.confidence = 0.9
+    assert 2 in sizes()
+    decoder.drafter = drafter_of("ngram", target)
+    sizes()
+    decoder.drafter = drafter_of("student", target)
+    assert sizes() == {4}
+    decoder.drafter.model.model.double()  # its cache is of another dtype then
+    assert sizes() == {4}
+
+
+def test_times_are_of_rounds_alone(twins, monkeypatch):
+    """Neither the governor nor the records are told what prefill and recording took."""
+    target = Target.wrap(tiny("llama"))
+    decoder = Decoder(target, drafter_of("medusa", target), rows=2, governor=Governor(), kernels=True)
+    slow, told = decoder._prefill, []
+    monkeypatch.setattr(decoder, "_prefill", lambda *given: time.sleep(0.5) or slow(*given))
+    real = captured.record
+    monkeypatch.setattr(captured, "record", lambda *given: time.sleep(0.5) or real(*given))
+    monkeypatch.setattr(decoder.governor, "learn", lambda rows, rounds, seconds: told.append(seconds))
+    got = decoder.generate(PROMPTS, max_new_tokens=8)
+    assert told and max(told) < 0.5 and max(round.verify_s for one in got for round in one.rounds) < 0.5
 
 
 def test_a_consumer_may_stop_early(twins):

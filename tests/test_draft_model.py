@@ -47,7 +47,7 @@ class Checked(DraftModel):
         self.seen = getattr(self, "seen", Counter())
 
     def propose(self, ask):
-        behind = [len(self._missing[row]) for row in ask.rows]
+        behind = [len(self._rows.missing[row]) for row in ask.rows]
         tree = super().propose(ask)
         tree.validate()
         for b, row in enumerate(ask.rows):
@@ -74,7 +74,7 @@ class Checked(DraftModel):
             self.seen["moved"] += not told.in_place
             self.seen["not asked"] += tree.tokens.shape[1] == 1
             # The cache and what it lacks are the text, always.
-            assert int(self._cache.length[row]) + len(self._missing[row]) == len(self.texts[row])
+            assert int(self._rows.cache.length[row]) + len(self._rows.missing[row]) == len(self.texts[row])
 
 
 class Now:

@@ -184,6 +184,25 @@ def test_two_streams_on_one_target_may_overlap():
     assert [[tokens[i] for i in range(5)] for tokens in got] == [answers, answers]
 
 
+def test_a_drafter_serves_one_stream_at_a_time():
+    """Its rows are that stream's; afterwards it is free, whatever became of the stream."""
+    target = Target.wrap(tiny("llama"))
+    answers = texts(Decoder(target).generate(PROMPTS, max_new_tokens=NEW, stop_ids=()))
+    drafter = PlantingDrafter(PROMPTS, answers, VOCAB)
+    first, second = (Decoder(target, drafter, rows=2) for _ in range(2))
+    stream = first.stream(PROMPTS, max_new_tokens=NEW, stop_ids=())
+    next(stream)
+    for decoder in (first, second):
+        with pytest.raises(ValueError, match="got a second stream .* that is (de|dr)"):
+            decoder.generate(PROMPTS, max_new_tokens=NEW, stop_ids=())
+    drop, drafter.drop = drafter.drop, lambda rows: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        stream.close()
+    drafter.drop = drop
+    assert texts(second.generate(PROMPTS, max_new_tokens=NEW, stop_ids=())) == answers
+    assert texts(first.generate(PROMPTS, max_new_tokens=NEW, stop_ids=())) == answers
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_medusa_equals_plain(name):
     target = Target.wrap(tiny(name))

@@ -74,7 +74,7 @@ def prepare(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
     state = world.join()
     section, data = recipe.target, recipe.data
     _check_layout(recipe)
-    if recipe.train.kernels and (reason := missing(state.device)):
+    if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
         raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
         section.path,
