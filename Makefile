@@ -10,7 +10,7 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-faults lint set-up
+.PHONY: quickstart test test-faults test-rounds lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
@@ -25,6 +25,10 @@ test: $(READY)
 # Every fault that a training run must survive, tried: six to ten minutes on 2 cores. Some need root, and are skipped without it.
 test-faults: $(READY)
 	$(BIN)/python tests/faults.py
+
+# Random rounds as CUDA graphs hold them, replayed on a CPU, against plain decoding: five minutes, or longer by hand.
+test-rounds: $(READY)
+	$(BIN)/python tests/soak_rounds.py
 
 lint: $(READY)
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import soak_rounds
 import taped
 import torch
 from interpreted import INTERPRETED
@@ -210,6 +211,12 @@ def test_times_are_of_rounds_alone(twins, monkeypatch):
     monkeypatch.setattr(decoder.governor, "learn", lambda rows, rounds, seconds: told.append(seconds))
     got = decoder.generate(PROMPTS, max_new_tokens=8)
     assert told and max(told) < 0.5 and max(round.verify_s for one in got for round in one.rounds) < 0.5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_rounds(seed, monkeypatch):
+    """The first cases of `make test-rounds`."""
+    soak_rounds.case(seed, monkeypatch)
 
 
 def test_a_consumer_may_stop_early(twins):
