@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 
 # Without a GPU take the CPU build of torch: the other one brings several GB of CUDA libraries.
 CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname -s))),,yes)
@@ -17,25 +18,25 @@ quickstart: $(READY)
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
 # A process per core, each of one thread; a file of tests stays together, since its fixtures are dear.
-test: $(READY)
+test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Every fault that a training run must survive, tried: six to ten minutes on 2 cores. Some need root, and are skipped without it.
-test-faults: $(READY)
+test-faults: $(DEV)
 	$(BIN)/python tests/faults.py
 
 # Random rounds as CUDA graphs hold them, replayed on a CPU, against plain decoding: five minutes, or longer by hand.
-test-rounds: $(READY)
+test-rounds: $(DEV)
 	$(BIN)/python tests/soak_rounds.py
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/pyright
 
-set-up: $(READY)
+set-up: $(DEV)
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; give another one: make PYTHON=python3.12 ...")'
@@ -47,5 +48,9 @@ ifdef CPU_ONLY
 else
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q 'torch==2.13.0'
 endif
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q -e .
 	touch $(READY)
+
+$(DEV): $(READY)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $(DEV)
