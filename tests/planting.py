@@ -93,7 +93,7 @@ class PlantingDrafter:
                 tokens.append(self.random.randrange(self.vocab))
                 parents.append(self.random.choice((-1, 0, self.random.randrange(width))))
         tokens, parents = (torch.tensor(column) for column in zip(*grown, strict=True))
-        return DraftTree.build(tokens, parents, torch.tensor(size))
+        return DraftTree.build(tokens, parents, torch.tensor(size)).to(ask.root.device)
 
     def _grow(self, row: int, root: int) -> tuple[list[int], list[int]]:
         truth = self.answers[row][self.offset[row] :]

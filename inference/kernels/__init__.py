@@ -19,8 +19,8 @@ def missing(device: torch.device) -> str:
     """Why kernels cannot run on tensors of this device, in one line; "" where they can."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install draftsmith[kernels]"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "they need a CUDA device (or TRITON_INTERPRET=1, which is for tests and very slow)"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # for tests, which mend the interpreter
+        return f"they need a CUDA device, the model is on the {device.type}"
     return ""
 
 
