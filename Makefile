@@ -23,7 +23,7 @@ test: $(DEV)
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Every fault that a training run must survive, tried: six to ten minutes on 2 cores. Some need root, and are skipped without it.
+# Every fault that a training run must survive, tried: five to ten minutes on 2 cores. Some need root, and are skipped without it.
 test-faults: $(DEV)
 	$(BIN)/python tests/faults.py
 
