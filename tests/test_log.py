@@ -356,7 +356,7 @@ def test_wandb_without_a_key_stays_here_and_goes_on_with_its_run(tmp_path, local
         wandb.teardown()
     assert local_only == []
     run = json.loads((tmp_path / "run" / "trackers.json").read_text())["id"]
-    first, second = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run}"))
+    first, second = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run}*"))  # a second one in the same second gets a number
     assert f"wandb is offline, since it has no key: the run stays in {first}; `wandb sync {first}` sends it" in capsys.readouterr().out
     rows = [row for place in (first, second) for row in wandb_rows(place / f"run-{run}.wandb")]
     assert [(step, values["loss"], values["valid_loss"]) for step, values in rows] == [(n, 10.0 * n, 100.0 * n) for n in range(1, 8)]
