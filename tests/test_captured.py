@@ -271,7 +271,7 @@ def test_graphs_serve_again(twins, monkeypatch):
 
 
 def test_no_more_rows_than_are_in_use(twins, monkeypatch):
-    """Of five rows at first eight would be, so five; then four, two, one, as those above end."""
+    """Five of five at first; then four, two or one, as the rows above end."""
     made = []
     monkeypatch.setattr(decoders, "Captured", lambda *given: made.append(Captured(*given)) or made[-1])
     target = Target.wrap(tiny("llama"))
