@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.data import durable, features, quantise
+from draftsmith.data import durable, feature_codec, features
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.features import Index, sample_key, sidecars
 from draftsmith.inference.progress import Bar
@@ -158,7 +158,7 @@ def compute(target: Target, samples: dict[str, Tensor], taps: tuple[int, ...]) -
 
 def _say(folder: Path, index: Index) -> None:
     shards = sidecars(folder).values()
-    error = quantise.Error().merge(*(quantise.Error(**facts["error"]) for facts in shards if facts["error"]))
+    error = feature_codec.Error().merge(*(feature_codec.Error(**facts["error"]) for facts in shards if facts["error"]))
     size = sum(facts["bytes"] for facts in shards)
     text = f"{folder}: {len(shards)} shards, {size / 1e9:.2f} GB, {index.precision}"
     if index.precision != index.target.dtype and error.rows:

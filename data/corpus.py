@@ -34,14 +34,14 @@ class Corpus:
     key: str
     report: dict[str, Any]
     lengths: Tensor = field(init=False)  # [samples]
-    loss_tokens: Tensor = field(init=False)  # [samples]: those that something before them could predict
+    supervised_tokens: Tensor = field(init=False)  # [samples]: those that something before them could predict
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", self.offsets.diff())
         starts = self.offsets[:-1]
         counted = torch.cat([torch.zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
         loss = counted[self.offsets[1:]] - counted[starts] - self.mask[starts].long()
-        object.__setattr__(self, "loss_tokens", loss)
+        object.__setattr__(self, "supervised_tokens", loss)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.data import durable, quantise
+from draftsmith.data import durable, feature_codec
 from draftsmith.inference.progress import Bar
 from draftsmith.models.identity import TargetIdentity, check_same
 from draftsmith.models.target import Target
@@ -60,7 +60,7 @@ class Index:
 
     @property
     def bytes_per_token(self) -> int:
-        return (1 + len(self.taps)) * quantise.bytes_per_row(self.hidden_size, self.precision) + 4
+        return (1 + len(self.taps)) * feature_codec.bytes_per_row(self.hidden_size, self.precision) + 4
 
     def check(self, folder: Path, target: Target, taps: Iterable[int]) -> None:
         """Raises ValueError where the features are another target's, or lack a tap; says so where the target's precision differs."""
@@ -93,14 +93,14 @@ def write_shard(
     packed = {"hidden": torch.cat([hidden for _, _, hidden, _ in rows])}
     if index.taps:
         packed["taps"] = torch.cat([taps for _, _, _, taps in rows if taps is not None])
-    tensors, error = {"ids": torch.cat([ids for _, ids, _, _ in rows])}, quantise.Error()
+    tensors, error = {"ids": torch.cat([ids for _, ids, _, _ in rows])}, feature_codec.Error()
     for name, values in packed.items():
-        stored = quantise.pack(values, index.precision)
+        stored = feature_codec.pack(values, index.precision)
         tensors[name] = stored.values
         if stored.scale is not None:
             tensors[f"{name}_scale"] = stored.scale
         if name == "hidden" and logits is not None:
-            back = quantise.unpack(stored.values[:MEASURED], None if stored.scale is None else stored.scale[:MEASURED], values.dtype)
+            back = feature_codec.unpack(stored.values[:MEASURED], None if stored.scale is None else stored.scale[:MEASURED], values.dtype)
             error.add(values[:MEASURED], back, logits)
     content = save(tensors)
     facts = {
@@ -136,7 +136,7 @@ def sidecars(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-class Store:
+class FeatureStore:
     """A store that is read: checked once, then memory-mapped. `places` maps a sample's key to its shard and rows there.
 
     Raises:

@@ -44,7 +44,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-class Packed:
+class PackedDataset:
     """A corpus as rows of S tokens. Row number r stands for row r mod rows, in epoch r div rows (`order.sample_rows`).
 
     The places in the rows are fixed by the lengths alone; in each epoch samples of equal length change places, by (seed, epoch).
@@ -121,13 +121,13 @@ class Packed:
         if self.all_count:
             return float(len(rows) * self.seq_len)
         samples = [sample for row in rows.tolist() for sample in self.samples(row)]
-        return float(self.corpus.loss_tokens[samples].sum())
+        return float(self.corpus.supervised_tokens[samples].sum())
 
     def close(self) -> None:
         """Nothing is held back."""
 
 
-class Stream:
+class TokenStream:
     """A corpus joined into one text and cut into rows of S, without regard to documents: what pre-training takes."""
 
     def __init__(self, corpus: Corpus, seq_len: int) -> None:

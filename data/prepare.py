@@ -22,16 +22,16 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import conversations, corpus, prompts
 from draftsmith.data.chat import Template, Unusable
-from draftsmith.data.clean import Sieve, Signature, Signer
 from draftsmith.data.conversations import Conversation, Source
 from draftsmith.data.corpus import Corpus
+from draftsmith.data.dedup import DedupFilter, MinHasher, Signature
 from draftsmith.inference.progress import Bar
 from draftsmith.models.identity import tokenizer_hash
 
 FORMAT = 1  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one row in twenty, where no held-out source is named
 CHUNK = 256  # rows of one task of a worker
-ALONE = 2048  # rows that are encoded here before workers are worth starting
+SINGLE_RANK = 2048  # rows that are encoded here before workers are worth starting
 MOST_SILENT = 0.01  # share of conversations that may bear no loss
 
 
@@ -96,7 +96,7 @@ def held_out(plan: Plan, source: Source, number: int) -> bool:
 def prepare(plan: Plan, key: str, tokenizer: PreTrainedTokenizerBase, num_proc: int | None) -> dict[str, Corpus]:
     """As `load`, without the cache."""
     encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, tuple(prompt.text for path in plan.exclude for prompt in prompts.load(path)))
-    sieve, tally, parts = Sieve(plan.near), Tally(), {"train": Part(), "valid": Part()}
+    sieve, tally, parts = DedupFilter(plan.near), Tally(), {"train": Part(), "valid": Part()}
     names = ", ".join(source.path for _, source in plan.sources())
     with Bar(f"preparing {names}", None) as bar:
         for part, source in plan.sources():
@@ -130,7 +130,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seq_len: int, last_turn: bool, prompts: tuple[str, ...]) -> None:
         self.tokenizer, self.seq_len = tokenizer, seq_len
         self.template = Template(tokenizer, last_turn) if tokenizer.chat_template else None
-        self.signer = Signer(prompts)
+        self.signer = MinHasher(prompts)
         if not isinstance(tokenizer.eos_token_id, int):
             raise ValueError("the target's tokenizer has no end-of-text token, which ends a text; set its eos_token")
         self.end = tokenizer.eos_token_id
@@ -201,7 +201,7 @@ class Tally:
     silent: list[str] = field(default_factory=list)
     all_one: list[str] = field(default_factory=list)
 
-    def keep(self, row: Row, sieve: Sieve) -> bool:
+    def keep(self, row: Row, sieve: DedupFilter) -> bool:
         """Whether a row is kept; it is counted either way."""
         self.chats += row.chat
         if row.chat and row.problem:
@@ -301,7 +301,7 @@ def mix(lengths: Tensor, source: list[Source], sources: tuple[Source, ...]) -> T
 def encoded(rows: Iterable[Conversation], encoder: Encoder, num_proc: int | None) -> Iterator[Row]:
     """Each row, encoded, in order: here for a few, in `num_proc` processes for many."""
     rows = iter(rows)
-    yield from map(encoder, islice(rows, ALONE))
+    yield from map(encoder, islice(rows, SINGLE_RANK))
     chunks = iter(lambda: list(islice(rows, CHUNK)), [])
     first = next(chunks, None)
     if first is None:

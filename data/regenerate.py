@@ -190,7 +190,7 @@ def with_decoder(
             for start in range(first, len(sources), group):
                 talks = [_Talk(source) for source in sources[start : start + group]]
                 # A new decoder: a cache that an earlier group made larger would change the rounding.
-                for finished in words.answer(Decoder(target, drafter, rows=rows), talks):
+                for finished in words.answer(Decoder(target, drafter, slots=rows), talks):
                     bar.update(min(done + finished, total - 1))  # the last one when it is written
                 summary.keep(talks, output)
                 done += sum(answers[start : start + group])

@@ -22,8 +22,8 @@ import torch
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import card, contest, cost, plot, ranks, session, table, trees
-from draftsmith.eval.contest import Case
+from draftsmith.eval import card, cost, interleaved, loading, plot, ranks, table, trees
+from draftsmith.eval.interleaved import Case
 from draftsmith.eval.lossless import compare
 from draftsmith.eval.records import (
     Divergence,
@@ -37,18 +37,18 @@ from draftsmith.eval.records import (
     write_rounds,
 )
 from draftsmith.eval.summary import acceptance
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.governor import Governor
-from draftsmith.inference.grow import tree_of
+from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import RULES, Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
 
 RANKS_KEPT = 32
-KEYED = ("one-draw", "coupled")
+KEYED = ("target-sample", "shared-noise")
 PER_ROW = 4  # prompts of a batch for each row, so that rows are replaced while others run
 
 
@@ -61,7 +61,7 @@ def evaluate(
     temperatures: list[float],
     most_nodes: int,
     choose: str = "best",
-    rule: str = "one-draw",
+    rule: str = "target-sample",
     rows: int = 1,
     governed: bool = False,
     kernels: bool = False,
@@ -71,7 +71,7 @@ def evaluate(
     choose: "" keeps the drafter's tree. Otherwise half of the prompts choose it, the other half is reported: the "best" by τ over
     the cost of a round, or the "largest", the best of `most_nodes` nodes. rows: prompts decoded at a time.
     """
-    cases = contest.cases(target, prompts, max_new_tokens)
+    cases = interleaved.cases(target, prompts, max_new_tokens)
     choosing, reporting = _halves(cases) if choose else ([], cases)
     context = statistics.median_low([len(case.ids) for case in cases]) + max_new_tokens // 2
     if isinstance(drafter, DraftModel):
@@ -87,12 +87,12 @@ def evaluate(
         price = cost.of_round(seconds, drafting)
         paths = trees.grow(chosen_on, most_nodes - 1) if choose == "largest" else trees.choose(chosen_on, price, most_nodes)
         by_nodes = _by_nodes(reported_on, trees.best_by_nodes(chosen_on, price, most_nodes), price)
-        drafter.shape = Topology.from_paths(paths)
+        drafter.shape = StaticTree.from_paths(paths)
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
     settings |= {"threads": torch.get_num_threads(), "rows": rows, "rule": rule, "governed": governed, "ranks": ranks.count()}
     settings |= {"confidence": drafter.confidence} if isinstance(drafter, DraftModel) else {}
     report = Report(
-        target.identity.to_dict(), drafter.method, settings, tree_of(drafter.shape), drafter.max_nodes, seconds, drafting, by_nodes
+        target.identity.to_dict(), drafter.method, settings, tree_config(drafter.shape), drafter.max_nodes, seconds, drafting, by_nodes
     )
     rounds: list[RoundRecord] = []
     for temperature in temperatures:
@@ -132,7 +132,7 @@ def positions(target: Target, drafter: Any, cases: list[Case], max_new_tokens: i
     mine = ranks.share(cases)
     answers = [Completion() for _ in mine]
     with Bar("the target's own answers", len(mine)) as bar:
-        for steps in Decoder(target, rows=8).stream([case.ids for case in mine], Sampling(), max_new_tokens):
+        for steps in Decoder(target, slots=8).stream([case.ids for case in mine], Sampling(), max_new_tokens):
             for step in steps:
                 answers[step.prompt_index].tokens += step.tokens
                 answers[step.prompt_index].reason = step.reason
@@ -200,17 +200,17 @@ def _decode(
     common: dict[str, Any] = {"rows": rows, "context": context, "timed": True, "kernels": kernels}
     decoders = {
         "plain": Decoder(target, **common),
-        "drafted": Decoder(target, drafter, governor=Governor() if governed else None, **common),
+        "drafted": Decoder(target, drafter, governor=AdaptiveDepth() if governed else None, **common),
     }
-    runners = {name: contest.ours(decoder, sampling, max_new_tokens) for name, decoder in decoders.items()}
+    runners = {name: interleaved.ours(decoder, sampling, max_new_tokens) for name, decoder in decoders.items()}
     if sampling.greedy and rows == 1:
-        runners["transformers"] = contest.transformers(target, max_new_tokens)
+        runners["transformers"] = interleaved.transformers(target, max_new_tokens)
     size = 1 if rows == 1 else PER_ROW * rows
     seconds = dict.fromkeys(runners, 0.0)
     verifying: dict[str, list[float]] = {name: [] for name in decoders}
     found: dict[int, Outcome] = {}
     with Bar(f"decoding at T={sampling.temperature:g}", len(mine)) as bar:
-        for some, turns in contest.take_turns(runners, [mine[start : start + size] for start in range(0, len(mine), size)]):
+        for some, turns in interleaved.take_turns(runners, [mine[start : start + size] for start in range(0, len(mine), size)]):
             for name, turn in turns.items():
                 seconds[name] += turn.seconds
             for name in decoders:
@@ -289,8 +289,8 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--rule",
         choices=list(RULES),
-        default="one-draw",
-        help="how drafts are verified at T > 0 (default one-draw, what serving engines come nearest to; `generate` takes coupled): "
+        default="target-sample",
+        help="how drafts are verified at T > 0 (default target-sample, what serving engines come nearest to; `generate` takes coupled): "
         + "; ".join(f"{name}{'' if rule.lossless else ' (LOSSY)'}: {rule.about}" for name, rule in RULES.items()).replace("%", "%%"),
     )
     described.add_argument(
@@ -314,8 +314,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    temperatures = session.temperatures(options.temperature)
-    session.check_numbers(options, least_tokens=2)
+    temperatures = loading.temperatures(options.temperature)
+    loading.check_numbers(options, least_tokens=2)
     if options.rule == "membership":
         raise ValueError(
             "--rule membership: expected a rule that needs no filters; draftsmith generate takes --top-k, --top-p and --min-p with it"
@@ -324,8 +324,8 @@ def main(arguments: list[str]) -> None:
     if not named or (options.drafter and options.folder):
         raise ValueError("got no drafter or two; expected one: draftsmith eval runs/medusa-tiny/artifact, or --drafter suffix")
     prompts = prompt_files.load(options.prompts, options.limit)
-    target, (drafter,) = session.open_models(options.target, [named], options.dtype, options.trust_remote_code)
-    session.set_confidence(drafter, options.confidence)
+    target, (drafter,) = loading.open_models(options.target, [named], options.dtype, options.trust_remote_code)
+    loading.set_confidence(drafter, options.confidence)
     ranked = hasattr(drafter, "position_logits")
     tree = options.tree or ("best" if ranked else "saved")
     if tree in ("best", "largest") and not ranked:
@@ -333,10 +333,10 @@ def main(arguments: list[str]) -> None:
             f"--tree {tree}: {drafter.method} ranks no tokens, so no tree can be chosen for it; expected saved, chain or dynamic"
         )
     if tree not in ("best", "largest"):
-        drafter.shape = session.shape(tree, drafter, options.depth, options.width, options.nodes)
+        drafter.shape = loading.shape(tree, drafter, options.depth, options.width, options.nodes)
     elif options.depth or options.width:
         raise ValueError(f"--tree {tree} takes --nodes only, got --depth or --width; leave it out, or take --tree dynamic")
-    session.check_rule(options.rule, drafter)
+    loading.check_rule(options.rule, drafter)
     report, rounds, records = evaluate(
         target,
         drafter,
@@ -352,7 +352,7 @@ def main(arguments: list[str]) -> None:
     )
     if ranks.first():
         _tell(options.json, report)
-        kept = tree == "best" and Path(named).is_dir() and (isinstance(drafter, DrafterModel) or session.distilled(named) is not None)
+        kept = tree == "best" and Path(named).is_dir() and (isinstance(drafter, DrafterModel) or loading.distilled(named) is not None)
         # The card is for what the artifact does by itself, losslessly.
         if kept and options.rows == 1 and options.confidence is None and not options.governor and not report.lossy:
             _keep(Path(named), report, rounds, records)
@@ -360,7 +360,7 @@ def main(arguments: list[str]) -> None:
                 print(
                     f"\nWritten to {named}: README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
                 )
-                print(f'Try it:  {session.command()} generate --drafter {named} --show-accepted "def parse_"')
+                print(f'Try it:  {loading.command()} generate --drafter {named} --show-accepted "def parse_"')
     ranks.leave()
     if any(parted.verdict == "bug" for parted in report.divergences):
         raise SystemExit(1)
@@ -389,6 +389,6 @@ def _keep(folder: Path, report: Report, rounds: list[RoundRecord], records: list
 
 
 if __name__ == "__main__":  # accelerate launch -m draftsmith.eval.acceptance
-    from draftsmith.train.cli import guard
+    from draftsmith.train.cli import exit_on_error
 
-    guard(main, sys.argv[1:])
+    exit_on_error(main, sys.argv[1:])

@@ -21,12 +21,13 @@ from rich.table import Table
 from torch import Tensor
 
 from draftsmith.data import prompts as prompt_files
-from draftsmith.eval import bench, contest, ranks, session
+from draftsmith.eval import interleaved, loading, ranks
+from draftsmith.eval.benchmarks import transformers as bench
 from draftsmith.eval.expected import accepted, rounds
 from draftsmith.eval.summary import RESAMPLES
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import tree_of
+from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.models.target import Target
@@ -51,7 +52,7 @@ def texts(target: Target, prompts: Sequence[list[int]], sampling: Sampling, max_
     Raises:
         ValueError: a prompt that the decoder refuses.
     """
-    answers = _answers("the target's own answers", Decoder(target, rows=rows), prompts, sampling, max_new_tokens)
+    answers = _answers("the target's own answers", Decoder(target, slots=rows), prompts, sampling, max_new_tokens)
     return [Text(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
@@ -94,7 +95,7 @@ def decoded(
     target: Target, drafter: Any, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int, rows: int
 ) -> list[Completion]:
     """Real answers with the drafter's own shape and rounds, `rows` prompts at a time; noise keys as in `texts`."""
-    return _answers(drafter.method, Decoder(target, drafter, rows=rows), prompts, sampling, max_new_tokens)
+    return _answers(drafter.method, Decoder(target, drafter, slots=rows), prompts, sampling, max_new_tokens)
 
 
 def _answers(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int) -> list[Completion]:
@@ -183,7 +184,8 @@ def evaluate(
     settings = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "dtype": str(target.dtype).removeprefix("torch.")}
     settings |= {"rule": rule, "rows": rows, "expected": expected}
     shapes = {
-        name: {"tree": tree_of(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth} for name, drafter in drafters.items()
+        name: {"tree": tree_config(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
+        for name, drafter in drafters.items()
     }
     return {"target": target.identity.to_dict(), "settings": settings, "shapes": shapes, "rows": found, "same": same}
 
@@ -227,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--rule",
         choices=[name for name, rule in RULES.items() if rule.lossless],
-        help="at T > 0 (default one-draw; see draftsmith eval --help)",
+        help="at T > 0 (default target-sample; see draftsmith eval --help)",
     )
     described.add_argument(
         "--tree",
@@ -247,8 +249,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    session.check_numbers(options)
-    temperatures = session.temperatures(options.temperature)
+    loading.check_numbers(options)
+    temperatures = loading.temperatures(options.temperature)
     if len(options.drafters) < 2:
         raise ValueError(f"got one drafter, {options.drafters[0]!r}; expected two at least; draftsmith eval measures one")
     if ranks.count() > 1:
@@ -257,17 +259,17 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--expected with --rule {options.rule}: what can be computed is rule rejection; leave --rule out")
     if options.expected and ((options.tree or "chain") != "chain" or options.confidence is not None):
         raise ValueError("--expected is of whole chains, got another --tree or a --confidence; leave it out, or leave --expected out")
-    rule = options.rule or ("rejection" if options.expected else "one-draw")
+    rule = options.rule or ("rejection" if options.expected else "target-sample")
     prompts = prompt_files.load(options.prompts, options.limit)
     target, drafters = bench.open_all(options.target, options.drafters, options.dtype, options.trust_remote_code)
     for name, drafter in drafters.items():
         if options.expected and not isinstance(drafter, DraftModel):
             raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
-        session.set_confidence(drafter, options.confidence)
+        loading.set_confidence(drafter, options.confidence)
         tree = options.tree or ("chain" if options.expected else "saved")
-        drafter.shape = session.shape(tree, drafter, options.depth, options.width, options.nodes)
-        session.check_rule(rule, drafter)
-    cases = contest.cases(target, prompts, options.max_new_tokens)
+        drafter.shape = loading.shape(tree, drafter, options.depth, options.width, options.nodes)
+        loading.check_rule(rule, drafter)
+    cases = interleaved.cases(target, prompts, options.max_new_tokens)
     report = evaluate(
         target,
         drafters,

@@ -10,7 +10,7 @@ import torch
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.models.target import Target
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -39,7 +39,7 @@ def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> 
     saved, found = drafter.shape, {}
     try:
         for depth in sorted({1, min(4, drafter.depth_limit)}):
-            drafter.shape = Topology.chain(depth)
+            drafter.shape = StaticTree.chain(depth)
             done = Decoder(target, drafter, timed=True).generate(prompts, max_new_tokens=16, stop_ids=())
             rounds = [round.draft_s for answer in done for round in answer.rounds[1:] or answer.rounds]
             found[depth] = statistics.median(rounds)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import session
+from draftsmith.eval import loading
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.governor import Governor
 from draftsmith.inference.sampler import DEFAULT_RULE, RULES, Sampling
 from draftsmith.models.target import Target
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--top-p", type=float, help="1 is off")
     described.add_argument("--min-p", type=float, help="0 is off")
     described.add_argument(
-        "--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none (rules coupled, one-draw)"
+        "--seed", type=int, default=0, help="the same seed gives the same text, with any drafter or none (rules coupled, target-sample)"
     )
     described.add_argument("--max-new-tokens", type=int, default=200)
     described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
@@ -96,21 +96,21 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     named = [] if options.drafter == "none" else [options.drafter]
-    session.check_numbers(options)
-    target, drafters = session.open_models(options.target, named, options.dtype, options.trust_remote_code)
+    loading.check_numbers(options)
+    target, drafters = loading.open_models(options.target, named, options.dtype, options.trust_remote_code)
     drafter = drafters[0] if drafters else None
-    session.set_confidence(drafter, options.confidence)
+    loading.set_confidence(drafter, options.confidence)
     if drafter is not None:
-        drafter.shape = session.shape(options.tree, drafter, options.depth, options.width, options.nodes)
-        session.check_rule(options.rule, drafter)
+        drafter.shape = loading.shape(options.tree, drafter, options.depth, options.width, options.nodes)
+        loading.check_rule(options.rule, drafter)
     sampling = sampling_of(options, target)
     if not sampling.lossless:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
-    governor = None if options.no_governor else Governor()
+    governor = None if options.no_governor else AdaptiveDepth()
     messages = ({"role": "user", "content": text},) if options.chat else ()
     if options.chat and not (target.tokenizer and target.tokenizer.chat_template):
         raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
-    ids = session.encode(target, Prompt("prompt", "all", text, messages))
+    ids = loading.encode(target, Prompt("prompt", "all", text, messages))
     counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}
 
     def stream() -> Iterator[tuple[int, bool]]:

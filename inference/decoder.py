@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.attention import MOST_NODES, TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.captured import Captured, Flight, refusal
-from draftsmith.inference.drafter import Ask, Drafter, NodeOutput, Plain, Target, TargetOutput, addresses
-from draftsmith.inference.governor import Governor
+from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContext, Target, TargetOutput, tensor_addresses
+from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.inference.processors import History, Processor
-from draftsmith.inference.request import Completion, Limits, Request, Round, Step, requests_of, settle
+from draftsmith.inference.request import Completion, Limits, Request, RoundStats, Step, finalise, make_requests
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict, verify
 
-__all__ = ["Completion", "Decoder", "Round", "Step"]
+__all__ = ["Completion", "Decoder", "RoundStats", "Step"]
 
 _DRAFTING: "weakref.WeakSet[Any]" = weakref.WeakSet()  # drafters whose rows are some stream's
 
@@ -54,15 +54,15 @@ class Decoder:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        rows: int = 1,
+        slots: int = 1,
         context: int | None = None,
         chunk: int = 256,
         timed: bool = False,
-        governor: Governor | None = None,
+        governor: AdaptiveDepth | None = None,
         kernels: bool = False,
         graphs: bool = True,
     ) -> None:
-        for name, value in (("rows", rows), ("context", context), ("chunk", chunk)):
+        for name, value in (("slots", slots), ("context", context), ("chunk", chunk)):
             if value is not None and value < 1:
                 raise ValueError(f"got {name} {value}; expected at least 1; correct it")
         if context is not None and context > target.max_positions:
@@ -70,7 +70,7 @@ class Decoder:
         check_supported(target.model.config, target.model)
         self.target = target
         self.drafter: Drafter = Plain() if drafter is None else drafter
-        self.rows = rows
+        self.slots = slots
         self.context = context
         self.chunk = chunk
         self.timed = timed and target.device.type == "cuda"
@@ -84,7 +84,7 @@ class Decoder:
         self.prefill_s = 0.0
         self._cache: TreeCache | None = None
         self._of: Any = None  # what it was made for
-        self._rounds: tuple[Any, Captured] | None = None  # of the last call with graphs, and what has to be as it was
+        self._rounds: tuple[Any, GraphRunner] | None = None  # of the last call with graphs, and what has to be as it was
         self._bare: DraftTree | None = None
         self._depth = 0  # K of the drafter, as bound
         self._history: History | None = None
@@ -129,12 +129,12 @@ class Decoder:
             ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a
                 processor that cannot be verified exactly.
         """
-        waiting = requests_of(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
+        waiting = make_requests(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
         stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)
         sampling = sampling or Sampling()
         history = None
         if History.needed(sampling, processors):
-            history = History(sampling, processors, self.rows, self.target.vocab_size, self.target.device)
+            history = History(sampling, processors, self.slots, self.target.vocab_size, self.target.device)
         return self._run(waiting, sampling, history, Limits(0, max_new_tokens, stops))
 
     def _run(self, waiting: list[Request], sampling: Sampling, history: History | None, limits: Limits) -> Iterator[list[Step]]:
@@ -163,7 +163,7 @@ class Decoder:
             while waiting or live:
                 # The modes are entered per round: a consumer may do its own torch work between two rounds.
                 with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
-                    if waiting and len(live) < self.rows:
+                    if waiting and len(live) < self.slots:
                         self._admit(cache, waiting, live)
                         batch = None
                     if batch is None:
@@ -188,25 +188,25 @@ class Decoder:
         with use(self.kernels):
             return refusal(self.target, self.drafter, sampling, processed)
 
-    def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> Captured:
+    def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> GraphRunner:
         """Those of the last call, if all that their graphs read is where it was."""
-        same = cache, self.drafter, self.drafter.capturable, bound, addresses(self.target.model), sampling
+        same = cache, self.drafter, self.drafter.capturable, bound, tensor_addresses(self.target.model), sampling
         if self._rounds is None or self._rounds[0] != same:
             self._rounds = None  # free the old ones first
-            self._rounds = same, Captured(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
+            self._rounds = same, GraphRunner(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
         self._rounds[1].leave()
         return self._rounds[1]
 
-    def _flights(self, rounds: Captured, waiting: list[Request], live: list[Request], limits: Limits) -> Iterator[list[Step]]:
+    def _flights(self, rounds: GraphRunner, waiting: list[Request], live: list[Request], limits: Limits) -> Iterator[list[Step]]:
         """`_run` with rounds that are one graph each: what one committed is looked at while the next is under way."""
         cache = rounds.cache
-        flights: deque[tuple[Flight, list[Request]]] = deque()
+        flights: deque[tuple[InFlightRound, list[Request]]] = deque()
         began = perf_counter()
         while waiting or live:
             fresh: list[Request] = []
             aside = self.prefill_s + rounds.recording_s
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
-                if waiting and len(live) < self.rows:
+                if waiting and len(live) < self.slots:
                     fresh = self._admit(cache, waiting, live)
                     rounds.seat([one.row for one in fresh], [one.last for one in fresh], [one.key for one in fresh])
                 rows = [request.row for request in live]
@@ -220,7 +220,7 @@ class Decoder:
                 told = flight.land()
                 # Of a row that had ended before the round began there is nothing to learn.
                 known = [request for request in flown if not request.ended]
-                steps = [settle(request, told[request.row], limits) for request in known]
+                steps = [finalise(request, told[request.row], limits) for request in known]
                 now = perf_counter()
                 total, began = now - began, now
                 self.rounds += 1
@@ -244,10 +244,10 @@ class Decoder:
         of = self.target.dtype, self.target.device
         if self._cache is None or self._cache.capacity < capacity or self._of != of:
             self._cache = self._rounds = None  # free the old one first
-            self._cache, self._of = TreeCache(self.rows, capacity, self.target.device), of
+            self._cache, self._of = TreeCache(self.slots, capacity, self.target.device), of
         self._cache.reset()  # a prefill that failed leaves its slots behind
         # Each time: another decoder may have bound the same drafter meanwhile.
-        bound = self.drafter.bind(self.target, self.rows, limit)
+        bound = self.drafter.bind(self.target, self.slots, limit)
         self._depth = self.drafter.max_depth
         if self.governor:
             self.governor.bind(self._depth)
@@ -259,7 +259,7 @@ class Decoder:
         began = self._clock()
         used = {request.row for request in live}
         fresh: list[Request] = []
-        for row in range(self.rows):
+        for row in range(self.slots):
             if waiting and row not in used:
                 request = waiting.pop(0)
                 request.row, request.last, request.position = row, request.prompt[-1], len(request.prompt) - 1
@@ -319,8 +319,8 @@ class Decoder:
         rows = cache.selected
         begin = self._clock()
         depth = min(self._depth, governor.depth(rows)) if governor else self._depth
-        ask = Ask(rows, batch.rows, batch.root, cache.current, batch.request, sampling, depth)
-        tree = drafter.propose(ask) if depth else self._root_alone(batch.root)
+        round = RoundContext(rows, batch.rows, batch.root, cache.current, batch.request, sampling, depth)
+        tree = drafter.propose(round) if depth else self._root_alone(batch.root)
         proposed = self._clock()
         attention = TreeAttention.tree(cache, tree)
         positions = attention.positions()
@@ -329,16 +329,16 @@ class Decoder:
             positions = positions.clamp(max=self.target.max_positions - 1)
         out = self._forward(tree.tokens, positions, cache, attention)
         logits = self.target.logits(out.hidden)
-        verdict = _verify(tree, self._history.apply(ask, tree, logits) if self._history else logits, ask, self._history is not None)
-        told = verdict.told(tree)
+        verdict = _verify(tree, self._history.apply(round, tree, logits) if self._history else logits, round, self._history is not None)
+        told = verdict.on_host(tree)
         if self._history:
-            self._history.commit(ask, tree, verdict)
+            self._history.commit(round, tree, verdict)
         verified = self._clock()
-        drafter.accept(ask, tree, verdict, NodeOutput(out.hidden, out.taps))
+        drafter.accept(round, tree, verdict, NodeOutput(out.hidden, out.taps))
         accepted = self._clock()
         cache.commit(verdict, [row.length for row in told], all(row.in_place for row in told))
         batch.root = verdict.next_token
-        steps = [settle(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
+        steps = [finalise(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
         self.rounds += 1
         draft_s, verify_s = proposed - begin + accepted - verified, verified - proposed
         total = self._clock() - begin
@@ -377,14 +377,14 @@ class _Batch:
     root: Tensor
 
 
-def _verify(tree: DraftTree, logits: Tensor, ask: Ask, processed: bool) -> Verdict:
+def _verify(tree: DraftTree, logits: Tensor, round: RoundContext, processed: bool) -> Verdict:
     """On the device of the head, which need not be that of the first layer. processed: the logits carry penalties already."""
-    there, here = logits.device, ask.root.device
-    sampling = replace(ask.sampling, repetition_penalty=1.0) if processed else ask.sampling
+    there, here = logits.device, round.last_tokens.device
+    sampling = replace(round.sampling, repetition_penalty=1.0) if processed else round.sampling
     by = verify
     if active():
         from draftsmith.inference.kernels import verify as kernel
 
         by = verify if kernel.supported(sampling) else kernel.verify
-    verdict = by(tree.to(there), logits, sampling, ask.request.to(there), ask.position.to(there), ask.depth)
+    verdict = by(tree.to(there), logits, sampling, round.noise_keys.to(there), round.positions.to(there), round.depth)
     return verdict if there == here else Verdict(verdict.path.to(here), verdict.length.to(here), verdict.next_token.to(here))

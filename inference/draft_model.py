@@ -15,10 +15,10 @@ from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache, placed
-from draftsmith.inference.drafter import Ask, NodeOutput, Target, TargetOutput, addresses
-from draftsmith.inference.grow import Frontier, Shape, choose, grow
+from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
+from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, grow
 from draftsmith.inference.sampler import Sampling, warp
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
 __all__ = ["DraftModel"]
@@ -58,7 +58,7 @@ class DraftModel:
     depth_limit = 8  # of position records: how far ahead a tree may look
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, shape: Shape, chunk: int = 256, confidence: float = 0.0) -> None:
+    def __init__(self, model: Target, shape: TreeSpec, chunk: int = 256, confidence: float = 0.0) -> None:
         if not 0.0 <= confidence <= 1.0:
             raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
         self.model = model
@@ -102,7 +102,7 @@ class DraftModel:
         self.check(context)
         self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
         self.shape = self.shape.to(self.model.device)
-        if isinstance(self.shape, Topology):
+        if isinstance(self.shape, StaticTree):
             encoded = sum(level.nodes for level in self.shape.levels()[1:])
         else:
             encoded = (self.shape.depth - 1) * self.shape.width
@@ -117,8 +117,8 @@ class DraftModel:
         self._state.missing.clear()
         self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
         self._encoded = 0  # levels of it that were
-        self._chain = isinstance(self.shape, Topology) and self.shape.width <= 1
-        return self._state, self.shape, addresses(self.model.model)
+        self._chain = isinstance(self.shape, StaticTree) and self.shape.width <= 1
+        return self._state, self.shape, tensor_addresses(self.model.model)
 
     @property
     def _rows(self) -> Rows:
@@ -139,23 +139,23 @@ class DraftModel:
         self._rows.lacking.index_fill_(0, there, 1)
 
     @torch.inference_mode()
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
-        growth, depth = grow(self.shape, ask), 0
-        self._rows.cache.fixed = ask.fixed
+        growth, depth = grow(self.shape, round), 0
+        self._rows.cache.fixed = round.static_shape
         with tree_attention(self.model.model):
-            hidden = (self._encode_waiting(ask) if ask.live is not None else self._reach_roots(ask.rows))[:, None]
-            index = ask.position[:, None].to(self.model.device) + 1
+            hidden = (self._encode_waiting(round) if round.active is not None else self._reach_roots(round.slots))[:, None]
+            index = round.positions[:, None].to(self.model.device) + 1
             # Whether an index is drafted for may hang, through the rows beside, on what an earlier round drew for it in vain: drawn with
             # the same noise again it would not be a draw from q. So here draws are keyed by depth too, which no two rounds share.
-            drawn = self.confidence and ask.sampling.children in ("drawn", "replaced")
+            drawn = self.confidence and round.sampling.children in ("drawn", "replaced")
             step = APART + 1 if drawn else 1
             while True:
                 logits = self.model.logits(hidden)[..., : self._vocab]
-                if depth and self.confidence and not self._confident(logits, ask.sampling):
+                if depth and self.confidence and not self._confident(logits, round.sampling):
                     break
                 level = index.expand(-1, hidden.shape[1]) + depth * step
-                frontier = growth.extend(*choose(logits, growth.count, ask, level, growth.scored))
+                frontier = growth.extend(*choose(logits, growth.count, round, level, growth.scored))
                 if frontier is None:
                     break
                 hidden, depth = self._encode(frontier), frontier.depth
@@ -175,12 +175,12 @@ class DraftModel:
             self._catch_up(behind, leave=1)
         return self._catch_up(rows, leave=0)
 
-    def _encode_waiting(self, ask: Ask) -> Tensor:
+    def _encode_waiting(self, round: RoundContext) -> Tensor:
         """The same in one shape, for rows that take part."""
-        assert ask.live is not None
+        assert round.active is not None
         cache = self._rows.cache
-        cache.select(ask.rows)
-        tokens, counts = self._rows.waiting[ask.index], torch.where(ask.live, self._rows.lacking[ask.index], 0)
+        cache.select(round.slots)
+        tokens, counts = self._rows.waiting[round.slot_index], torch.where(round.active, self._rows.lacking[round.slot_index], 0)
         attention = TreeAttention.causal(cache, 2)
         hidden = self._forward(tokens, attention)
         cache.keep(attention.depth, counts, in_place=True)
@@ -219,7 +219,7 @@ class DraftModel:
         positions = attention.positions().clamp(max=self.model.max_positions - 1)
         return self.model.forward(self._known(ids), position_ids=positions, cache=self._rows.cache, tree=attention).hidden
 
-    def _encode(self, frontier: Frontier) -> Tensor:
+    def _encode(self, frontier: CurrentLevel) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
         cache = self._rows.cache
         # The cache ends with the root, so a node of depth d is at length + d − 1.
@@ -241,28 +241,28 @@ class DraftModel:
         with torch.inference_mode():
             return self.model.logits(features[first : last + 1])[..., : self._vocab][at - first]
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""
-        if ask.fixed:
-            self._accept_fixed(ask, tree, verdict)
+        if round.static_shape:
+            self._accept_fixed(round, tree, verdict)
             return
-        told = verdict.told(tree)
+        told = verdict.on_host(tree)
         slots, self._slots = self._slots, None
         kept = [0] * len(told)
         if slots is not None:
             places, counts = _places(slots, verdict.path[:, 1:].to(slots.device))
             kept = [min(one.length - 1, self._encoded) for one in told] if self._chain else counts.tolist()
             self._rows.cache.keep(places, counts, kept, in_place=self._chain)
-        for row, one, count in zip(ask.rows, told, kept, strict=True):
+        for row, one, count in zip(round.slots, told, kept, strict=True):
             self._rows.missing[row] += one.tokens[count:]
 
     @torch.inference_mode()
-    def _accept_fixed(self, ask: Ask, tree: DraftTree, verdict: Verdict) -> None:
+    def _accept_fixed(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
         slots, self._slots = self._slots, None
         self._rows.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
         if slots is None:  # it was not asked: no more tokens may wait
             with tree_attention(self.model.model):
-                self._encode_waiting(ask)
+                self._encode_waiting(round)
             slots = torch.full_like(tree.tokens, -1)
         places, kept = _places(slots, verdict.path[:, 1:])
         if places.shape[1]:
@@ -272,8 +272,8 @@ class DraftModel:
         waiting = torch.stack((torch.where(behind > 0, deepest, verdict.next_token), verdict.next_token), 1)
         moved = verdict.length > 0
         state = self._rows
-        state.waiting[ask.index] = torch.where(moved[:, None], waiting, state.waiting[ask.index])
-        state.lacking[ask.index] = torch.where(moved, behind + 1, state.lacking[ask.index])
+        state.waiting[round.slot_index] = torch.where(moved[:, None], waiting, state.waiting[round.slot_index])
+        state.lacking[round.slot_index] = torch.where(moved, behind + 1, state.lacking[round.slot_index])
 
     def drop(self, rows: list[int]) -> None:
         for row in rows:

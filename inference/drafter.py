@@ -16,7 +16,7 @@ from draftsmith.inference.tree import DraftTree
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["Ask", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput", "addresses"]
+__all__ = ["RoundContext", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput", "tensor_addresses"]
 
 
 @dataclass(slots=True)
@@ -49,28 +49,37 @@ def _along(features: Tensor, path: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Ask:
-    """What a round asks for: rows, B of them, on the host, and `index` [B], the same on the device · root [B], the last committed
-    tokens · position [B], their absolute index · request [B], noise keys · sampling, which says how children are to be chosen ·
-    depth: draft no deeper than this (at least 1) · live [B] bool: who of them takes part, by the device's knowledge, where this may become
-    part of a graph: no shape may follow what was accepted, nothing may be asked of the host; else None, and all do."""
+class RoundContext:
+    """What a drafter knows of the round that it drafts for.
 
-    rows: list[int]
-    index: Tensor
-    root: Tensor
-    position: Tensor
-    request: Tensor
+    Attributes:
+        slots: the B slots of this round, on the host.
+        slot_index: the same [B], on the device.
+        last_tokens: the last committed token of each slot [B], node 0 of its tree.
+        positions: absolute position of `last_tokens` [B].
+        noise_keys: noise key of each slot's request [B].
+        sampling: how tokens are drawn; it says how children are chosen.
+        depth: draft no deeper than this (at least 1).
+        active: mask [B] of active slots in a static-shape (CUDA-graph) round: shapes must then not depend on what was accepted, and no
+            host synchronisation is allowed. None outside graphs.
+    """
+
+    slots: list[int]
+    slot_index: Tensor
+    last_tokens: Tensor
+    positions: Tensor
+    noise_keys: Tensor
     sampling: Sampling
     depth: int
-    live: Tensor | None = None
+    active: Tensor | None = None
 
     @property
-    def fixed(self) -> bool:
-        """Whether shapes are not to follow what was accepted."""
-        return self.live is not None
+    def static_shape(self) -> bool:
+        """Whether shapes must not depend on what was accepted."""
+        return self.active is not None
 
 
-def addresses(model: nn.Module) -> tuple[int, ...]:
+def tensor_addresses(model: nn.Module) -> tuple[int, ...]:
     """Where a model's weights and buffers lie: a graph reads them there, whatever becomes of the model."""
     return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
@@ -134,13 +143,13 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         """The trees of this round for the rows asked for; node 0 is the root."""
         ...
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
         """Learn what was kept of `tree`, the one proposed or, where the decoder did not ask, the root alone. `out` holds all N
-        nodes; `verdict.told(tree)` is on the host already."""
+        nodes; `verdict.on_host(tree)` is on the host already."""
         ...
 
     def drop(self, rows: list[int]) -> None:
@@ -162,10 +171,10 @@ class Plain:
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
-    def propose(self, ask: Ask) -> DraftTree:
-        return DraftTree.root(ask.root)
+    def propose(self, round: RoundContext) -> DraftTree:
+        return DraftTree.root(round.last_tokens)
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
         pass
 
     def drop(self, rows: list[int]) -> None:

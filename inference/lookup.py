@@ -10,15 +10,15 @@ from itertools import islice
 
 import torch
 
-from draftsmith.inference.drafter import Ask, NodeOutput, Target
-from draftsmith.inference.grow import Beam, Shape
-from draftsmith.inference.tree import DraftTree, Path, Topology
+from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
+from draftsmith.inference.expand import DynamicTree, TreeSpec
+from draftsmith.inference.tree import DraftTree, Path, StaticTree
 from draftsmith.inference.verify import Verdict
 
 __all__ = ["Corpus", "Draft", "Ngram", "Suffix", "merge"]
 
 END = -1  # after every closed sequence of a corpus; no token
-CHAIN, TREE = Topology.chain(16), Beam(depth=16, width=4, nodes=32)
+CHAIN, TREE = StaticTree.chain(16), DynamicTree(depth=16, width=4, nodes=32)
 FEW = 8  # occurrences that Ngram merges into a tree
 MOST = 32  # occurrences that Suffix looks at, in the row's own text and again in memory
 LONGEST = 32  # a longer match says no more about what follows
@@ -122,7 +122,7 @@ class Draft:
     score: float = 0.0
 
 
-def merge(runs: list[list[int]], shape: Shape, paths: frozenset[Path] | None, budget: int, least: float = 0.0) -> Draft:
+def merge(runs: list[list[int]], shape: TreeSpec, paths: frozenset[Path] | None, budget: int, least: float = 0.0) -> Draft:
     """The trie of the runs, the most recent run first, cut to the ranks of the shape and to `budget` nodes after the root.
 
     A node's probability is the share of runs that pass through it, which is the product of count / count of the parent down its path.
@@ -166,7 +166,7 @@ class _Lookup:
     capturable = False
     taps: tuple[int, ...] = ()
 
-    def __init__(self, shape: Shape, orders: Sequence[int]) -> None:
+    def __init__(self, shape: TreeSpec, orders: Sequence[int]) -> None:
         self.shape = shape
         self._orders = orders
         self._rows: dict[int, Corpus] = {}
@@ -182,24 +182,24 @@ class _Lookup:
 
     def bind(self, target: Target, rows: int, context: int) -> None:
         self._rows = {}
-        self._paths = frozenset(self.shape.paths) if isinstance(self.shape, Topology) else None
+        self._paths = frozenset(self.shape.paths) if isinstance(self.shape, StaticTree) else None
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         for row, prompt in zip(rows, prompts, strict=True):
             self._rows[row] = Corpus(self._orders)
             self._rows[row].extend(prompt)
 
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         """N is the size of the round's largest tree; where no row found anything, the root alone."""
-        texts = [self._rows[row] for row in ask.rows]
-        depth = min(ask.depth, self.max_depth)
+        texts = [self._rows[row] for row in round.slots]
+        depth = min(round.depth, self.max_depth)
         drafts = [self._draft(text, depth) for text in texts]
         sizes = [1 + len(draft.tokens) for draft in drafts]
         nodes = max(sizes)
         if nodes == 1:
-            return DraftTree.root(ask.root)
+            return DraftTree.root(round.last_tokens)
         if len(drafts) == 1:
-            return DraftTree.listed([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), ask.root.device)
+            return DraftTree.listed([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
         tokens: list[int] = []
         parents: list[int] = []
         for text, draft, size in zip(texts, drafts, sizes, strict=True):
@@ -207,11 +207,11 @@ class _Lookup:
             tokens += [text.tokens[-1], *draft.tokens, *padding]
             parents += [-1, *draft.parents, *padding]
         # One transfer to the device for all three.
-        packed, cells = torch.tensor(tokens + parents + sizes, device=ask.root.device), len(tokens)
+        packed, cells = torch.tensor(tokens + parents + sizes, device=round.last_tokens.device), len(tokens)
         return DraftTree.build(packed[:cells].view(-1, nodes), packed[cells : 2 * cells].view(-1, nodes), packed[2 * cells :])
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        for row, told in zip(ask.rows, verdict.told(tree), strict=True):
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+        for row, told in zip(round.slots, verdict.on_host(tree), strict=True):
             self._rows[row].extend(told.tokens)
 
     def drop(self, rows: list[int]) -> None:
@@ -235,7 +235,7 @@ class Ngram(_Lookup):
 
     method = "ngram"
 
-    def __init__(self, shape: Shape = CHAIN, longest: int = 3, shortest: int = 1, factor: float = 2.0) -> None:
+    def __init__(self, shape: TreeSpec = CHAIN, longest: int = 3, shortest: int = 1, factor: float = 2.0) -> None:
         if not 1 <= shortest <= longest or factor < 1:
             raise ValueError(
                 f"got n-grams of {shortest} to {longest} tokens, factor {factor}; expected 1 <= shortest <= longest, 1 <= factor"
@@ -267,7 +267,7 @@ class Suffix(_Lookup):
 
     method = "suffix"
 
-    def __init__(self, shape: Shape = TREE, memory: int = 0, factor: float = 2.0, offset: float = 2.0, least: float = 0.1) -> None:
+    def __init__(self, shape: TreeSpec = TREE, memory: int = 0, factor: float = 2.0, offset: float = 2.0, least: float = 0.1) -> None:
         if memory < 0 or factor < 0 or not 0 < least <= 1:
             raise ValueError(
                 f"got memory {memory}, factor {factor}, least {least}; expected 0 or more tokens, 0 or more, a probability above 0; correct it"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafter import Ask
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
@@ -87,7 +87,7 @@ class History:
                 self._seen[row] = False
                 self._seen[row].index_fill_(0, torch.tensor(prompt, device=self._device), True)
 
-    def apply(self, ask: Ask, tree: DraftTree, logits: Tensor) -> Tensor:
+    def apply(self, round: RoundContext, tree: DraftTree, logits: Tensor) -> Tensor:
         """logits [B,N,V], on any device -> float32 [B,N,V] there; padding as it was.
 
         Raises:
@@ -95,20 +95,20 @@ class History:
         """
         scores = logits.to(torch.float32, copy=True)
         if self._seen is not None:
-            scores = self._penalise(self._seen.index_select(0, ask.index), tree, scores)
+            scores = self._penalise(self._seen.index_select(0, round.slot_index), tree, scores)
         if self._processors:
-            self._process(ask.rows, tree, scores)
+            self._process(round.slots, tree, scores)
         return scores
 
-    def commit(self, ask: Ask, tree: DraftTree, verdict: Verdict) -> None:
+    def commit(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
         """The accepted tokens and next_token join the histories of the rows asked for."""
         if self._seen is not None:
             kept = tree.tokens.gather(1, verdict.path.clamp(min=0))  # where the path has ended the root, which is there already
-            old = self._seen.index_select(0, ask.index)
+            old = self._seen.index_select(0, round.slot_index)
             new = old.scatter(1, torch.cat((kept, verdict.next_token[:, None]), 1), True)
-            self._seen.index_copy_(0, ask.index, torch.where(verdict.length[:, None] > 0, new, old))
+            self._seen.index_copy_(0, round.slot_index, torch.where(verdict.length[:, None] > 0, new, old))
         if self._processors:
-            for row, told in zip(ask.rows, verdict.told(tree), strict=True):
+            for row, told in zip(round.slots, verdict.on_host(tree), strict=True):
                 self._tokens[row] += told.tokens if told.length else []
 
     def drop(self, rows: list[int]) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftsmith.inference.verify import Told
+from draftsmith.inference.verify import HostResult
 
-__all__ = ["Completion", "Limits", "Request", "Round", "Step", "requests_of", "settle"]
+__all__ = ["Completion", "Limits", "Request", "RoundStats", "Step", "make_requests", "finalise"]
 
 
 @dataclass(slots=True)
-class Round:
+class RoundStats:
     """One row's share of a round: nodes verified, tokens committed (after truncation), verdict length (before), position of
     the root, and the seconds of the whole batch's round: drafting, verifying, all else."""
 
@@ -34,7 +34,7 @@ class Step:
     size: int
     finished: bool
     reason: str
-    round: Round
+    round: RoundStats
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Completion:
 
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[RoundStats] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Limits:
     stops: frozenset[int]
 
 
-def requests_of(
+def make_requests(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, requests: Sequence[int] | None, context: int, vocab_size: int
 ) -> list[Request]:
     """What `Decoder.stream` was given, checked: prompts shorter than `context`, their tokens below vocab_size.
@@ -95,7 +95,7 @@ def requests_of(
     return [Request(i, [int(token) for token in prompt], key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))]
 
 
-def settle(request: Request, told: Told, limits: Limits) -> Step:
+def finalise(request: Request, told: HostResult, limits: Limits) -> Step:
     """Cut the tokens at the limits and at the first stop token, and move the request on."""
     left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
     if told.length == 0:
@@ -108,7 +108,7 @@ def settle(request: Request, told: Told, limits: Limits) -> Step:
         reason = "length"
     elif len(tokens) == space:
         reason = "context"
-    record = Round(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
+    record = RoundStats(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
     request.emitted += len(tokens)
     request.position += len(tokens)
     request.last, request.ended = tokens[-1], bool(reason)

@@ -19,7 +19,7 @@ Decision = tuple[Tensor, Tensor]  # accepted [B,N] bool, token [B,N] int64
 def decide(tree: DraftTree, logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int) -> Decision:
     """logits [B,N,V], request [B], position [B] (of the root) -> the decision of `sampling.rule`.
 
-    Where nothing was sampled, rejection is the one-draw rule: for a fixed set of children both accept with Σ p over the set,
+    Where nothing was sampled, rejection is the target-sample rule: for a fixed set of children both accept with Σ p over the set,
     which is the most that any lossless rule can.
     """
     if not sampling.greedy:

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-__all__ = ["DraftTree", "Topology", "pack", "unpack"]
+__all__ = ["DraftTree", "StaticTree", "pack", "unpack"]
 
 Path = tuple[int, ...]
 
@@ -206,7 +206,7 @@ class Level:
     above: Tensor
 
 
-class Topology:
+class StaticTree:
     """A static tree: the shape is known, only the tokens change from round to round.
 
     parents, depth, rank [N] int64 (rank −1 at the root) · ancestors [N,W] int64 · num_nodes N, root included · max_depth K ·
@@ -230,12 +230,12 @@ class Topology:
         self._route = built.route()[0]
         self._deepest = torch.tensor([self.max_depth])
         self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._cut: dict[int, Topology] = {}
+        self._cut: dict[int, StaticTree] = {}
         self._levels: list[Level] | None = None
-        self._closed: Topology | None = None
+        self._closed: StaticTree | None = None
 
     @classmethod
-    def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Topology":
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> "StaticTree":
         """Rank paths to a topology; (0,1) is rank 0 at depth 1, then rank 1 at depth 2. The root is not listed.
 
         Raises:
@@ -253,12 +253,12 @@ class Topology:
         return cls(tuple(sorted(given, key=lambda path: (any(path), len(path), path))))
 
     @classmethod
-    def chain(cls, depth: int) -> "Topology":
+    def chain(cls, depth: int) -> "StaticTree":
         """K nodes in a row under the root."""
         return cls.from_paths([(0,) * k for k in range(1, depth + 1)])
 
     @classmethod
-    def cartesian(cls, widths: Sequence[int]) -> "Topology":
+    def cartesian(cls, widths: Sequence[int]) -> "StaticTree":
         """Every path of ranks below widths[k] at depth k+1."""
         return cls.from_paths([path for k in range(1, len(widths) + 1) for path in product(*(range(width) for width in widths[:k]))])
 
@@ -292,24 +292,24 @@ class Topology:
                 before = inner
         return self._levels
 
-    def cut(self, depth: int) -> "Topology":
+    def cut(self, depth: int) -> "StaticTree":
         """The topology without its nodes below `depth`, made once."""
         if depth >= self.max_depth:
             return self
         if depth not in self._cut:
-            self._cut[depth] = Topology(tuple(path for path in self.paths if len(path) <= depth)).to(self.parents.device)
+            self._cut[depth] = StaticTree(tuple(path for path in self.paths if len(path) <= depth)).to(self.parents.device)
         return self._cut[depth]
 
-    def to(self, device: torch.device | str) -> "Topology":
+    def to(self, device: torch.device | str) -> "StaticTree":
         """The same topology with its tensors on `device`."""
         if self.parents.device == torch.device(device):
             return self
-        moved = Topology(self.paths)
+        moved = StaticTree(self.paths)
         for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route", "_deepest"):
             setattr(moved, name, getattr(self, name).to(device))
         return moved
 
-    def closed(self) -> "Topology":
+    def closed(self) -> "StaticTree":
         """The same tree with siblings ranked 0, 1, 2, … without a gap, made once. For drawn children a rank is the order of the draw."""
         if self._closed is None:
             new: dict[Path, Path] = {(): ()}
@@ -318,7 +318,7 @@ class Topology:
                 new[path] = (*new[path[:-1]], children[path[:-1]])
                 children[path[:-1]] += 1
             gone = set(new.values()) - {()} == set(self.paths)
-            self._closed = self if gone else Topology.from_paths([new[path] for path in self.paths]).to(self.parents.device)
+            self._closed = self if gone else StaticTree.from_paths([new[path] for path in self.paths]).to(self.parents.device)
         return self._closed
 
     def tree(self, root: Tensor, children: Tensor) -> DraftTree:

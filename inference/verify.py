@@ -13,11 +13,11 @@ from draftsmith.inference.rules import decide
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, indices
 
-__all__ = ["Told", "Verdict", "judge", "packed", "unpacked", "verify", "walk"]
+__all__ = ["HostResult", "Verdict", "judge", "packed", "unpacked", "verify", "walk"]
 
 
 @dataclass(slots=True)
-class Told:
+class HostResult:
     """What the host learns of one row: verdict length, size and depth of its tree, whether the path is 0, 1, 2, …, the tokens emitted."""
 
     length: int
@@ -35,16 +35,16 @@ class Verdict:
     path: Tensor
     length: Tensor
     next_token: Tensor
-    _told: list[Told] | None = field(default=None, repr=False)
+    _told: list[HostResult] | None = field(default=None, repr=False)
 
-    def told(self, tree: DraftTree) -> list[Told]:
+    def on_host(self, tree: DraftTree) -> list[HostResult]:
         """The same for the host, one entry per row: the round's one transfer, made when first asked for and kept."""
         if self._told is None:
             self._told = _transfer(tree, self)
         return self._told
 
 
-def _transfer(tree: DraftTree, verdict: Verdict) -> list[Told]:
+def _transfer(tree: DraftTree, verdict: Verdict) -> list[HostResult]:
     return unpacked(packed(tree, verdict).tolist())
 
 
@@ -57,16 +57,16 @@ def packed(tree: DraftTree, verdict: Verdict) -> Tensor:
     return torch.cat((*heads, tree.deepest(), verdict.path, kept), 1)
 
 
-def unpacked(rows: list[list[int]]) -> list[Told]:
+def unpacked(rows: list[list[int]]) -> list[HostResult]:
     """The inverse of `packed`, on the host."""
     told = []
     for length, size, token, *rest in rows:
         if not rest:
-            told.append(Told(length, size, 0, True, [token]))
+            told.append(HostResult(length, size, 0, True, [token]))
             continue
         depth, width = rest[0], len(rest) // 2
         path, kept = rest[1 : width + 1], rest[width + 1 :]
-        told.append(Told(length, size, depth, path[:length] == list(range(length)), kept[1:length] + [token]))
+        told.append(HostResult(length, size, depth, path[:length] == list(range(length)), kept[1:length] + [token]))
     return told
 
 

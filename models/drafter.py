@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput
-from draftsmith.inference.grow import Shape, shape_of, tree_of
+from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
+from draftsmith.inference.expand import TreeSpec, parse_tree_spec, tree_config
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
+def same_layout(one: Tensor, other: Tensor) -> bool:
     """Whether a tensor may take another's place: shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
@@ -49,7 +49,7 @@ class DrafterModel(PreTrainedModel):
     """Base of every trained drafter. `save_pretrained`, `from_pretrained` and `push_to_hub` are transformers' own, made strict.
 
     A subclass builds its modules, calls `post_init()`, gives `_init_weights` where it wants zeros, copies from the target in
-    `init_from`, and implements the Drafter protocol of `draftsmith.inference.drafter`.
+    `init_from_target`, and implements the Drafter protocol of `draftsmith.inference.drafter`.
     """
 
     config_class = DrafterConfig
@@ -63,7 +63,7 @@ class DrafterModel(PreTrainedModel):
         # A Target is no nn.Module, so it enters neither the modules nor the state dict.
         self._target: Target | None = None
         self._state: Any = None
-        self._shape: tuple[Any, Shape] | None = None
+        self._shape: tuple[Any, TreeSpec] | None = None
 
     @property
     def target(self) -> Target:
@@ -94,7 +94,7 @@ class DrafterModel(PreTrainedModel):
         self._target = target
         return self
 
-    def init_from(self, target: Target) -> None:
+    def init_from_target(self, target: Target) -> None:
         """Copy what starts as the target's. Apart from __init__, since transformers initialises modules after it."""
 
     @property
@@ -102,15 +102,15 @@ class DrafterModel(PreTrainedModel):
         return self.config.model_type
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TreeSpec:
         """The tree of the config; subclasses see to it that there is one. Made once for each."""
         if self._shape is None or self._shape[0] != self.config.tree:
-            self._shape = (copy.deepcopy(self.config.tree), shape_of(self.config.tree))
+            self._shape = (copy.deepcopy(self.config.tree), parse_tree_spec(self.config.tree))
         return self._shape[1]
 
     @shape.setter
-    def shape(self, shape: Shape) -> None:
-        self.config.tree = tree_of(shape)
+    def shape(self, shape: TreeSpec) -> None:
+        self.config.tree = tree_config(shape)
 
     @property
     def depth_limit(self) -> int:
@@ -141,10 +141,10 @@ class DrafterModel(PreTrainedModel):
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         raise NotImplementedError
 
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         raise NotImplementedError
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         raise NotImplementedError
 
     def drop(self, rows: list[int]) -> None:
@@ -206,7 +206,7 @@ def new_drafter(method: str, target: Target, *, dtype: torch.dtype = torch.float
     )
     drafter: DrafterModel = module.Model(config).to(device=target.device, dtype=dtype)
     drafter.attach(target)
-    drafter.init_from(target)
+    drafter.init_from_target(target)
     return drafter
 
 

@@ -26,15 +26,15 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache, placed
-from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput, addresses
-from draftsmith.inference.grow import Shape, choose, grow
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
+from draftsmith.inference.expand import TreeSpec, choose, grow
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models import vocab
-from draftsmith.models.context import ALONE, Context
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, alike, default_paths
+from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, same_layout
 from draftsmith.models.target import Target
-from draftsmith.models.unroll import ahead, attend, blocks
+from draftsmith.models.training_time_test import attend, blocks, shift_left
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, query [B,heads,n,dim], key, value [B,kv heads,n,dim] -> [B,heads,n,dim]
 
@@ -154,8 +154,8 @@ class Rows:
     ready: set[int]
     begun: Tensor
     cache: TreeCache
-    shape: Shape
-    given: Shape
+    shape: TreeSpec
+    given: TreeSpec
 
 
 class EagleModel(DrafterModel):
@@ -201,7 +201,7 @@ class EagleModel(DrafterModel):
                 self._vocabulary = vocab.from_tensors(d2t, t2d, self.config.vocab_size, self.config.draft_vocab_size)
         return self._vocabulary
 
-    def init_from(self, target: Target) -> None:
+    def init_from_target(self, target: Target) -> None:
         """The own head starts as the target's, where the sizes agree; `take` gives it the rows of a smaller vocabulary."""
         if self.config.version == 3 and self.config.draft_vocab_size == self.config.vocab_size:
             self.take(vocab.full(self.config.vocab_size))
@@ -281,7 +281,7 @@ class EagleModel(DrafterModel):
         document: Tensor,
         steps: int,
         checkpointing: bool = False,
-        context: Context = ALONE,
+        context: ContextParallel = SINGLE_RANK,
     ) -> list[Tensor]:
         """Training-time test (Li et al. 2025, §3.1): `steps` outputs [B,n,W] along the text itself, every position at once.
 
@@ -309,7 +309,7 @@ class EagleModel(DrafterModel):
                     made.extend((key, value))
                     return attend(query, [*held[layer][0], key], [*held[layer][1], value], document, mask=mask)
 
-                return self.step(feature, ahead(ids, k + 1)[:, here], (positions + k)[:, here], diagonal), *made
+                return self.step(feature, shift_left(ids, k + 1)[:, here], (positions + k)[:, here], diagonal), *made
 
             output, *made = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
             for number in range(len(self.layers)):
@@ -347,17 +347,17 @@ class EagleModel(DrafterModel):
                 stacklevel=2,
             )
         shape = self.shape.to(target.device)
-        drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, Topology) else (shape.depth - 1) * shape.width
+        drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, StaticTree) else (shape.depth - 1) * shape.width
         # A graph lets a row run a round past its end.
         capacity = context + shape.max_depth + 1 + max(drafted, shape.max_depth + 1)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and held.cache.capacity >= capacity and alike(held.state, state):
+        if held and held.given is self.shape and held.cache.capacity >= capacity and same_layout(held.state, state):
             self.drop(list(range(rows)))
         else:
             begun = torch.zeros(rows, dtype=torch.bool, device=target.device)
             self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.shape)
-        return self._state, addresses(self)
+        return self._state, tensor_addresses(self)
 
     @torch.no_grad()
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -378,18 +378,18 @@ class EagleModel(DrafterModel):
             self._encode(rows, feature[:, here][:, : max(counts)], tokens[:, here][:, : max(counts)], counts)
 
     @torch.no_grad()
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         """A level of the tree per step; the root alone where a row has no pair yet."""
         state = self._state
         if state.shape.max_depth == 0:
-            return DraftTree.root(ask.root)
-        state.cache.fixed = ask.fixed
-        state.cache.select(ask.rows)
-        growth = grow(state.shape, ask)
-        output, index = state.state[ask.index][:, None], ask.position[:, None] + 1
+            return DraftTree.root(round.last_tokens)
+        state.cache.fixed = round.static_shape
+        state.cache.select(round.slots)
+        growth = grow(state.shape, round)
+        output, index = state.state[round.slot_index][:, None], round.positions[:, None] + 1
         while True:
             places = index.expand(-1, output.shape[1])
-            ids, scores, law = self._choose(self.logits_of(output), growth.count, ask, places, growth.scored)
+            ids, scores, law = self._choose(self.logits_of(output), growth.count, round, places, growth.scored)
             frontier = growth.extend(ids, scores, law)
             if frontier is None:
                 break
@@ -402,23 +402,29 @@ class EagleModel(DrafterModel):
             state.cache.draft(frontier.tokens.shape[1])
             index = index + 1
         tree, _ = growth.finish()
-        if not ask.fixed and state.ready.issuperset(ask.rows):
+        if not round.static_shape and state.ready.issuperset(round.slots):
             return tree
         # In a graph the rows change without the host being asked.
-        ready = state.begun[ask.index] if ask.fixed else torch.tensor([row in state.ready for row in ask.rows], device=tree.size.device)
+        ready = (
+            state.begun[round.slot_index]
+            if round.static_shape
+            else torch.tensor([row in state.ready for row in round.slots], device=tree.size.device)
+        )
         return replace(tree, size=torch.where(ready, tree.size, 1), full=False, _deepest=None)
 
-    def _choose(self, logits: Tensor, count: int, ask: Ask, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _choose(
+        self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `grow.choose`, in the target's ids. Noise is a function of those, so that drawn children need the whole vocabulary."""
-        if ask.sampling.children == "top":
-            ids, scores, law = choose(logits, count, ask, index, scored)
+        if round.sampling.children == "top":
+            ids, scores, law = choose(logits, count, round, index, scored)
             return self.vocabulary.targets[ids], scores, law
-        return choose(self._spread(logits), count, ask, index, scored)
+        return choose(self._spread(logits), count, round, index, scored)
 
     @torch.no_grad()
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Forget what was drafted; encode the pairs of the accepted nodes from the target's features."""
-        counts = None if ask.fixed else [row.length for row in verdict.told(tree)]
+        counts = None if round.static_shape else [row.length for row in verdict.on_host(tree)]
         width = verdict.path.shape[1] if counts is None else max(counts)
         if not width:
             return
@@ -428,21 +434,21 @@ class EagleModel(DrafterModel):
         tokens = torch.where(last, verdict.next_token[:, None], tokens)
         feature = self.feature_of(out.along(path))
         if counts is None:
-            self._encode_all(ask, feature, tokens, verdict.length)
+            self._encode_all(round, feature, tokens, verdict.length)
         else:
-            self._encode(ask.rows, feature, tokens, counts)
+            self._encode(round.slots, feature, tokens, counts)
 
-    def _encode_all(self, ask: Ask, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
+    def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """`_encode` in a fixed shape: counts [B] are the device's."""
         state, width = self._state, tokens.shape[1]
         state.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
-        state.cache.select(ask.rows)
+        state.cache.select(round.slots)
         attention = TreeAttention.causal(state.cache, width)
         output = self.step(feature, tokens, attention.positions(), self._cached(attention))
         state.cache.keep(attention.depth, counts, in_place=True)
         last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
-        state.state[ask.index] = torch.where(counts[:, None] > 0, last, state.state[ask.index])
-        state.begun[ask.index] |= counts > 0
+        state.state[round.slot_index] = torch.where(counts[:, None] > 0, last, state.state[round.slot_index])
+        state.begun[round.slot_index] |= counts > 0
 
     def _encode(self, rows: list[int], feature: Tensor, tokens: Tensor, counts: list[int]) -> None:
         """Append counts[b] pairs to each of `rows`; of feature [R,n,·] and tokens [R,n] the rest is padding."""

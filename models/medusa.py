@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from draftsmith.inference.cache import placed
-from draftsmith.inference.drafter import Ask, NodeOutput, addresses
-from draftsmith.inference.grow import BeamGrowth, Shape, choose, grow, shape_of
+from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
+from draftsmith.inference.expand import DynamicExpansion, TreeSpec, choose, grow, parse_tree_spec
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, alike, default_paths
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, same_layout
 from draftsmith.models.target import Target
 
 
@@ -39,7 +39,7 @@ class MedusaConfig(DrafterConfig):
             self.tree = default_paths(self.num_heads)
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(f"got {self.num_heads} heads of {self.num_layers} blocks; expected at least one of each")
-        deepest = shape_of(self.tree).max_depth
+        deepest = parse_tree_spec(self.tree).max_depth
         if deepest > self.num_heads:
             raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
 
@@ -56,7 +56,7 @@ class ResBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """[V,H] without bias; zero until `init_from` copies the target's head, so that building it costs nothing."""
+    """[V,H] without bias; zero until `init_from_target` copies the target's head, so that building it costs nothing."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Rows:
 
     hidden: Tensor
     ready: Tensor
-    shape: Shape
-    given: Shape
+    shape: TreeSpec
+    given: TreeSpec
 
 
 class MedusaModel(DrafterModel):
@@ -97,7 +97,7 @@ class MedusaModel(DrafterModel):
             init.zeros_(module.bias)
 
     @torch.no_grad()
-    def init_from(self, target: Target) -> None:
+    def init_from_target(self, target: Target) -> None:
         """Own output layers start as the target's head, times the scale that the target applies after it."""
         if not self.config.share_head:
             for k in range(self.config.num_heads):
@@ -159,11 +159,11 @@ class MedusaModel(DrafterModel):
         self.attach(target)
         hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and alike(held.hidden, hidden):
+        if held and held.given is self.shape and same_layout(held.hidden, hidden):
             self.drop(list(range(rows)))
         else:
             self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.shape.to(target.device), self.shape)
-        return self._state, addresses(self)
+        return self._state, tensor_addresses(self)
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""
@@ -174,19 +174,19 @@ class MedusaModel(DrafterModel):
             self._state.hidden[rows] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
 
     @torch.no_grad()
-    def propose(self, ask: Ask) -> DraftTree:
+    def propose(self, round: RoundContext) -> DraftTree:
         """The config's tree filled with the heads' tokens; the root alone where a row has no state."""
         state = self._state
         if state.shape.max_depth == 0:
-            return DraftTree.root(ask.root)
-        growth = grow(state.shape, ask)
-        hidden = state.hidden[ask.index]
-        depth = min(ask.depth, state.shape.max_depth)
+            return DraftTree.root(round.last_tokens)
+        growth = grow(state.shape, round)
+        hidden = state.hidden[round.slot_index]
+        depth = min(round.depth, state.shape.max_depth)
         logits = torch.stack([self.logits_of(k, hidden) for k in range(depth)], dim=1)  # [B,K,V]
-        index = ask.position[:, None] + 1 + torch.arange(depth, device=hidden.device)
-        width = growth.count if isinstance(growth, BeamGrowth) else growth.topology.width
-        ids, scores, q = choose(logits, width, ask, index, growth.scored)
-        if isinstance(growth, BeamGrowth):
+        index = round.positions[:, None] + 1 + torch.arange(depth, device=hidden.device)
+        width = growth.count if isinstance(growth, DynamicExpansion) else growth.topology.width
+        ids, scores, q = choose(logits, width, round, index, growth.scored)
+        if isinstance(growth, DynamicExpansion):
             assert scores is not None
             inner = 1
             for k in range(depth):  # a head's candidates are the same whatever was drafted before
@@ -195,20 +195,20 @@ class MedusaModel(DrafterModel):
                 inner = frontier.tokens.shape[1] if frontier else 0
             tree, _ = growth.finish()
         else:
-            tree = growth.topology.tree(ask.root, ids)
+            tree = growth.topology.tree(round.last_tokens, ids)
             if q is not None:  # at the leaves, which have no children, any law will do
                 tree.q_logits, tree.replacement = q[:, growth.topology.depth.clamp(max=depth - 1)], growth.replacement
-        return replace(tree, size=torch.where(state.ready[ask.index], tree.size, 1), full=False, _deepest=None)
+        return replace(tree, size=torch.where(state.ready[round.slot_index], tree.size, 1), full=False, _deepest=None)
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""
         state, fresh = self._state, out.hidden[:, 0]
         if tree.tokens.shape[1] > 1:
             node = verdict.path.amax(1).clamp(min=0)  # parents come first, so the deepest kept node has the largest index
             fresh = out.hidden[torch.arange(len(node), device=node.device), node]
         moved = verdict.length > 0
-        state.hidden.index_copy_(0, ask.index, torch.where(moved[:, None], fresh, state.hidden.index_select(0, ask.index)))
-        state.ready.index_copy_(0, ask.index, state.ready.index_select(0, ask.index) | moved)
+        state.hidden.index_copy_(0, round.slot_index, torch.where(moved[:, None], fresh, state.hidden.index_select(0, round.slot_index)))
+        state.ready.index_copy_(0, round.slot_index, state.ready.index_select(0, round.slot_index) | moved)
 
     def drop(self, rows: list[int]) -> None:
         self._state.ready.index_fill_(0, placed(rows, self._state.ready.device), False)

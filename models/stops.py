@@ -25,7 +25,9 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     words = "Answer"
     try:
         text = str(
-            tokenizer.apply_chat_template([{"role": "user", "content": "Ask"}, {"role": "assistant", "content": words}], tokenize=False)
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "RoundContext"}, {"role": "assistant", "content": words}], tokenize=False
+            )
         )
     except TemplateError:
         return None

@@ -20,8 +20,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.progress import Bar
 from draftsmith.models.head import Head
-from draftsmith.models.pairing import check_draft
 from draftsmith.models.target import Target, apart, resolve_path
+from draftsmith.models.tokenizer_check import check_draft
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import tiny
 
-from draftsmith.data.packing import Packed
-from draftsmith.models import context as sharing
+from draftsmith.data.packing import PackedDataset
+from draftsmith.models import context_parallel as sharing
 from draftsmith.models import eagle as architecture
-from draftsmith.models.context import Context
+from draftsmith.models.context_parallel import ContextParallel
 from draftsmith.models.target import Target
-from draftsmith.train import eagle, loop, world
+from draftsmith.train import eagle, loop
 from draftsmith.train.eagle import EagleRecipe, EagleSection
+from draftsmith.train.engine import processes
 from draftsmith.train.recipe import DataSection, TrainSection
 
 LENGTHS = [5, 9, 32, 1, 14, 9, 9, 27, 3, 3, 3, 18, 2, 14, 9, 30, 21, 5]
@@ -52,7 +53,7 @@ def recipe_of(output: Path, seq_len: int, eagle: dict, **train) -> EagleRecipe:
 def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] | None = None, **settings) -> None:
     """A tiny random target's drafter, trained on packed rows; the first rank leaves its weights."""
     recipe = recipe_of(output, seq_len, settings.pop("eagle", {}), **settings)
-    context = world.context(recipe.train.context_parallel)
+    context = processes.context(recipe.train.context_parallel)
     if fault:
         fault()
     seen: list[tuple[int, int]] = []
@@ -66,7 +67,7 @@ def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] 
     target = Target.wrap(tiny("llama"), name="small")
     name, shape = SHAPES[recipe.eagle.version]
     drafter = make(target, name, steps=recipe.eagle.steps, **shape)
-    rows = Packed(corpus_of([min(length, seq_len) for length in LENGTHS], seq_len=seq_len), seq_len)
+    rows = PackedDataset(corpus_of([min(length, seq_len) for length in LENGTHS], seq_len=seq_len), seq_len)
     loop.fit(recipe, drafter, eagle.measure(recipe, target, context), rows, rows, {})
     (output / f"seen-{rank}.json").write_text(json.dumps(seen))
     if rank == 0:
@@ -99,7 +100,7 @@ class Live(TorchDispatchMode):
 
 def remember(output: Path, rank: int, size: int) -> None:
     """The most that training-time test holds of a row of LONG positions, forward and backward."""
-    context = world.context(size)
+    context = processes.context(size)
     target = Target.wrap(tiny("llama"))
     drafter = make(target, "3, small")
     ids, place = torch.arange(LONG)[None] % target.vocab_size, torch.arange(LONG)[None] % 200
@@ -114,7 +115,7 @@ def remember(output: Path, rank: int, size: int) -> None:
 
 
 def _own_gradient(ctx, grad):
-    context: Context = ctx.context
+    context: ContextParallel = ctx.context
     return grad.chunk(context.rank + 1, 2)[context.rank], None
 
 
@@ -126,19 +127,21 @@ def _from_the_beginning(query, keys, values, document, plain=architecture.attend
 FAULTS = {
     "gradients of other ranks' queries lost": lambda: setattr(sharing._UpTo, "backward", staticmethod(_own_gradient)),
     "keys of other ranks cut from the graph": lambda: setattr(
-        Context, "upto", lambda self, part, plain=Context.upto: plain(self, part.detach())
+        ContextParallel, "upto", lambda self, part, plain=ContextParallel.upto: plain(self, part.detach())
     ),
     "laws of the next rank's rows missing": lambda: setattr(
-        Context, "part", lambda self, positions, more=0, plain=Context.part: plain(self, positions)
+        ContextParallel, "part", lambda self, positions, more=0, plain=ContextParallel.part: plain(self, positions)
     ),
     "every rank at its row's beginning": lambda: setattr(architecture, "attend", _from_the_beginning),
-    "weight counted by every rank": lambda: setattr(loop, "loss_tokens", lambda batch, here, plain=loop.loss_tokens: plain(batch)),
-    "chains of a rank alone": lambda: setattr(Context, "total", lambda self, own: own),
+    "weight counted by every rank": lambda: setattr(
+        eagle, "supervised_tokens", lambda batch, here, plain=eagle.supervised_tokens: plain(batch)
+    ),
+    "chains of a rank alone": lambda: setattr(ContextParallel, "total", lambda self, own: own),
 }
 
 
 def sharded() -> None:
-    world.accelerator = on_gloo
+    processes.accelerator = on_gloo
 
 
 TWO = {"context_parallel": 2}

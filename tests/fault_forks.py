@@ -25,12 +25,14 @@ from test_loop import Numbers, new_model, new_recipe, objective
 from torch import Tensor
 
 from draftsmith.inference import machine
-from draftsmith.train import checkpoint, curves, loop
-from draftsmith.train.cli import guard
+from draftsmith.train import loop
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.engine import checkpoint, curves
+from draftsmith.train.objective import Loss
 
 STEPS = 7
 LIMIT = 60.0  # seconds in which every process of a run that lost one must have ended
-Objective = Callable[[Any, Any], loop.Loss]
+Objective = Callable[[Any, Any], Loss]
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Run:
         # No part of what survives, and most of the time of so short a run.
         machine.matmul_rate = lambda *_: 1.0
         curves.draw = lambda *_: None
-        guard(lambda _: work(rank), [])
+        exit_on_error(lambda _: work(rank), [])
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fault_forks import STEPS, Ended, Row, Run, at_step, run, same, saved, steps_told, training, weights
 
-from draftsmith.train import curves
+from draftsmith.train.engine import curves
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Saves often and takes its time, so that kills land in saves, steps and between.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_forks import at_step, training
 
-from draftsmith.train.cli import guard
+from draftsmith.train.cli import exit_on_error
 
 FATES = {
     "none": lambda: None,
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     (beside / f"pid-{rank}").write_text(str(os.getpid()))
     code = 0
     try:
-        guard(main, sys.argv[1:])
+        exit_on_error(main, sys.argv[1:])
     except SystemExit as ended:
         code = ended.code
         raise

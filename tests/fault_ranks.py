@@ -14,8 +14,8 @@ from pathlib import Path
 from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, training, weights
 from test_loop import Numbers
 
-from draftsmith.train import curves, world
-from draftsmith.train.guards import STALLED
+from draftsmith.train.engine import curves, processes
+from draftsmith.train.engine.watchdog import STALLED
 
 GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
 
@@ -71,7 +71,7 @@ def never_came(folder: Path) -> Iterator[Row]:
     row = Row("a rank that ends before the ranks have met")
 
     def work(rank: int) -> None:
-        world.MEETING = timedelta(seconds=2)
+        processes.MEETING = timedelta(seconds=2)
         if rank == 1:
             os._exit(1)
         training(folder / "run", rank)

@@ -16,7 +16,7 @@ from pathlib import Path
 from fault_forks import STEPS, Ended, Row, Run, run, same, saved, steps_told, training, weights
 from safetensors import SafetensorError
 
-from draftsmith.train import checkpoint
+from draftsmith.train.engine import checkpoint
 
 # The second save deletes what the first one wrote, and the best weights change before it.
 SETTINGS = {"save_every": 2, "keep": 1, "eval_every": 2}

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from test_loop import Numbers, new_model, new_recipe, objective
 from torch.distributed.tensor import DTensor
 
-from draftsmith.train import distill, eagle, loop, medusa, world
+from draftsmith.train import distill, eagle, loop, medusa
+from draftsmith.train.engine import processes
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
@@ -40,7 +41,7 @@ def words(method, folder, output):
     return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
 
 
-class Watched(loop.Wrapped):
+class Watched(loop.ShardedModel):
     """Notes what a launcher that silently did something else would not show."""
 
     seen: list[dict] = []
@@ -60,7 +61,7 @@ class Watched(loop.Wrapped):
         )
 
 
-def on_gloo(*arguments, plain=world.accelerator, **options):
+def on_gloo(*arguments, plain=processes.accelerator, **options):
     """Accelerate takes FSDP2 for a GPU's alone, and runs DDP on a CPU without a word: told so afterwards, it shards."""
     accelerator = plain(*arguments, **options)
     PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
@@ -81,9 +82,9 @@ def train_numbers(folder, **settings):
 
 def main(kind: str, folder: Path) -> None:
     """`whole` goes from the beginning to the end, `from_one` was begun by another launch, `to_one` will be ended by another."""
-    loop.Wrapped = Watched
+    loop.ShardedModel = Watched
     if kind == "fsdp2":
-        world.accelerator = on_gloo
+        processes.accelerator = on_gloo
     jobs = {"whole": {}, "from_one": {}, "to_one": {"steps": 4}} | ({"bf16": {"precision": "bf16"}} if kind.startswith("zero") else {})
     for name, own in jobs.items():
         train_numbers(folder / name, **own)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from draftsmith.inference import packing
+from draftsmith.inference import packed_linear as packing
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
@@ -60,7 +60,7 @@ def answers(target: Target, drafter=None) -> list[list[int]]:
     prompts = [torch.randint(target.vocab_size, (count,), generator=generator).tolist() for count in (5, 9, 1)]
     if drafter is not None:
         drafter = PlantingDrafter(prompts, drafter, target.vocab_size)
-    done = Decoder(target, drafter, rows=2).generate(prompts, Sampling(), NEW, ())
+    done = Decoder(target, drafter, slots=2).generate(prompts, Sampling(), NEW, ())
     if drafter is not None:
         assert drafter.mismatches == 0 and drafter.moves > 0
     return [answer.tokens for answer in done]

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.drafter import NodeOutput, RoundContext
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 
 
-def ask(rows: Sequence[int], root: Sequence[int], depth: int = 99, sampling: Sampling = Sampling()) -> Ask:  # noqa: B008 (frozen)
+def ask(rows: Sequence[int], root: Sequence[int], depth: int = 99, sampling: Sampling = Sampling()) -> RoundContext:  # noqa: B008 (frozen)
     """What a decoder would ask for these rows; positions and keys are of no concern."""
     zero = torch.zeros(len(rows), dtype=torch.int64)
-    return Ask(list(rows), torch.tensor(rows), torch.tensor(root), zero + 7, zero, sampling, depth)
+    return RoundContext(list(rows), torch.tensor(rows), torch.tensor(root), zero + 7, zero, sampling, depth)
 
 
 class PlantingDrafter:
@@ -82,8 +82,8 @@ class PlantingDrafter:
         for row in rows:
             del self.answers[row]
 
-    def propose(self, ask: Ask) -> DraftTree:
-        grown = [self._grow(row, first) for row, first in zip(ask.rows, ask.root.tolist(), strict=True)]
+    def propose(self, ask: RoundContext) -> DraftTree:
+        grown = [self._grow(row, first) for row, first in zip(ask.slots, ask.last_tokens.tolist(), strict=True)]
         width = max(len(tokens) for tokens, _ in grown)
         size = [len(tokens) for tokens, _ in grown]
         for tokens, parents in grown:
@@ -93,7 +93,7 @@ class PlantingDrafter:
                 tokens.append(self.random.randrange(self.vocab))
                 parents.append(self.random.choice((-1, 0, self.random.randrange(width))))
         tokens, parents = (torch.tensor(column) for column in zip(*grown, strict=True))
-        return DraftTree.build(tokens, parents, torch.tensor(size)).to(ask.root.device)
+        return DraftTree.build(tokens, parents, torch.tensor(size)).to(ask.last_tokens.device)
 
     def _grow(self, row: int, root: int) -> tuple[list[int], list[int]]:
         truth = self.answers[row][self.offset[row] :]
@@ -130,9 +130,9 @@ class PlantingDrafter:
         self.planted[row] = chain if hidden < len(truth) else []
         return tokens, parents
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+    def accept(self, ask: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         assert out.hidden.shape[:2] == tree.tokens.shape
-        for row, path, length in zip(ask.rows, verdict.path.tolist(), verdict.length.tolist(), strict=True):
+        for row, path, length in zip(ask.slots, verdict.path.tolist(), verdict.length.tolist(), strict=True):
             kept = path[:length]
             if self.planted[row]:
                 self.mismatches += kept != self.planted[row]

@@ -19,24 +19,29 @@ from planting import PlantingDrafter
 from zoo import VOCAB, tiny
 
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference.captured import Captured
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.governor import Governor
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.graph_rounds import GraphRunner
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 TARGETS = ("llama", "llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "deepseek_v3")
 KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student", "unsure student", "ngram", "suffix", "planting")
-STATIC = (Topology.chain(1), Topology.chain(3), Topology.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)]), Topology.cartesian((3, 2)))
-DYNAMIC = (Beam(3, 2, 6), Beam(2, 3, 5), Beam(1, 4, 4), Beam(4, 2, 12))
+STATIC = (
+    StaticTree.chain(1),
+    StaticTree.chain(3),
+    StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)]),
+    StaticTree.cartesian((3, 2)),
+)
+DYNAMIC = (DynamicTree(3, 2, 6), DynamicTree(2, 3, 5), DynamicTree(1, 4, 4), DynamicTree(4, 2, 12))
 
 
-class Wild(Governor):
+class Wild(AdaptiveDepth):
     """Any depth at any time."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -52,7 +57,7 @@ class Planting(PlantingDrafter):
 
     def accept(self, ask, tree, verdict, out):
         if tree.tokens.shape[1] == 1:
-            self.planted.update(dict.fromkeys(ask.rows, []))
+            self.planted.update(dict.fromkeys(ask.slots, []))
         super().accept(ask, tree, verdict, out)
 
 
@@ -71,7 +76,7 @@ def drafter_of(kind, target, name, rng):
     if kind == "ngram":
         return Ngram(shape)
     if kind == "suffix":
-        return Suffix(Beam(5, 3, 9), memory=rng.choice([0, 40, 300]))
+        return Suffix(DynamicTree(5, 3, 9), memory=rng.choice([0, 40, 300]))
     if kind.endswith("student"):
         model = shaken(tiny(rng.choice([name, "llama"])), rng.choice([0.0, 0.02, 0.05]))
         return DraftModel(Target.wrap(model), shape, confidence=rng.choice([0.1, 0.3]) if kind == "unsure student" else 0.0)
@@ -88,7 +93,9 @@ def sampling_of(rng):
     if rng.random() < 0.45:
         return Sampling(seed=rng.choice([0, 0, 1]))
     filters = {"top_k": rng.choice([0, 0, 5]), "top_p": rng.choice([1.0, 1.0, 0.9]), "min_p": rng.choice([0.0, 0.0, 0.05])}
-    return Sampling(rng.choice([1.0, 0.8, 1.3]), **filters, seed=rng.choice([0, 3, 2**40 + 5]), rule=rng.choice(["one-draw", "coupled"]))
+    return Sampling(
+        rng.choice([1.0, 0.8, 1.3]), **filters, seed=rng.choice([0, 3, 2**40 + 5]), rule=rng.choice(["target-sample", "shared-noise"])
+    )
 
 
 def prompts_of(rng, longest):
@@ -103,7 +110,7 @@ def between(kind, drafter, target, rng):
         if kind in ("medusa", "eagle1", "eagle3", "student") and rng.random() < 0.3:
             rng.choice(list((drafter.model.model if kind == "student" else drafter).parameters())).mul_(rng.choice([1.1, -1.0]))
         if kind not in ("plain", "planting", "suffix") and rng.random() < 0.2:
-            drafter.shape = rng.choice([Topology.chain(2), Beam(2, 2, 4)])
+            drafter.shape = rng.choice([StaticTree.chain(2), DynamicTree(2, 2, 4)])
         if kind.endswith("student") and rng.random() < 0.1:
             drafter.confidence = 0.0 if drafter.confidence else 0.2
         if rng.random() < 0.2:
@@ -115,9 +122,9 @@ def case(seed, patched):
     """One decoder and its calls. Raises what was wrong."""
     rng = random.Random(seed)
     name, kind, rows, context = rng.choice(TARGETS), rng.choice(KINDS), rng.randint(1, 6), rng.choice([None, None, 128, 60, 14])
-    parted, governor = rng.random() < 0.25, rng.choice([None, None, Governor(), Wild(rng), Wild(rng)])
+    parted, governor = rng.random() < 0.25, rng.choice([None, None, AdaptiveDepth(), Wild(rng), Wild(rng)])
     taped.install(patched, replayed=True)
-    patched.setattr(decoders, "Captured", lambda *given: Captured(*given[:-1], parted))
+    patched.setattr(decoders, "GraphRunner", lambda *given: GraphRunner(*given[:-1], parted))
     target = Target.wrap(tiny(name))
     drafter = None if kind == "planting" else drafter_of(kind, target, name, rng)
     how = {"rows": rows, "context": context, "governor": governor, "kernels": True}
@@ -126,7 +133,7 @@ def case(seed, patched):
         prompts, new_tokens = prompts_of(rng, context or 128), rng.choice([1, 2, 7, 15, 30, 120])
         sampling = sampling if sampling and rng.random() < 0.6 else sampling_of(rng)
         requests = rng.choice([None, [rng.randrange(2**32) for _ in prompts]])
-        plain = Decoder(target, rows=rng.randint(1, 4), context=context)
+        plain = Decoder(target, slots=rng.randint(1, 4), context=context)
         free = plain.generate(prompts, sampling, new_tokens, (), requests)
         stops = set(rng.sample([token for one in free for token in one.tokens], 1)) if rng.random() < 0.5 else set()
         expected = plain.generate(prompts, sampling, new_tokens, stops, requests)
@@ -140,7 +147,7 @@ def case(seed, patched):
             stream.close()
         check(decoder.generate(prompts, sampling, new_tokens, stops, requests), expected, prompts)
         if drafter and kind != "planting" and rng.random() < 0.2:
-            other = Decoder(target, drafter, rows=rng.randint(1, 5), context=context, kernels=True)
+            other = Decoder(target, drafter, slots=rng.randint(1, 5), context=context, kernels=True)
             check(other.generate(prompts, sampling, new_tokens, stops, requests), expected, prompts)
         between(kind, drafter, target, rng)
 

@@ -84,7 +84,8 @@ def recorded(piece: Callable[[], Any]) -> Tape:
 def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     """Decoders with kernels take their twins, which are quick and made of operations, and run rounds as for a graph: each as it is, or
     replayed from what was recorded of the first of its kind."""
-    from draftsmith.inference import captured, decoder, grow
+    from draftsmith.inference import decoder, graph_rounds
+    from draftsmith.inference import expand as grow
     from draftsmith.inference import verify as verification
     from draftsmith.inference.kernels import attention, commit, verify
 
@@ -102,4 +103,4 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
 
     monkeypatch.setattr(decoder, "refusal", refusal)
     if replayed:
-        monkeypatch.setattr(captured, "record", record)
+        monkeypatch.setattr(graph_rounds, "record", record)

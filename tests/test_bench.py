@@ -14,14 +14,15 @@ from test_cli import failing
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from draftsmith.eval import bench, contest
+from draftsmith.eval import interleaved
+from draftsmith.eval.benchmarks import transformers as bench
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam, shape_of, tree_of
+from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.lookup import Ngram
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import default_paths, new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.cli import guard
+from draftsmith.train.cli import exit_on_error
 
 TEXTS = ("def parse(line):", "for key in keys: print(key)", "import os\nimport os", "return x")
 OURS = ["plain", "ngram", "draft model noisy", "suffix", "medusa"]
@@ -57,7 +58,7 @@ def printed(place):
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        guard(bench.main, words(place, *named, "--no-governor", "--repeats=2", "--json", "--out", place / "report.json"))
+        exit_on_error(bench.main, words(place, *named, "--no-governor", "--repeats=2", "--json", "--out", place / "report.json"))
     return output.getvalue()
 
 
@@ -134,7 +135,7 @@ def opened(place, target_folder):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         target, drafters = bench.open_all(str(target_folder), [str(place / "noisy"), "ngram"], "auto", False)
         prompts = bench.prompt_files.load(place / "prompts.jsonl")
-        return target, drafters, contest.cases(target, prompts, 48)
+        return target, drafters, interleaved.cases(target, prompts, 48)
 
 
 def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
@@ -186,14 +187,14 @@ def test_where_generate_compiles_a_static_cache_is_a_contender_or_says_why_not(o
     monkeypatch.setattr(bench, "_compiles", lambda target: True)
     runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
     assert [one.tokens for one in runners[name](cases)] == [one.tokens for one in runners["plain"](cases)] and not left_out
-    right = contest.transformers
+    right = interleaved.transformers
 
     def without_compiler(target, count, assistant=None, **settings):
         if "cache_implementation" not in settings:
             return right(target, count, assistant, **settings)
         return lambda some: (_ for _ in ()).throw(RuntimeError("no C\ncompiler"))
 
-    monkeypatch.setattr(contest, "transformers", without_compiler)
+    monkeypatch.setattr(interleaved, "transformers", without_compiler)
     runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
     assert name not in runners and left_out == {name: "no C compiler"}
 
@@ -202,7 +203,7 @@ def test_a_draft_model_that_transformers_cannot_take_is_left_out_there(opened):
     target, _, cases = opened
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=250, max_position_embeddings=128, **sizes))
-    drafters = {"draft model small": DraftModel(Target.wrap(model), Topology.chain(2))}
+    drafters = {"draft model small": DraftModel(Target.wrap(model), StaticTree.chain(2))}
     runners, counterparts, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=False)
     assert "draft model small" in runners and "draft model small" not in counterparts
     assert left_out == {"transformers, assistant small": "250 logits, the target has 257"}
@@ -221,7 +222,7 @@ def test_models_are_loaded_once_and_named_apart(place, target_folder, monkeypatc
 
 
 def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_folder, capsys, monkeypatch):
-    right = contest.ours
+    right = interleaved.ours
 
     def wrong(decoder, sampling, count):
         def run(some):
@@ -232,9 +233,11 @@ def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_f
 
         return run
 
-    monkeypatch.setattr(contest, "ours", wrong)
+    monkeypatch.setattr(interleaved, "ours", wrong)
     with pytest.raises(SystemExit) as exit:
-        guard(bench.main, words(place, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1"))
+        exit_on_error(
+            bench.main, words(place, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1")
+        )
     printed = " ".join(capsys.readouterr().out.split())
     assert exit.value.code == 1 and "0/2" in printed and printed.count("NOT LOSSLESS") == 1
     assert "ngram: 0 answers part from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
@@ -247,10 +250,10 @@ def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monk
         seen.append((list(runners), len(units), len(units[0][0].ids), logging.get_verbosity()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contest, "take_turns", interrupted)
+    monkeypatch.setattr(interleaved, "take_turns", interrupted)
     before = logging.get_verbosity()
     with pytest.raises(SystemExit) as exit:
-        guard(bench.main, words(place, "--target", target_folder, "--limit=1", "--out", place / "never.json"))
+        exit_on_error(bench.main, words(place, "--target", target_folder, "--limit=1", "--out", place / "never.json"))
     assert exit.value.code == 130 and not (place / "never.json").exists()
     names = ["plain", "ngram", "suffix", "transformers", "transformers, prompt_lookup"]
     assert seen == [(names, 6, max(map(len, TEXTS[:2])), logging.ERROR)]  # the first is warmed up on: the longest
@@ -283,8 +286,8 @@ def test_a_mistake_is_one_line(place, target_folder, capsys, more, says):
     [
         ((), None),
         (("--no-governor",), None),
-        (("--tree=chain", "--depth=2"), [Topology.chain(2), Topology.chain(2)]),
-        (("--tree=dynamic", "--width=2", "--nodes=5"), [Beam(4, 2, 5), Beam(4, 2, 5)]),
+        (("--tree=chain", "--depth=2"), [StaticTree.chain(2), StaticTree.chain(2)]),
+        (("--tree=dynamic", "--width=2", "--nodes=5"), [DynamicTree(4, 2, 5), DynamicTree(4, 2, 5)]),
     ],
 )
 def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, target_folder, monkeypatch, more, shapes):
@@ -297,6 +300,6 @@ def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, ta
 
     monkeypatch.setattr(bench, "evaluate", evaluate)
     with pytest.raises(SystemExit):
-        guard(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
-    wanted = shapes or [shape_of(default_paths(3, 7)), Ngram().shape]
-    assert [tree_of(drafter.shape) for drafter in found] == [tree_of(shape) for shape in wanted]
+        exit_on_error(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
+    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().shape]
+    assert [tree_config(drafter.shape) for drafter in found] == [tree_config(shape) for shape in wanted]

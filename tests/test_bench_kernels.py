@@ -7,8 +7,9 @@ import numpy
 import pytest
 import torch
 
-from draftsmith.eval import bench, bench_kernels
-from draftsmith.eval.bench_kernels import RIVAL, Report, Sizes, measure_ceilings, measure_parts, run, show
+from draftsmith.eval.benchmarks import kernels as bench_kernels
+from draftsmith.eval.benchmarks import transformers as bench
+from draftsmith.eval.benchmarks.kernels import RIVAL, Report, Sizes, measure_ceilings, measure_parts, run, show
 
 pytest.importorskip("triton")
 SMALL = Sizes(1, 4, 2, 16, 64, (20, 40), (2, 5), 2, 2, torch.float32, 1024, 8)

@@ -10,14 +10,17 @@ import taped
 import torch
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from draftsmith.eval import bench_kernels, bench_rounds, contest
-from draftsmith.eval.bench_kernels import Report, Sizes
-from draftsmith.eval.bench_rounds import PROFILE, WATERMARK, Effort, drawn, expected, synthetic
-from draftsmith.inference import captured, grow
+from draftsmith.eval import interleaved
+from draftsmith.eval.benchmarks import kernels as bench_kernels
+from draftsmith.eval.benchmarks import rounds as bench_rounds
+from draftsmith.eval.benchmarks.kernels import Report, Sizes
+from draftsmith.eval.benchmarks.rounds import PROFILE, WATERMARK, Effort, drawn, expected, synthetic
 from draftsmith.inference import decoder as decoders
+from draftsmith.inference import expand as grow
+from draftsmith.inference import graph_rounds
 from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
-from draftsmith.inference.drafter import Ask
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.kernels import use
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.inference.tree import DraftTree
@@ -75,12 +78,12 @@ def test_the_profile_is_exact():
 
 def ask_of(rows, depth=3):
     rows = torch.arange(rows)
-    return Ask(rows.tolist(), rows, rows, 100 + 7 * rows, rows % 3, Sampling(), depth)
+    return RoundContext(rows.tolist(), rows, rows, 100 + 7 * rows, rows % 3, Sampling(), depth)
 
 
 def test_the_verdict_is_found_and_then_replaced():
     """By a path that is a function of request and position alone; the token is the one that was found; idle rows stay idle."""
-    ask, tree, seen = ask_of(2000), trees(2000), []
+    round, tree, seen = ask_of(2000), trees(2000), []
     tree.size[7] = 0
     tree.size[9] = 4
     found = Verdict(torch.zeros(2000, 4, dtype=torch.int64), torch.ones(2000, dtype=torch.int64), torch.arange(2000) + 5)
@@ -91,12 +94,12 @@ def test_the_verdict_is_found_and_then_replaced():
 
     given = synthetic(verify, RANKS, HERE)
     logits = torch.zeros(0)
-    verdict, again = given(tree, logits, ask), given(tree, logits, ask)
-    assert len(seen) == 2 and all(one is other for one, other in zip(seen[0], (tree, logits, ask), strict=True))
+    verdict, again = given(tree, logits, round), given(tree, logits, round)
+    assert len(seen) == 2 and all(one is other for one, other in zip(seen[0], (tree, logits, round), strict=True))
     assert verdict.path.equal(again.path) and verdict.length.equal(again.length)
     assert verdict.next_token.equal(found.next_token)
-    position = ask.position[:, None] + torch.arange(1, 4)
-    draws = uniform(0, ask.request[:, None].expand_as(position), position, torch.zeros_like(position)).tolist()
+    position = round.positions[:, None] + torch.arange(1, 4)
+    draws = uniform(0, round.noise_keys[:, None].expand_as(position), position, torch.zeros_like(position)).tolist()
     paths = [walked(PARENTS, some) for some in draws]
     paths[7], paths[9] = [], walked(PARENTS[:4], draws[9])
     assert [path[:length] for path, length in zip(verdict.path.tolist(), verdict.length.tolist(), strict=True)] == paths
@@ -106,16 +109,16 @@ def test_the_verdict_is_found_and_then_replaced():
 
 def test_a_graph_can_hold_it():
     """Replayed without Python, it follows the positions that are there then."""
-    ask, tree = ask_of(50), trees(50)
-    given = synthetic(lambda tree, logits, ask: judge(tree, tree.tokens < 0, tree.tokens, ask.depth), RANKS, HERE)
-    first = given(tree, None, ask).path  # makes what is kept
+    round, tree = ask_of(50), trees(50)
+    given = synthetic(lambda tree, logits, round: judge(tree, tree.tokens < 0, tree.tokens, round.depth), RANKS, HERE)
+    first = given(tree, None, round).path  # makes what is kept
     made = []
-    tape = taped.recorded(lambda: made.append(given(tree, None, ask)))
+    tape = taped.recorded(lambda: made.append(given(tree, None, round)))
     assert made[0].path.equal(first)
-    ask.position += 1000
+    round.positions += 1000
     tape.replay()
     assert not made[0].path.equal(first)
-    assert made[0].path.equal(given(tree, None, ask).path)
+    assert made[0].path.equal(given(tree, None, round).path)
 
 
 @pytest.fixture
@@ -144,7 +147,7 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(LlamaModel, "forward", forward)
     monkeypatch.setattr(bench_rounds, "perf_counter", lambda: read.tokens)
-    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: read.tokens))
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(perf_counter=lambda: read.tokens))
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     return read
 
@@ -190,10 +193,10 @@ def test_every_line_is_there_and_counts_right(capsys):
 
 
 @pytest.mark.usefixtures("twins")
-@pytest.mark.parametrize("record", [captured.record, taped.record], ids=["run", "replayed"])
+@pytest.mark.parametrize("record", [graph_rounds.record, taped.record], ids=["run", "replayed"])
 def test_tau_is_that_of_the_draws(monkeypatch, record):
     """Round after round from the end of the prefix, by the slow walk, and the same a second time; also as graphs replay it."""
-    monkeypatch.setattr(captured, "record", record)
+    monkeypatch.setattr(graph_rounds, "record", record)
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     target = bench_rounds.llama(SMALL, HERE)
     drafter = bench_rounds.medusa(target, SMALL)
@@ -215,8 +218,8 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
 def test_rounds_with_a_dynamic_tree_can_be_replayed(monkeypatch):
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     taus = []
-    for record in (captured.record, taped.record):
-        monkeypatch.setattr(captured, "record", record)
+    for record in (graph_rounds.record, taped.record):
+        monkeypatch.setattr(graph_rounds, "record", record)
         target = bench_rounds.llama(SMALL, HERE)
         bench_rounds.rounds(target, SMALL, EFFORT, 20, 1.0)
         drafter = bench_rounds.eagle(target, SMALL)
@@ -251,8 +254,8 @@ def test_the_random_eagle_drafts_deep():
     features = torch.randn(1, 5, 3, 64)
     drafter.start([0], [[1] * 6], SimpleNamespace(hidden=features[:, :, 0], taps=features[:, :, 1:]))
     with torch.inference_mode(), tree_attention(target.model), use(True):
-        ask = Ask([0], torch.tensor([0]), torch.tensor([1]), torch.tensor([5]), torch.tensor([0]), Sampling(), drafter.max_depth)
-        tree = drafter.propose(ask)
+        round = RoundContext([0], torch.tensor([0]), torch.tensor([1]), torch.tensor([5]), torch.tensor([0]), Sampling(), drafter.max_depth)
+        tree = drafter.propose(round)
     assert tree.tokens.shape == (1, 9) and tree.size.tolist() == [9]
     assert tree.depth.max() == drafter.max_depth == 3
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftsmith.data.clean import COPIED, EQUAL, HELD, PERMUTATIONS, Sieve, Signer, words
 from draftsmith.data.conversations import Conversation, Source, read
+from draftsmith.data.dedup import COPIED, EQUAL, HELD, PERMUTATIONS, DedupFilter, MinHasher, words
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 VOCABULARY = [f"word{n}" for n in range(5000)]
-NONE = Signer([])
+NONE = MinHasher([])
 
 
 def text(words: str | list[str]) -> Conversation:
@@ -29,8 +29,8 @@ def chat(*contents: str) -> Conversation:
     return Conversation("a", "all", [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)])
 
 
-def sieve(*rows: Conversation, signer: Signer = NONE, near: float = 0.8) -> list[str]:
-    keeper = Sieve(near)
+def sieve(*rows: Conversation, signer: MinHasher = NONE, near: float = 0.8) -> list[str]:
+    keeper = DedupFilter(near)
     return [keeper.keep(signer.sign(row)) for row in rows]
 
 
@@ -121,7 +121,7 @@ def test_the_table_finds_what_comparing_all_pairs_finds(near):
     rows = bases + [edited(rng, base, min(len(base) - 1, edits)) for base in bases for edits in (1, 2, 3, 8, 20)]
     rng.shuffle(rows)
     signed = [NONE.sign(text(row)) for row in rows]
-    keeper, kept, missed, dropped = Sieve(near), np.empty((0, PERMUTATIONS), np.uint32), 0, 0
+    keeper, kept, missed, dropped = DedupFilter(near), np.empty((0, PERMUTATIONS), np.uint32), 0, 0
     for signature in signed:
         truth = ((kept == signature.minhash).mean(1) >= near).any()
         found = keeper.keep(signature)
@@ -155,7 +155,7 @@ def test_a_long_text_is_signed_in_pieces_as_in_one():
 def test_a_template_shared_by_all_hides_no_copy_and_costs_no_more():
     rng = random.Random(4)
     template, own = rng.choices(VOCABULARY, k=100), [rng.choices(VOCABULARY, k=60) for _ in range(3000)]
-    keeper = Sieve()
+    keeper = DedupFilter()
     assert {keeper.keep(NONE.sign(text(template + row))) for row in own} == {""}
     copies = [keeper.keep(NONE.sign(text(template + edited(rng, row, 1)))) for row in own[::30]]
     assert copies.count("near duplicate") >= 99
@@ -167,7 +167,7 @@ def test_memory_for_a_hundred_thousand_rows_is_tens_of_megabytes():
     signature = NONE.sign(text("a"))
     rng = np.random.default_rng(0)
     tracemalloc.start()
-    keeper = Sieve()
+    keeper = DedupFilter()
     for row in range(10_000):
         keeper.keep(signature._replace(digest=row.to_bytes(16), minhash=rng.integers(1 << 32, size=PERMUTATIONS, dtype=np.uint32)))
     _, peak = tracemalloc.get_traced_memory()
@@ -179,13 +179,13 @@ def test_what_is_kept_depends_on_the_order_alone():
     rng = random.Random(5)
     base = rng.choices(VOCABULARY, k=100)
     rows = [text(edited(rng, base, rng.randint(0, 12))) for _ in range(200)] + [text(rng.choices(VOCABULARY, k=9)) for _ in range(2000)]
-    assert sieve(*rows) == sieve(*rows, signer=Signer([]))
+    assert sieve(*rows) == sieve(*rows, signer=MinHasher([]))
     one, other = text(base), text(edited(rng, base, 1))
     assert sieve(one, other) == sieve(other, one) == ["", "near duplicate"]
 
 
 def test_signatures_agree_between_processes():
-    signer, row = Signer(["one two three four five"]), chat("Who counts one, two, three, four, five?", "I do. " * 40)
+    signer, row = MinHasher(["one two three four five"]), chat("Who counts one, two, three, four, five?", "I do. " * 40)
     code = (
         "import pickle, sys; signer, row = pickle.load(sys.stdin.buffer); sign = signer.sign(row);"
         "print(sign.digest.hex(), sign.minhash.tobytes().hex(), sign.leak, sep='|')"
@@ -199,19 +199,19 @@ def test_signatures_agree_between_processes():
 
 
 def test_counts_are_by_reason():
-    keeper = Sieve()
-    signer = Signer(["Name the capital of France."])
+    keeper = DedupFilter()
+    signer = MinHasher(["Name the capital of France."])
     long = " ".join(VOCABULARY[:100])
     for row in (text(long), text(long), text(long + " more"), text("Name the capital of France"), text("other"), text("other")):
         keeper.keep(signer.sign(row))
     assert keeper.counts == {"exact duplicate": 2, "near duplicate": 1, f"evaluation prompt: {EQUAL}": 1} and keeper.kept == 2
     for near in (0, -1, 1.01):
         with pytest.raises(ValueError, match=re.escape(f"near is {near}, expected a similarity above 0 and at most 1")):
-            Sieve(near)
+            DedupFilter(near)
 
 
 def test_a_row_that_leaks_is_no_original():
-    signer = Signer(["Name the capital of France."])
+    signer = MinHasher(["Name the capital of France."])
     leaking, fine = chat("Name the capital of France.", "Paris"), chat("Capital of France", "Paris")
     assert sieve(leaking, fine, leaking, signer=signer)[::2] == [f"evaluation prompt: {EQUAL}"] * 2
 
@@ -223,7 +223,7 @@ BEFORE, AFTER = ["before"] * 7, ["after"] * 7
 @pytest.mark.parametrize("start", [0, 11, 27])
 @pytest.mark.parametrize(("run", "leak"), [(12, ""), (13, COPIED), (14, COPIED)])
 def test_thirteen_words_in_a_row(start, run, leak):
-    signer = Signer([" ".join(PROMPT), "another prompt that is not there"])
+    signer = MinHasher([" ".join(PROMPT), "another prompt that is not there"])
     shared = PROMPT[start : start + run]
     assert len(shared) == min(run, 40 - start) >= 12
     inside = " ".join(BEFORE + shared + AFTER)
@@ -239,7 +239,7 @@ def test_thirteen_words_in_a_row(start, run, leak):
 
 @pytest.mark.parametrize(("length", "leak"), [(1, ""), (4, ""), (5, HELD), (12, HELD), (13, COPIED)])
 def test_a_short_prompt_held_whole(length, leak):
-    signer = Signer([" ".join(PROMPT[:length])])
+    signer = MinHasher([" ".join(PROMPT[:length])])
     assert signer.sign(text(BEFORE + PROMPT[:length] + AFTER)).leak == leak
     assert signer.sign(text(BEFORE + PROMPT[: length - 1] + AFTER)).leak == ""
     assert signer.sign(text(BEFORE + PROMPT[1:length] + AFTER)).leak == ""
@@ -248,7 +248,7 @@ def test_a_short_prompt_held_whole(length, leak):
 
 
 def test_no_run_crosses_the_turns_but_in_the_text():
-    signer = Signer([" ".join(PROMPT[:5]), " ".join(PROMPT[10:30])])
+    signer = MinHasher([" ".join(PROMPT[:5]), " ".join(PROMPT[10:30])])
     halves = [" ".join(part) for part in (PROMPT[:3], PROMPT[3:5], PROMPT[10:20], PROMPT[20:30])]
     assert signer.sign(chat(*halves)).leak == ""
     for asked, answered, leak in (
@@ -264,7 +264,7 @@ def test_no_run_crosses_the_turns_but_in_the_text():
 
 
 def test_prompts_that_begin_alike_are_all_found():
-    signer = Signer(
+    signer = MinHasher(
         [" ".join(PROMPT[:6]), " ".join([*PROMPT[:5], "else", "again"]), " ".join([*PROMPT[:5], *VOCABULARY[100:120]]), "", "?!"]
     )
     assert signer.sign(text(["so", *PROMPT[:6]])).leak == HELD
@@ -278,9 +278,9 @@ def test_prompts_that_begin_alike_are_all_found():
 def test_real_rows_were_cleared_and_planted_prompts_are_caught():
     tasks = read(Source(path=str(SHARED / "eval" / "spec_tasks.jsonl.gz")))
     prompts = [message["content"] for row in tasks for message in row.messages or ()]
-    signer, rows = Signer(prompts), list(read(Source(path=str(SHARED / "chat" / "valid.jsonl.gz"))))
+    signer, rows = MinHasher(prompts), list(read(Source(path=str(SHARED / "chat" / "valid.jsonl.gz"))))
     assert len(prompts) == 724 and len(rows) == 1534
-    keeper = Sieve()
+    keeper = DedupFilter()
     for row in rows:
         keeper.keep(signer.sign(row))
     assert keeper.counts.keys() <= {"near duplicate"} and keeper.kept > 0.97 * len(rows), keeper.counts

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import acceptance, compare, generate
 from draftsmith.train import cli, medusa, recipe, target
-from draftsmith.train.cli import guard
+from draftsmith.train.cli import exit_on_error
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "def parse_line(line):\n    return [part.strip() for part in line.split(',') if part]\n\n\n"
@@ -47,13 +47,13 @@ def arguments(folder, target_folder, *overrides):
 
 
 def train(folder, target_folder, *overrides):
-    guard(medusa.main, arguments(folder, target_folder, *overrides), "usage")
+    exit_on_error(medusa.main, arguments(folder, target_folder, *overrides), "usage")
 
 
 def failing(capsys, main, words, usage=None):
     """Run `main`, which must exit with 2 and one line on stderr; that line."""
     with pytest.raises(SystemExit) as exit:
-        guard(main, [str(word) for word in words], usage)
+        exit_on_error(main, [str(word) for word in words], usage)
     assert exit.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
@@ -80,7 +80,7 @@ def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
         train(place, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
         assert json.loads((output / "artifact" / "config.json").read_text())["tree"] == tree
         capsys.readouterr()
-        guard(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
+        exit_on_error(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
         assert "τ" in capsys.readouterr().err
     words = arguments(place, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
     assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words, "usage")
@@ -89,7 +89,7 @@ def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
 def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     artifact = place / "run" / "artifact"
     words = [str(artifact), "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
-    guard(acceptance.main, words)
+    exit_on_error(acceptance.main, words)
     report = json.loads(capsys.readouterr().out)
     assert report["answers"] == 8 and not report["divergences"]  # four prompts at two temperatures
     assert report["like_transformers"] == report["compared"] == 4
@@ -103,7 +103,7 @@ def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     config = json.loads((artifact / "config.json").read_text())
     assert config["tree"] == report["tree"]
     chain = [word for word in words if word not in ("--nodes", "8")]
-    guard(acceptance.main, [*chain, "--tree", "chain"])
+    exit_on_error(acceptance.main, [*chain, "--tree", "chain"])
     assert len(json.loads(capsys.readouterr().out)["tree"]) == 2
     assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
@@ -114,12 +114,12 @@ def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, 
         for drafter in ("none", str(place / "run" / "artifact")):
             for tree in ("saved", "chain"):
                 words = ["--target", str(target_folder), "--drafter", drafter, "--temperature", temperature, "--seed", "5", "--tree", tree]
-                guard(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
+                exit_on_error(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
                 captured = capsys.readouterr()
                 assert captured.err == ""
                 texts.append((temperature, captured.out))
     assert len(set(texts)) == 2
-    guard(generate.main, ["--drafter", str(place / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
+    exit_on_error(generate.main, ["--drafter", str(place / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
     captured = capsys.readouterr()
     assert re.fullmatch(r"8 tokens in \d rounds: τ \d\.\d\d, \d+ tokens/s\n", captured.err)
 
@@ -230,7 +230,7 @@ def test_help_and_unknown_words(capsys):
         return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *words], capture_output=True, text=True)
 
     with pytest.raises(SystemExit) as exit:
-        guard(medusa.main, ["--help"], recipe.usage(medusa.MedusaRecipe, medusa.__doc__))
+        exit_on_error(medusa.main, ["--help"], recipe.usage(medusa.MedusaRecipe, medusa.__doc__))
     printed = capsys.readouterr().out
     assert exit.value.code == 0 and "medusa.heads" in printed and "train.output" in printed and "required" in printed
     shown = command("--help")
@@ -268,7 +268,7 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     words += [f"train.output={tmp_path}", f"data.cache={tmp_path}", f"data.train={tmp_path}/text.txt", "data.seq_len=32"]
     words += ["train.steps=2", "train.warmup_steps=0", "train.eval_batches=1"]
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
-    guard(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
+    exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
     assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
     assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")

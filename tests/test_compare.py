@@ -12,14 +12,14 @@ from test_cli import failing
 from test_draft_model import relative
 from zoo import tiny
 
-from draftsmith.eval import acceptance, card, compare, expected, generate, session
+from draftsmith.eval import acceptance, card, compare, expected, generate, loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam, tree_of
+from draftsmith.inference.expand import DynamicTree, tree_config
 from draftsmith.inference.sampler import Sampling, warp
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import SHIPPED, Target
-from draftsmith.train.cli import guard
+from draftsmith.train.cli import exit_on_error
 
 ONE = Sampling(temperature=1.0, rule="rejection")
 
@@ -98,8 +98,8 @@ PROMPTS = [[5], [3, 9, 27, 1], list(range(2, 14)), [40, 41, 2], [11, 7, 7, 7, 30
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_greedy_rounds_are_those_of_real_decoding(target, depth, monkeypatch):
     monkeypatch.setattr(compare, "AT_ONCE", 8)
-    drafters = [DraftModel(relative("llama", noise), Topology.chain(depth)) for noise in (0.005, 0.02)]
-    drafters.append(DraftModel(relative("llama", 0.005, vocab=44), Topology.chain(depth)))  # lacks four tokens
+    drafters = [DraftModel(relative("llama", noise), StaticTree.chain(depth)) for noise in (0.005, 0.02)]
+    drafters.append(DraftModel(relative("llama", 0.005, vocab=44), StaticTree.chain(depth)))  # lacks four tokens
     texts = compare.texts(target, PROMPTS, Sampling(), 23)
     tokens, rounds = compare.expected_rounds(target, drafters, texts, depth, Sampling())
     assert any(token >= 44 for text in texts for token in text.tokens)
@@ -114,8 +114,8 @@ def test_expected_rounds_are_the_mean_of_real_decoding(target):
     """400 requests of two prompts: on their own texts, whose law is the target's, and on as many others that it answered plainly."""
     depth, count, length = 3, 400, 12
     prompts = [PROMPTS[i % 2] for i in range(count)]
-    drafter = DraftModel(relative("llama", 0.03), Topology.chain(depth))
-    answers = Decoder(target, drafter, rows=100).generate(prompts, ONE, length, stop_ids=(7,))
+    drafter = DraftModel(relative("llama", 0.03), StaticTree.chain(depth))
+    answers = Decoder(target, drafter, slots=100).generate(prompts, ONE, length, stop_ids=(7,))
     real = torch.tensor([len(answer.rounds) for answer in answers], dtype=torch.float64)
     theirs = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
     tokens, (mean,) = compare.expected_rounds(target, [drafter], theirs, depth, ONE)
@@ -123,7 +123,7 @@ def test_expected_rounds_are_the_mean_of_real_decoding(target):
     difference = real - mean
     assert difference.abs().max() > 0.5
     assert abs(float(difference.mean())) < 4 * float(difference.std()) / count**0.5
-    other = Decoder(target, rows=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
+    other = Decoder(target, slots=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
     texts = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, other, strict=True)]
     _, (elsewhere,) = compare.expected_rounds(target, [drafter], texts, depth, ONE)
     error = ((real.var() + elsewhere.var()) / count) ** 0.5
@@ -178,26 +178,26 @@ def contents(folder):
 
 
 def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, tmp_path):
-    target, (drafter,) = session.open_models(None, [str(student)], "float32")
-    assert target.name == "tiny" and tree_of(drafter.shape) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
+    target, (drafter,) = loading.open_models(None, [str(student)], "float32")
+    assert target.name == "tiny" and tree_config(drafter.shape) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
     config = json.loads((student / "config.json").read_text())
     beam = tmp_path / "beam"
     shutil.copytree(student, beam)
     config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
     (beam / "config.json").write_text(json.dumps(config))
-    _, (drafter, other) = session.open_models("tiny", [str(beam), "tiny-draft"], "float32")
-    assert drafter.shape == Beam(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
-    session.set_confidence(drafter, None)
+    _, (drafter, other) = loading.open_models("tiny", [str(beam), "tiny-draft"], "float32")
+    assert drafter.shape == DynamicTree(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
+    loading.set_confidence(drafter, None)
     assert drafter.confidence == 0.25
-    session.set_confidence(drafter, 0.0)
+    loading.set_confidence(drafter, 0.0)
     assert drafter.confidence == 0.0
     config["draftsmith"]["target"]["config_hash"] = "0" * 64
     config["draftsmith"]["target"]["name"] = "org/elsewhere"
     (beam / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="made for 'org/elsewhere', got 'tiny'"):
-        session.open_models("tiny", [str(beam)], "float32")
+        loading.open_models("tiny", [str(beam)], "float32")
     with pytest.warns(UserWarning, match="in bfloat16, this was made with it in float32"):
-        session.open_models("tiny", [str(student)], "bfloat16")
+        loading.open_models("tiny", [str(student)], "bfloat16")
 
 
 def test_what_was_measured_is_written_into_a_distilled_draft_model_alone(student, tmp_path, capsys):
@@ -208,12 +208,12 @@ def test_what_was_measured_is_written_into_a_distilled_draft_model_alone(student
     (foreign / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "draftsmith"}))
     words = f"--prompts {student.parent}/prompts.jsonl --max-new-tokens 8 --temperature 0 --nodes 4 --json --dtype float32".split()
     before = contents(foreign), contents(own)
-    guard(acceptance.main, [str(foreign), *words])
-    guard(acceptance.main, [str(own), *words, "--confidence", "0.5"])
-    guard(acceptance.main, [str(own), *words, "--tree", "largest"])
+    exit_on_error(acceptance.main, [str(foreign), *words])
+    exit_on_error(acceptance.main, [str(own), *words, "--confidence", "0.5"])
+    exit_on_error(acceptance.main, [str(own), *words, "--tree", "largest"])
     assert (contents(foreign), contents(own)) == before
     capsys.readouterr()
-    guard(acceptance.main, [str(own), *words])
+    exit_on_error(acceptance.main, [str(own), *words])
     report = json.loads(capsys.readouterr().out)
     assert report["settings"]["confidence"] == 0.25
     written = json.loads((own / "config.json").read_text())
@@ -247,22 +247,24 @@ def test_the_snippet_of_the_card_runs(student, tmp_path, capsys, monkeypatch):
 def test_drafters_side_by_side(student, capsys):
     prompts = str(student.parent / "prompts.jsonl")
     words = ["tiny-draft", str(student), "ngram", "--prompts", prompts, "--max-new-tokens", "10", "--dtype", "float32"]
-    guard(compare.main, [*words, "--json", "--rows", "4"])
+    exit_on_error(compare.main, [*words, "--json", "--rows", "4"])
     report = json.loads(capsys.readouterr().out)
     names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
     assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
-    assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "one-draw"
+    assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "target-sample"
     assert report["shapes"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
     for row in report["rows"]:
         assert row["tokens"] == 40 and row["tau"] == 40 / row["rounds"] and ("delta" in row) == (row["drafter"] != names[0])
-    guard(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
+    exit_on_error(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
     computed = json.loads(capsys.readouterr().out)
-    guard(compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"])
+    exit_on_error(
+        compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"]
+    )
     real = json.loads(capsys.readouterr().out)
     assert computed["rows"][:2] == real["rows"] and computed["shapes"] == real["shapes"]  # to the last bit: exact at T = 0
     assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
     assert computed["rows"][2]["temperature"] == 1 and computed["rows"][2]["rounds"] % 1
-    guard(compare.main, [*words, "--temperature", "1"])
+    exit_on_error(compare.main, [*words, "--temperature", "1"])
     printed = capsys.readouterr().out
     assert "Δτ" in printed and "T = 1: 4 of 4 answers are the same with every drafter" in printed
 
@@ -274,7 +276,7 @@ def test_mistakes_in_comparing(student, capsys):
         ([*pair, "ngram", "--expected"], "--expected: ngram is no draft model"),
         ([*pair, "ngram", "--confidence", "0.5"], "--confidence 0.5: ngram is no draft model"),
         ([*pair, "--confidence", "1"], "--confidence 1: expected a probability"),
-        ([*pair, "--expected", "--rule", "one-draw"], "what can be computed is rule rejection"),
+        ([*pair, "--expected", "--rule", "target-sample"], "what can be computed is rule rejection"),
         ([*pair, "--expected", "--tree", "dynamic"], "--expected is of whole chains"),
         ([*pair, "--expected", "--confidence", "0.1"], "--expected is of whole chains"),
         ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),

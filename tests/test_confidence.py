@@ -17,15 +17,15 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import Sampling, warp
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
 NEW = 16
 SURE = 0.1  # of 48 tokens: reached now and then
 HOWS = {
     "greedy": Sampling(top_k=3),  # filters that have nothing to decide
-    "one-draw": Sampling(1.0, seed=2, rule="one-draw"),
-    "coupled": Sampling(1.0, seed=3),
+    "target-sample": Sampling(1.0, seed=2, rule="target-sample"),
+    "shared-noise": Sampling(1.0, seed=3),
     "cut": Sampling(1.3, top_p=0.8, seed=4),
 }
 
@@ -33,35 +33,35 @@ HOWS = {
 class Watched(Checked):
     """Counts depths, and sees whether each stop is what whole forwards say of the nodes above it."""
 
-    def propose(self, ask):
+    def propose(self, round):
         # Drawn children are not the best ones that Checked looks for.
-        tree = super().propose(ask) if ask.sampling.children == "top" else DraftModel.propose(self, ask)
+        tree = super().propose(round) if round.sampling.children == "top" else DraftModel.propose(self, round)
         depth = int(tree.depth.max())
         self.seen[f"depth {depth}"] += 1
-        if isinstance(self.shape, Topology):
-            asked = self.shape.cut(ask.depth)
-            best = self.best(ask, tree, asked)
+        if isinstance(self.shape, StaticTree):
+            asked = self.shape.cut(round.depth)
+            best = self.best(round, tree, asked)
             assert all(best[d] >= self.confidence for d in range(1, depth))
             assert depth == asked.max_depth or best[depth] < self.confidence
             assert tree.tokens.shape[1] == asked.cut(depth).num_nodes
         return tree
 
-    def best(self, ask, tree, asked) -> list[float]:
+    def best(self, round, tree, asked) -> list[float]:
         """By depth: the best probability after any node, of any row, that may have children."""
         inner = {path[:-1] for path in asked.paths}
         found = [0.0] * (asked.max_depth + 1)
-        for b, row in enumerate(ask.rows):
+        for b, row in enumerate(round.slots):
             for i, path in enumerate(asked.cut(int(tree.depth.max())).paths, 1):
                 line = tree.tokens[b][tree.visible()[b, i]].tolist()[1:]  # by index, which on a path is by depth
                 if path in inner:
                     logits = self.model.logits(self.model.forward(torch.tensor([self.texts[row] + line])).hidden[0, -1])
-                    law = logits if ask.sampling.greedy else warp(logits, ask.sampling)
+                    law = logits if round.sampling.greedy else warp(logits, round.sampling)
                     found[len(path)] = max(found[len(path)], float(law.softmax(-1).max()))
         return found
 
-    def accept(self, ask, tree, verdict, out):
-        super().accept(ask, tree, verdict, out)
-        assert all(told.depth == int(tree.depth.max()) for told in verdict.told(tree)), "what a governor learns is how deep it was"
+    def accept(self, round, tree, verdict, out):
+        super().accept(round, tree, verdict, out)
+        assert all(told.depth == int(tree.depth.max()) for told in verdict.on_host(tree)), "what a governor learns is how deep it was"
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +75,19 @@ def test_output_is_plain_decodings(target, how, shape):
     plain, seen = texts(Decoder(target).generate(PROMPTS, HOWS[how], NEW, ())), Counter()
     for rows, governor in ((1, None), (5, None), (3, Now())):
         drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, confidence=SURE)
-        out = Decoder(target, drafter, rows=rows, governor=governor).generate(PROMPTS, HOWS[how], NEW, ())
+        out = Decoder(target, drafter, slots=rows, governor=governor).generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == plain, rows
         seen += drafter.seen
     deepest = SHAPES[shape].max_depth
     assert all(seen[f"depth {depth}"] >= 2 for depth in range(1, deepest + 1)), seen
-    assert all(seen[f"accepted {count}"] >= 2 for count in range(2 if how == "one-draw" else 3)), seen
+    assert all(seen[f"accepted {count}"] >= 2 for count in range(2 if how == "target-sample" else 3)), seen
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_confidence_and_with_too_much(target, shape, monkeypatch):
     def rounds(confidence, how, rows=5):
         drafter = DraftModel(relative("llama", 0.005), SHAPES[shape], confidence=confidence)
-        out = Decoder(target, drafter, rows=rows).generate(PROMPTS, how, NEW, ())
+        out = Decoder(target, drafter, slots=rows).generate(PROMPTS, how, NEW, ())
         return texts(out), [[(one.size, one.accepted) for one in answer.rounds] for answer in out]
 
     rejection = Sampling(1.0, seed=4, rule="rejection")
@@ -110,7 +110,7 @@ def test_without_confidence_and_with_too_much(target, shape, monkeypatch):
 def test_a_confidence_is_a_probability(target):
     for wrong in (-0.1, 40.0):
         with pytest.raises(ValueError, match=f"confidence {wrong}; expected a probability"):
-            DraftModel(target, Topology.chain(2), confidence=wrong)
+            DraftModel(target, StaticTree.chain(2), confidence=wrong)
 
 
 def law_of_a_round(p: list[Tensor], q: list[Tensor], drafts) -> Tensor:
@@ -186,8 +186,8 @@ def test_law_under_rejection(vocab, rule):
     lines = torch.tensor([[*prompt, *more] for more in itertools.product(range(8), repeat=2)])
     laws = target.logits(target.forward(lines).hidden).double().softmax(-1).view(8, 8, len(prompt) + 2, 8)
     truth = laws[0, 0, 2][:, None, None] * laws[:, 0, 3][:, :, None] * laws[:, :, 4]
-    drafter = DraftModel(small(vocab, 0.15), Topology.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), confidence=0.4)
-    out = Decoder(target, drafter, rows=8).generate([prompt] * count, how, 3, ())
+    drafter = DraftModel(small(vocab, 0.15), StaticTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), confidence=0.4)
+    out = Decoder(target, drafter, slots=8).generate([prompt] * count, how, 3, ())
     tokens = torch.tensor(texts(out))
     assert p_value(tokens @ torch.tensor([64, 8, 1]), truth.flatten()) > GREEN
     assert p_value(tokens[:, 2], truth.sum((0, 1))) > GREEN
@@ -219,7 +219,7 @@ def twos(count: int = 120) -> int:
     beside = {(at, token): {4: 1.0} if at in sure else {4: 0.5, 5: 0.5} for at in range(16) for token in (4, 5)}
     both = beside | {(1, 0): {0: 1.0}, (2, 0): even}
     vain = {(0, 0): {1: 1.0}, (1, 1): {1: 1.0}, (2, 1): even, (3, 2): {2: 1.0}, (3, 3): even}
-    drafter = DraftModel(planted(both | vain), Topology.chain(4), confidence=0.9)
+    drafter = DraftModel(planted(both | vain), StaticTree.chain(4), confidence=0.9)
     decoder, found = Decoder(planted(both | {(0, 0): {0: 1.0}}), drafter, rows=2), Counter()
     for i in range(count):
         answer = decoder.generate([[0], [4]], Sampling(1.0, rule="rejection"), 6, (), requests=[2 * i, 2 * i + 1])[0].tokens

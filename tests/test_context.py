@@ -15,10 +15,11 @@ from test_unroll import LAYOUTS, assert_close, case, documents, halves, with_gra
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 
-from draftsmith.models import unroll
-from draftsmith.models.context import ALONE, Context
-from draftsmith.models.unroll import attend, blocks
-from draftsmith.train import distill, eagle, medusa, world
+from draftsmith.models import training_time_test as unroll
+from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+from draftsmith.models.training_time_test import attend, blocks
+from draftsmith.train import distill, eagle, medusa
+from draftsmith.train.engine import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -243,11 +244,11 @@ def test_what_cannot_be_shared_is_refused(method, recipe, keys, match, tmp_path)
 
 
 def test_one_rank_is_alone():
-    assert world.context(1) is ALONE and world.groups(1) == (1, 0)
+    assert processes.context(1) is SINGLE_RANK and processes.groups(1) == (1, 0)
     rows = torch.randn(2, 4, 6, 3)
-    assert ALONE.upto(rows) is rows and ALONE.total(rows) is rows
-    assert ALONE.part(7) == ALONE.part(7, 3) == slice(0, 7)
-    found = [(one.part(12), one.part(12, 5)) for one in (Context(rank, 3) for rank in range(3))]
+    assert SINGLE_RANK.upto(rows) is rows and SINGLE_RANK.total(rows) is rows
+    assert SINGLE_RANK.part(7) == SINGLE_RANK.part(7, 3) == slice(0, 7)
+    found = [(one.part(12), one.part(12, 5)) for one in (ContextParallel(rank, 3) for rank in range(3))]
     assert found == [(slice(0, 4), slice(0, 9)), (slice(4, 8), slice(4, 12)), (slice(8, 12), slice(8, 12))]
     with pytest.raises(ValueError, match="rows of 7 positions for 2 ranks"):
-        Context(0, 2).part(7)
+        ContextParallel(0, 2).part(7)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith.train import cli, data_cli, medusa
-from draftsmith.train.cli import guard
+from draftsmith.train.cli import exit_on_error
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = str(ROOT / "recipes" / "medusa-tiny.yaml")
@@ -53,19 +53,19 @@ def losses(output: Path) -> list[float]:
 
 def test_training_from_a_store_is_training_online(target_folder, chats, tmp_path, capsys):
     online = words(target_folder, chats, tmp_path / "online")
-    guard(medusa.main, online, "usage")
+    exit_on_error(medusa.main, online, "usage")
     found = {"online": losses(tmp_path / "online" / "run")}
     assert len(found["online"]) >= 6
     for precision in ("float32", "fp8"):
         store = [f"features.store={tmp_path}/{precision}", f"features.precision={precision}"]
-        guard(data_cli.main, ["capture", *words(target_folder, chats, tmp_path / "online"), *store])
+        exit_on_error(data_cli.main, ["capture", *words(target_folder, chats, tmp_path / "online"), *store])
         assert "GB free" in capsys.readouterr().err
-        guard(medusa.main, [*words(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"], "usage")
+        exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"], "usage")
         found[precision] = losses(tmp_path / precision / "run")
     assert found["float32"] == pytest.approx(found["online"], rel=1e-6)
     assert found["fp8"] == pytest.approx(found["online"], rel=2e-2) and found["fp8"] != found["online"]
     cached = [f"features.store={tmp_path}/cached", "features.precision=float32", "features.mode=cache"]
-    guard(medusa.main, [*words(target_folder, chats, tmp_path / "cache"), *cached], "usage")
+    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path / "cache"), *cached], "usage")
     assert losses(tmp_path / "cache" / "run") == pytest.approx(found["online"], rel=1e-6)
     assert len(list((tmp_path / "cached").glob("*.safetensors"))) == 2  # of the training part and of the held-out one
     weights = [load_file(tmp_path / name / "run" / "artifact" / "model.safetensors") for name in ("online", "float32")]
@@ -80,8 +80,8 @@ def test_the_precision_of_the_features_goes_into_the_artifact(target_folder, cha
         "target.dtype=bfloat16",
         store,
     ]
-    guard(data_cli.main, ["capture", *half])
-    guard(medusa.main, [*words(target_folder, chats, tmp_path), store, "features.mode=offline"], "usage")
+    exit_on_error(data_cli.main, ["capture", *half])
+    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), store, "features.mode=offline"], "usage")
     assert "is in float32, this was made with it in bfloat16" in capsys.readouterr().err
     config = json.loads((tmp_path / "run" / "artifact" / "config.json").read_text())
     assert config["target"]["dtype"] == "bfloat16"
@@ -100,11 +100,11 @@ def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
 
 
 def test_prepare_and_show_say_what_is_in_the_data(target_folder, chats, tmp_path, capsys):
-    guard(data_cli.main, ["prepare", *words(target_folder, chats, tmp_path)])
+    exit_on_error(data_cli.main, ["prepare", *words(target_folder, chats, tmp_path)])
     out = capsys.readouterr().out
     for word in ("train: 57 samples", "valid: 3 samples", "ends", "sums", "D = 16", "τ at most", "60 rows read", "cut at 96 tokens"):
         assert word in out, word
-    guard(data_cli.main, ["show", *words(target_folder, chats, tmp_path), "--rows", "2", "--domain", "sums"])
+    exit_on_error(data_cli.main, ["show", *words(target_folder, chats, tmp_path), "--rows", "2", "--domain", "sums"])
     out = capsys.readouterr().out
     shown = re.findall(r"User: (\d+)\+1\?\s+Assistant:⟦ (\d+) is next to (\d+)<\|endoftext\|>⟧", out)
     assert len(shown) == 2 and all(int(b) == int(a) + 1 and a == c and int(a) % 3 for a, b, c in shown)
@@ -115,11 +115,11 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps({"id": str(n), "text": f"Number {n} is what we count here."}) + "\n" for n in range(3)))
     command = ["regenerate", str(few), str(out), "--target", str(target_folder), "--max-new-tokens", "5", "--prompt-tokens", "9"]
-    guard(data_cli.main, command)
+    exit_on_error(data_cli.main, command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in rows] == ["0", "1", "2"] and all(row["prompt"] == "Number " + row["id"] + " " for row in rows)
     before = out.read_bytes()
-    guard(data_cli.main, command)
+    exit_on_error(data_cli.main, command)
     assert out.read_bytes() == before and "3 rows" in capsys.readouterr().out
 
 
@@ -140,7 +140,7 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
 def test_a_mistake_is_one_line(arguments, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        guard(data_cli.main, arguments)
+        exit_on_error(data_cli.main, arguments)
     err = capsys.readouterr().err.strip()
     assert caught.value.code == 2 and says in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*.jsonl"))
@@ -159,13 +159,13 @@ def test_modes_without_their_store_are_refused(target_folder, chats, tmp_path, c
         (["features.mode=offline", f"features.store={tmp_path}/none"], "no feature store in"),
     ):
         with pytest.raises(SystemExit):
-            guard(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
+            exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
         assert says in capsys.readouterr().err
     half = tmp_path / "half.jsonl"
     half.write_text("".join(chats.read_text().splitlines(keepends=True)[:40]))
-    guard(data_cli.main, ["capture", *words(target_folder, half, tmp_path), f"features.store={tmp_path}/s"])
+    exit_on_error(data_cli.main, ["capture", *words(target_folder, half, tmp_path), f"features.store={tmp_path}/s"])
     more = ["features.mode=offline", f"features.store={tmp_path}/s"]
     with pytest.raises(SystemExit):
-        guard(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
+        exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
     assert re.search(r"lacks \d+ of \d+ samples of this data; run `draftsmith data capture`", capsys.readouterr().err)
-    guard(medusa.main, [*words(target_folder, chats, tmp_path), *more, "features.allow_missing=true"], "usage")
+    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more, "features.allow_missing=true"], "usage")

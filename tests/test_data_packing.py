@@ -7,11 +7,11 @@ import torch
 from zoo import CONFIGS, tiny
 
 from draftsmith.data.corpus import Corpus
-from draftsmith.data.packing import Packed, Stream, keeps_apart, pack
+from draftsmith.data.packing import PackedDataset, TokenStream, keeps_apart, pack
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train.engine.order import sample_rows
 from draftsmith.train.medusa import MedusaSection, objective
-from draftsmith.train.order import sample_rows
 
 
 def corpus_of(lengths, vocab=48, seq_len=32, seed=0, picks=None) -> Corpus:
@@ -64,13 +64,13 @@ def test_lengths_that_do_not_fit_are_refused():
 def test_conversation_lengths_fill_the_rows():
     rng = random.Random(1)
     lengths = [min(2048, int(rng.lognormvariate(5, 1)) + 8) for _ in range(5000)]
-    packed = Packed(corpus_of(lengths, seq_len=2048), 2048)
+    packed = PackedDataset(corpus_of(lengths, seq_len=2048), 2048)
     assert packed.fill >= 0.97
 
 
 def test_a_batch_holds_the_samples_whole_and_says_where_they_are():
     corpus = corpus_of(LENGTHS)
-    packed = Packed(corpus, 32)
+    packed = PackedDataset(corpus, 32)
     batch = packed.batch(torch.arange(len(packed)))
     seen = []
     for b in range(len(packed)):
@@ -87,12 +87,12 @@ def test_a_batch_holds_the_samples_whole_and_says_where_they_are():
         assert not batch["loss_mask"][b, padding].any() and (sample[padding] == -1).all()
         assert positions[padding].tolist() == list(range(int(padding.sum())))
     assert sorted(seen) == list(range(len(corpus)))
-    assert packed.weight(torch.arange(len(packed))) == int(batch["loss_mask"].sum()) == int(corpus.loss_tokens.sum())
+    assert packed.weight(torch.arange(len(packed))) == int(batch["loss_mask"].sum()) == int(corpus.supervised_tokens.sum())
 
 
 def test_an_epoch_is_fixed_by_seed_and_number_and_differs_from_the_next():
     corpus = corpus_of(LENGTHS * 6, picks=[*range(len(LENGTHS) * 6), 4, 4])
-    packed, again, other = Packed(corpus, 32, seed=1), Packed(corpus, 32, seed=1), Packed(corpus, 32, seed=2)
+    packed, again, other = PackedDataset(corpus, 32, seed=1), PackedDataset(corpus, 32, seed=1), PackedDataset(corpus, 32, seed=2)
     rows = range(len(packed))
 
     def epoch(one, number):
@@ -111,7 +111,7 @@ def test_an_epoch_is_fixed_by_seed_and_number_and_differs_from_the_next():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_documents_do_not_see_each_other(name):
     target = Target.wrap(tiny(name))
-    packed = Packed(corpus_of(LENGTHS), 32)
+    packed = PackedDataset(corpus_of(LENGTHS), 32)
     assert keeps_apart(target)
     batch = packed.batch(torch.arange(len(packed)))
     features = target.features(batch, taps=(0, 1))
@@ -130,7 +130,7 @@ def test_packed_documents_do_not_see_each_other(name):
 @pytest.mark.slow
 def test_flex_attention_masks_the_same_blocks():
     target = Target.wrap(tiny("llama"))
-    batch = Packed(corpus_of(LENGTHS), 32).batch(torch.arange(2))
+    batch = PackedDataset(corpus_of(LENGTHS), 32).batch(torch.arange(2))
     dense = target.features(batch).hidden
     target.model.set_attn_implementation("flex_attention")
     real = batch["document"] >= 0
@@ -155,11 +155,11 @@ def test_the_loss_and_its_gradient_are_those_of_unpacked_rows(distill):
     for one_each in (False, True):
         torch.manual_seed(0)
         drafter = new_drafter("medusa", target, num_heads=3, num_layers=1, share_head=False, training={})
-        rows = Packed(corpus, 32, one_each=one_each)
+        rows = PackedDataset(corpus, 32, one_each=one_each)
         loss = objective(drafter, rows.batch(torch.arange(len(rows))), target=target, section=section)
         loss.sum.backward()
         found[one_each] = loss, [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
-    assert len(Packed(corpus, 32)) < len(Packed(corpus, 32, one_each=True)) == len(LENGTHS)
+    assert len(PackedDataset(corpus, 32)) < len(PackedDataset(corpus, 32, one_each=True)) == len(LENGTHS)
     assert found[True][0].weight == found[False][0].weight > 0
     torch.testing.assert_close(found[False][0].sum, found[True][0].sum, rtol=1e-6, atol=0)
     assert len(found[True][1]) > 0
@@ -169,7 +169,7 @@ def test_the_loss_and_its_gradient_are_those_of_unpacked_rows(distill):
 
 def test_a_stream_joins_everything_and_counts_what_it_can_predict():
     corpus = corpus_of([40, 7, 60], seq_len=64)
-    stream = Stream(corpus, 16)
+    stream = TokenStream(corpus, 16)
     assert len(stream) == 107 // 16
     rows = torch.arange(len(stream)) + len(stream)  # the second epoch has the same rows
     batch = stream.batch(rows)

@@ -14,8 +14,9 @@ from zoo import tiny
 from draftsmith.eval import acceptance
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
-from draftsmith.train import data_cli, distill, loop
+from draftsmith.train import data_cli, distill
 from draftsmith.train.distill import DistillSection, objective, survival
+from draftsmith.train.objective import supervised_tokens
 
 DEPTH = 3
 
@@ -76,7 +77,7 @@ def test_the_objective_is_its_formula(loss, kind, temperature):
         if fast:
             found = objective(model, data, target=target, section=section, depth=DEPTH)
             value, alphas, hits = found.sum, float(found.metrics["acceptance"]), int(found.metrics["top1"])
-            assert found.weight == data["loss_mask"].sum() == loop.loss_tokens(data)
+            assert found.weight == data["loss_mask"].sum() == supervised_tokens(data)
         else:
             value, alphas, hits = by_hand(model, target, data, DIVERGENCES[loss], temperature)
         value.backward()

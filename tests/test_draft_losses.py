@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from test_losses import Largest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.train import draft_losses, losses
-from draftsmith.train.draft_losses import LOSSES, chain, chunked_draft_loss, feature_loss, mix
+from draftsmith.train.losses import draft as draft_losses
+from draftsmith.train.losses.draft import LOSSES, chain, chunked_draft_loss, feature_loss, mix
 
 M, V, D, H = 41, 29, 13, 7
 MIX = {"kl": 0.3, "tv": 0.2, "lk": 0.5}
@@ -209,7 +209,7 @@ def test_jsd_of_laws_without_common_tokens():
 def test_nll_is_the_cross_entropy_of_the_text():
     one = problem(full=True)
     want = [
-        losses.chunked_cross_entropy(
+        chunked.chunked_cross_entropy(
             one.hidden[k], one.w, F.pad(one.tokens[shift:], (0, shift)), F.pad(one.weights[k, : M - shift], (0, shift))
         )
         for k, shift in enumerate(one.shifts)
@@ -507,8 +507,8 @@ def test_chain_of_nothing():
 FAULTY = problem()
 FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
 plain_law, plain_ids, plain_named = draft_losses._target_law, draft_losses._draft_ids, draft_losses._named
-plain_aligned, plain_by_row = losses.aligned, losses.by_row
-plain_ranked, plain_backward, plain_loss = draft_losses.ranked, losses.ChunkedHead.backward, chunked_draft_loss
+plain_aligned, plain_by_row = chunked.aligned, chunked.by_row
+plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked.ChunkedHead.backward, chunked_draft_loss
 
 
 def best_of_the_known(logits, count):
@@ -551,7 +551,7 @@ FAULTS = {
     "pairs past the last row count": (draft_losses, "aligned", what_is_dropped_counts, "kl", "sum"),
     "the hits' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "hits"),
     "the overlaps' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "overlap"),
-    "the head's gradient is counted K times": (losses.ChunkedHead, "backward", head_gradient_of_every_step, "kl", "head"),
+    "the head's gradient is counted K times": (chunked.ChunkedHead, "backward", head_gradient_of_every_step, "kl", "head"),
     "β is the other's": (draft_losses, "_named", swapped, "jsd(0.1)", "sum"),
     "another η": (draft_losses, "ETA", 2.0, "lk_hybrid", "sum"),
 }

@@ -10,19 +10,19 @@ from conftest import byte_tokenizer
 from test_lossless import PROMPTS, texts
 from zoo import VOCAB, tiny
 
-from draftsmith.eval import session
+from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
-from draftsmith.models import pairing
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models import tokenizer_check
 from draftsmith.models.target import Target
 
 SHAPES = {
-    "chain": Topology.chain(4),
-    "static": Topology.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 1)]),
-    "dynamic": Beam(4, 2, 14),
+    "chain": StaticTree.chain(4),
+    "static": StaticTree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 1)]),
+    "dynamic": DynamicTree(4, 2, 14),
 }
 
 
@@ -46,12 +46,12 @@ class Checked(DraftModel):
         self.texts = getattr(self, "texts", {}) | {row: list(prompt) for row, prompt in zip(rows, prompts, strict=True)}
         self.seen = getattr(self, "seen", Counter())
 
-    def propose(self, ask):
-        behind = [len(self._rows.missing[row]) for row in ask.rows]
-        tree = super().propose(ask)
+    def propose(self, round):
+        behind = [len(self._rows.missing[row]) for row in round.slots]
+        tree = super().propose(round)
         tree.validate()
-        for b, row in enumerate(ask.rows):
-            assert self.texts[row][-1] == int(ask.root[b]) and len(self.texts[row]) == int(ask.position[b]) + 1
+        for b, row in enumerate(round.slots):
+            assert self.texts[row][-1] == int(round.last_tokens[b]) and len(self.texts[row]) == int(round.positions[b]) + 1
             self.seen[f"behind {min(behind[b], 3)}"] += 1
             paths = []
             for i in range(int(tree.size[b])):
@@ -66,9 +66,9 @@ class Checked(DraftModel):
                     assert wanted == order[: len(wanted)], (row, path)
         return tree
 
-    def accept(self, ask, tree, verdict, out):
-        super().accept(ask, tree, verdict, out)
-        for row, told in zip(ask.rows, verdict.told(tree), strict=True):
+    def accept(self, round, tree, verdict, out):
+        super().accept(round, tree, verdict, out)
+        for row, told in zip(round.slots, verdict.on_host(tree), strict=True):
             self.texts[row] += told.tokens
             self.seen[f"accepted {told.length - 1}"] += 1
             self.seen["moved"] += not told.in_place
@@ -103,7 +103,7 @@ def test_every_tree_is_what_a_whole_forward_says(shape):
         plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
         for rows, governor in ((1, None), (3, None), (2, Now()), (5, Now())):
             drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
-            out = Decoder(target, drafter, rows=rows, governor=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
+            out = Decoder(target, drafter, slots=rows, governor=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
             assert texts(out) == plain
             seen += drafter.seen
     depth = SHAPES[shape].max_depth
@@ -115,12 +115,12 @@ def test_every_tree_is_what_a_whole_forward_says(shape):
 def test_a_smaller_vocabulary_is_no_obstacle():
     """The target's last rows are padding to the draft model: it never proposes them, and reads something when they come."""
     target = Target.wrap(tiny("llama"))
-    drafter = DraftModel(relative("llama", vocab=VOCAB - 9), Topology.cartesian([3, 2]))
-    for how in (Sampling(), Sampling(1.0, seed=2), Sampling(1.0, rule="coupled")):
+    drafter = DraftModel(relative("llama", vocab=VOCAB - 9), StaticTree.cartesian([3, 2]))
+    for how in (Sampling(), Sampling(1.0, seed=2), Sampling(1.0, rule="shared-noise")):
         plain = texts(Decoder(target).generate(PROMPTS, how, 20, ()))
         assert any(token >= VOCAB - 9 for answer in plain for token in answer)
-        assert texts(Decoder(target, drafter, rows=2).generate(PROMPTS, how, 20, ())) == plain
-    drawn = Decoder(target, drafter, rows=2).generate(PROMPTS, Sampling(1.0, rule="rejection"), 20, ())
+        assert texts(Decoder(target, drafter, slots=2).generate(PROMPTS, how, 20, ())) == plain
+    drawn = Decoder(target, drafter, slots=2).generate(PROMPTS, Sampling(1.0, rule="rejection"), 20, ())
     assert any(token >= VOCAB - 9 for answer in texts(drawn) for token in answer), "the residual reaches what q does not"
 
 
@@ -133,9 +133,11 @@ def test_padding_past_the_targets_vocabulary_is_cut_off(shape):
         padded.head_weight[VOCAB:] = torch.cat((torch.eye(8, 32), -torch.eye(8, 32))) * 40
     assert (padded.logits(padded.forward(text[None]).hidden).argmax(-1) >= VOCAB).all()
     drafter, bare = DraftModel(padded, SHAPES[shape], chunk=5), DraftModel(relative("llama", 0.005), SHAPES[shape], chunk=5)
-    rules = ("coupled", "one-draw") if shape == "dynamic" else ("coupled", "one-draw", "rejection", "rejection-replacement")
+    rules = (
+        ("shared-noise", "target-sample") if shape == "dynamic" else ("shared-noise", "target-sample", "rejection", "rejection-replacement")
+    )
     for how in (Sampling(), *(Sampling(1.0, seed=2, rule=rule) for rule in rules)):
-        found = [Decoder(target, one, rows=2).generate(PROMPTS, how, 20, ()) for one in (drafter, bare)]
+        found = [Decoder(target, one, slots=2).generate(PROMPTS, how, 20, ()) for one in (drafter, bare)]
         assert texts(found[0]) == texts(found[1])
         lengths = [[[(one.size, one.accepted) for one in answer.rounds] for answer in out] for out in found]
         assert lengths[0] == lengths[1] and max(length for answer in lengths[0] for _, length in answer) > 1
@@ -158,7 +160,7 @@ def test_plain_rounds_cost_the_draft_model_nothing():
             self.turn += 1
             return self.max_depth if self.turn == 12 else 0
 
-    Decoder(target, DraftModel(model, Topology.chain(2)), governor=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
+    Decoder(target, DraftModel(model, StaticTree.chain(2)), governor=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
     assert calls == [2, 12, 1]
 
 
@@ -167,7 +169,7 @@ def test_refused_when_bound():
     short = relative("llama")
     short.max_positions = 20
     with pytest.raises(ValueError, match="context of 40 for a draft model of 20 positions"):
-        Decoder(target, DraftModel(short, Topology.chain(2)), context=40).generate([[1]], max_new_tokens=9)
+        Decoder(target, DraftModel(short, StaticTree.chain(2)), context=40).generate([[1]], max_new_tokens=9)
 
 
 @pytest.fixture
@@ -196,32 +198,32 @@ def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_pat
     vocab[by_id[40]], vocab[by_id[41]] = 41, 40
     (other / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="another tokenizer.*at token 40 the target has") as error:
-        session.open_models(str(target_folder), [str(other)], "float32")
+        loading.open_models(str(target_folder), [str(other)], "float32")
     assert repr(by_id[40]) in str(error.value) and repr(by_id[41]) in str(error.value) and "\n" not in str(error.value)
     padded = copy_of(target_folder, tmp_path / "padded", vocab_size=300)
     for pair in ((target_folder, padded), (padded, target_folder)):
-        pairing.check_pair(*map(str, pair))
+        tokenizer_check.check_pair(*map(str, pair))
     bare = copy_of(target_folder, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ValueError, match="no tokenizer beside its weights"):
-        session.open_models(str(target_folder), [str(bare)], "float32")
+        loading.open_models(str(target_folder), [str(bare)], "float32")
     for kind, name in (("mamba", "linear_attention"), ("t5", "encoder-decoder")):
         odd = copy_of(target_folder, tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
         with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
-            session.open_models(str(target_folder), [str(odd)], "float32")
+            loading.open_models(str(target_folder), [str(odd)], "float32")
         with pytest.raises(ValueError, match=f"'{kind}' .*{name}"):
-            session.open_models(str(odd), [str(target_folder)], "float32")
+            loading.open_models(str(odd), [str(target_folder)], "float32")
 
 
 def test_tokens_that_the_draft_model_may_lack():
     theirs, ours = byte_tokenizer(), byte_tokenizer()
-    pairing.check_tokens("t", theirs, "d", ours)
+    tokenizer_check.check_tokens("t", theirs, "d", ours)
     theirs.add_special_tokens({"additional_special_tokens": ["<tool>"]})
-    pairing.check_tokens("t", theirs, "d", ours)
+    tokenizer_check.check_tokens("t", theirs, "d", ours)
     with pytest.raises(ValueError, match=r"at token 257 the target has none, the draft model has '<tool>'"):
-        pairing.check_tokens("t", ours, "d", theirs)
+        tokenizer_check.check_tokens("t", ours, "d", theirs)
     theirs.add_tokens(["word"])
     ours.add_special_tokens({"additional_special_tokens": ["<other>"]})
     with pytest.raises(ValueError, match=r"at token 257 the target has '<tool>', the draft model has '<other>'"):
-        pairing.check_tokens("t", theirs, "d", ours)
+        tokenizer_check.check_tokens("t", theirs, "d", ours)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_target import random_model, small_tokenizer
 
-from draftsmith.inference.grow import ranked
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.expand import ranked
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import DrafterModel, default_paths, load_drafter, methods, new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
@@ -175,7 +175,7 @@ def test_what_push_to_hub_uploads_is_the_artifact(target, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("depth", [1, 4, 5, 20])
 def test_default_paths(depth):
-    topology = Topology.from_paths(default_paths(depth))
+    topology = StaticTree.from_paths(default_paths(depth))
     assert topology.max_depth == depth and topology.num_nodes <= max(16, depth + 1)
     assert topology.paths[:depth] == tuple((0,) * k for k in range(1, depth + 1))
 

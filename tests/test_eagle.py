@@ -20,16 +20,16 @@ from test_verify import Watch
 from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.data.corpus import Corpus
-from draftsmith.data.packing import Packed
+from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import acceptance, trees
-from draftsmith.eval.contest import Case
+from draftsmith.eval.interleaved import Case
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import Ask, NodeOutput, TargetOutput
-from draftsmith.inference.governor import Governor
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models import eagle, vocab
 from draftsmith.models.drafter import load_drafter, new_drafter
@@ -51,9 +51,9 @@ VARIANTS = {
     "1, deep": {"version": 1, "num_layers": 2, "num_heads": 4},
 }
 SHAPES = {
-    "chain": Topology.chain(3),
-    "static": Topology.from_paths([(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (2, 0), (0, 0, 0), (1, 1, 1), (1, 1, 0)]),
-    "dynamic": Beam(3, 3, 14),
+    "chain": StaticTree.chain(3),
+    "static": StaticTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (2, 0), (0, 0, 0), (1, 1, 1), (1, 1, 0)]),
+    "dynamic": DynamicTree(3, 3, 14),
 }
 
 
@@ -217,7 +217,7 @@ def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "lla
     """That the objective, its gradients and its simulated τ are those of the slow form; in float64, but for norms and RoPE."""
     target = Target.wrap(tiny(of).double())
     drafter = make(target, name, dtype=torch.float64, steps=steps).train()
-    rows = Packed(corpus_of(SHORT, seq_len=16), 16, one_each=not packed)
+    rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_each=not packed)
     batch = rows.batch(torch.arange(len(rows)))
     section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0)
     hand = ByHand(drafter)
@@ -287,7 +287,7 @@ def test_noise_is_a_function_of_sample_and_position(target, monkeypatch):
     corpus = corpus_of(LENGTHS)
     found, sums = {}, {}
     for one_each in (False, True):
-        rows = Packed(corpus, 32, one_each=one_each)
+        rows = PackedDataset(corpus, 32, one_each=one_each)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_each)))
         batch = rows.batch(order)
         noise, sums[one_each] = noise_of(target, drafter, batch, section, monkeypatch)
@@ -335,7 +335,7 @@ def test_an_answers_first_token_is_supervised(target, monkeypatch):
     drafter, section = make(target), EagleSection(steps=3)
     starts, generator = [2, 2, 5, 1, 8, 3, 2], random.Random(3)
     lines = [[generator.randrange(VOCAB) for _ in range(length)] for length in (6, 9, 11, 4, 10, 4, 3)]
-    rows = Packed(lines_corpus(lines, starts, 32), 32)
+    rows = PackedDataset(lines_corpus(lines, starts, 32), 32)
     batch = rows.batch(torch.arange(len(rows)))
     weights = supervision(target, drafter, batch, section, monkeypatch)
     assert int(batch["document"].max()) >= 2
@@ -358,7 +358,7 @@ def test_an_answers_first_token_is_supervised(target, monkeypatch):
 
 def stored(generator: torch.Generator, corpus: Corpus) -> dict[str, torch.Tensor]:
     """A packed batch that carries features of its own."""
-    rows = Packed(corpus, 32)
+    rows = PackedDataset(corpus, 32)
     batch = rows.batch(torch.arange(len(rows)))
     shape = batch["input_ids"].shape
     return batch | {"hidden": torch.randn(*shape, 32, generator=generator), "taps": torch.randn(*shape, 2, 32, generator=generator)}
@@ -472,8 +472,8 @@ def played(drafter: EagleModel, target: Target, shape, lines: list[list[int]], r
         now = [live[row] for row in asked]
         root = torch.tensor([lines[line][at] for line, at in now])
         depth = rng.choice((99, 99, 1, 2))
-        ask = Ask(asked, torch.tensor(asked), root, torch.tensor([at for _, at in now]), torch.tensor(asked), Sampling(), depth)
-        tree, levels = propose(drafter, ask, now, lines, order, rng)
+        round = RoundContext(asked, torch.tensor(asked), root, torch.tensor([at for _, at in now]), torch.tensor(asked), Sampling(), depth)
+        tree, levels = propose(drafter, round, now, lines, order, rng)
         tree.validate()
         for b, (line, at) in enumerate(now):
             if not at:
@@ -502,7 +502,7 @@ def played(drafter: EagleModel, target: Target, shape, lines: list[list[int]], r
             following.append(lines[line][at + len(kept)] if kept else 0)
             live[asked[b]] = (line, at + len(kept))
         verdict = Verdict(torch.tensor(path), torch.tensor(length), torch.tensor(following))
-        drafter.accept(ask, tree, verdict, output(places, tree.tokens.shape[1]))
+        drafter.accept(round, tree, verdict, output(places, tree.tokens.shape[1]))
         gone = [row for row, (line, at) in live.items() if at == len(lines[line]) - 1 or rng.random() < 0.02]
         if gone:
             drafter.drop(gone)
@@ -510,12 +510,12 @@ def played(drafter: EagleModel, target: Target, shape, lines: list[list[int]], r
     return seen
 
 
-def propose(drafter: EagleModel, ask: Ask, now, lines, order, rng):
+def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
     """A real proposal, but that the true next token is put among the candidates -> the tree, and (logits, paths) of its levels."""
     levels, watched = [], []
 
-    def choose(logits, count, ask, index, scored):
-        ids, scores, law = EagleModel._choose(drafter, logits, count, ask, index, scored)
+    def choose(logits, count, round, index, scored):
+        ids, scores, law = EagleModel._choose(drafter, logits, count, round, index, scored)
         ready = torch.tensor([at > 0 for _, at in now])  # without a pair there is nothing to rank by
         assert torch.equal(ids[ready], order[logits[ready].topk(ids.shape[-1], -1).indices]) and law is None
         paths = watched[0].paths
@@ -533,7 +533,7 @@ def propose(drafter: EagleModel, ask: Ask, now, lines, order, rng):
         plain = eagle.grow
         patch.setattr(eagle, "grow", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
         patch.setattr(drafter, "_choose", choose, raising=False)
-        return drafter.propose(ask), levels
+        return drafter.propose(round), levels
 
 
 def descend(tree, b: int, truth: list[int]) -> list[int]:
@@ -580,7 +580,7 @@ def test_a_long_prompt_is_encoded_in_chunks(target, monkeypatch):
         drafter.start([0, 1, 2, 3], prompts, NodeOutput(out.hidden, out.taps))
         rows = torch.arange(4)
         at = torch.tensor(sizes) - 1
-        tree = drafter.propose(Ask([0, 1, 2, 3], rows, torch.tensor([prompt[-1] for prompt in prompts]), at, rows, Sampling(), 9))
+        tree = drafter.propose(RoundContext([0, 1, 2, 3], rows, torch.tensor([prompt[-1] for prompt in prompts]), at, rows, Sampling(), 9))
         whole.append((tree.tokens, tree.size, drafter._state.state.clone()))
     assert torch.equal(whole[0][0][[0, 2, 3]], whole[1][0][[0, 2, 3]]) and torch.equal(whole[0][1], whole[1][1])
     torch.testing.assert_close(whole[0][2], whole[1][2], rtol=1e-4, atol=1e-5)
@@ -592,8 +592,8 @@ def test_a_long_prompt_is_encoded_in_chunks(target, monkeypatch):
 NEW = 14
 HOWS = {
     "greedy": Sampling(),
-    "one-draw": Sampling(0.9, top_k=20, top_p=0.95, seed=11, rule="one-draw"),
-    "coupled": Sampling(0.8, top_p=0.95, seed=5, rule="coupled"),
+    "target-sample": Sampling(0.9, top_k=20, top_p=0.95, seed=11, rule="target-sample"),
+    "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise"),
 }
 
 
@@ -620,7 +620,7 @@ def fit(drafter: EagleModel, target: Target, lines: list[list[int]], depth: int 
 
 
 def answers_of(target: Target, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> dict[str, list[list[int]]]:
-    return {name: texts(Decoder(target, rows=3).generate(prompts, how, new, ())) for name, how in HOWS.items()}
+    return {name: texts(Decoder(target, slots=3).generate(prompts, how, new, ())) for name, how in HOWS.items()}
 
 
 def fitted(target: Target, answers, name: str = "3", prompts: list[list[int]] = PROMPTS, **arch) -> EagleModel:
@@ -632,7 +632,7 @@ def check_lossless(target, drafter, answers, combinations) -> Counter:
     seen = Counter()
     for how, shape, rows in combinations:
         drafter.shape = SHAPES[shape]
-        decoder = Decoder(target, drafter, rows=rows, chunk=7, governor=Governor() if rows == 2 else None)
+        decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 2 else None)
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
         seen.update(one.accepted - 1 for answer in out for one in answer.rounds)
@@ -657,7 +657,7 @@ def test_output_is_plain_decodings(number, name):
 def test_eagle_1_and_a_governed_one_are_lossless_too(name):
     target = Target.wrap(tiny(name))
     answers = answers_of(target)
-    check_lossless(target, make(target, "1").eval(), answers, [("greedy", "static", 3), ("coupled", "dynamic", 1)])
+    check_lossless(target, make(target, "1").eval(), answers, [("greedy", "static", 3), ("shared-noise", "dynamic", 1)])
     governed = fitted(target, answers, draft_vocab_size=30)
     seen = check_lossless(target, governed, answers, [(how, shape, 2) for how, shape in zip(HOWS, SHAPES, strict=True)])
     assert seen[1] + seen[2] >= 3, seen
@@ -670,10 +670,10 @@ def test_rejection_draws_from_the_draft_vocabulary(target, rule):
     inside, how = set(allowed(drafter).tolist()), Sampling(1.0, top_k=30, seed=3, rule=rule)
     drafted = []
     plain = drafter.propose
-    drafter.propose = lambda ask: drafted.append(plain(ask)) or drafted[-1]
+    drafter.propose = lambda round: drafted.append(plain(round)) or drafted[-1]
     for shape in ("chain", "static") if rule == "rejection" else ("static",):
         drafter.shape = SHAPES[shape]
-        alone, batch = (texts(Decoder(target, drafter, rows=rows).generate(PROMPTS, how, NEW, ())) for rows in (1, 4))
+        alone, batch = (texts(Decoder(target, drafter, slots=rows).generate(PROMPTS, how, NEW, ())) for rows in (1, 4))
         assert alone == batch and all(len(answer) == NEW and 0 <= min(answer) <= max(answer) < VOCAB for answer in alone)
         assert not all(token in inside for answer in alone for token in answer)  # what is OOV is still said
     for tree in drafted:
@@ -698,12 +698,12 @@ def test_beyond_the_trained_positions_it_warns_and_decodes(target):
 
 
 @pytest.mark.parametrize("name", ["3", "3, small", "1"])
-@pytest.mark.parametrize("shape, how", [("chain", "greedy"), ("static", "rejection"), ("dynamic", "coupled")])
+@pytest.mark.parametrize("shape, how", [("chain", "greedy"), ("static", "rejection"), ("dynamic", "shared-noise")])
 def test_nothing_reads_the_device_within_a_round(target, name, shape, how, monkeypatch):
     drafter = make(target, name).eval()
     drafter.shape = SHAPES[shape]
     sampling = Sampling(0.9, seed=1, rule=how) if how == "rejection" else HOWS[how]
-    stream = Decoder(target, drafter, rows=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 30, ())
+    stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 30, ())
     next(stream)
     transfers = []
     plain = torch.Tensor.tolist
@@ -728,16 +728,16 @@ def test_tau_of_records_of_decoding_and_of_the_objective_agree(target, name, arc
     cases = [Case(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
     records = acceptance.positions(target, drafter, cases, NEW)
     taus = []
-    for shape in (Topology.chain(1), Topology.chain(4), SHAPES["static"]):
+    for shape in (StaticTree.chain(1), StaticTree.chain(4), SHAPES["static"]):
         drafter.shape = shape
-        done = Decoder(target, drafter, rows=2).generate(prompts, None, NEW, ())
+        done = Decoder(target, drafter, slots=2).generate(prompts, None, NEW, ())
         tau = sum(len(one.tokens) for one in done) / sum(len(one.rounds) for one in done)
         assert trees.tau(records, shape.paths) == pytest.approx(tau, abs=1e-9), shape.paths
         taus.append(tau)
     assert 1.2 < taus[0] < taus[1] < 4
 
     lines = [prompt + answer for prompt, answer in zip(prompts, answers["greedy"], strict=True)]
-    rows = Packed(lines_corpus(lines, [len(prompt) for prompt in prompts], 64), 64)
+    rows = PackedDataset(lines_corpus(lines, [len(prompt) for prompt in prompts], 64), 64)
     for steps in (1, 3, 4):
         section = EagleSection(steps=steps)
         loss = objective3(drafter, rows.batch(torch.arange(len(rows))), target=target, section=section)
@@ -889,7 +889,7 @@ def test_a_warm_start_takes_over_what_fits(target, tmp_path):
 def test_what_decoded_can_be_trained(target, tmp_path):
     """The maps are read within inference mode, when the first thing that a loaded drafter does is to decode."""
     make(target, "3, small").save_pretrained(tmp_path)
-    batch = Packed(corpus_of(SHORT, seq_len=16), 16).batch(torch.arange(2))
+    batch = PackedDataset(corpus_of(SHORT, seq_len=16), 16).batch(torch.arange(2))
     gradients = []
     for first in (False, True):
         drafter = load_drafter(tmp_path, target)
@@ -951,7 +951,7 @@ def test_no_tensor_is_quadratic_in_positions_nor_holds_all_logits(lengths, check
     target = Target.wrap(LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=length, **sizes)))
     drafter = new_drafter("eagle", target, taps=[0], num_heads=2, num_kv_heads=1, draft_vocab_size=2048)
     drafter.take(vocab.choose(torch.randint(1, 99, (size,), generator=torch.Generator().manual_seed(0)), 2048))
-    data = Packed(corpus_of(lengths, vocab=size, seq_len=length), length).batch(torch.arange(1))
+    data = PackedDataset(corpus_of(lengths, vocab=size, seq_len=length), length).batch(torch.arange(1))
     # As from a store: the target's own forward is transformers' affair.
     data |= {"hidden": torch.randn(1, length, width), "taps": torch.randn(1, length, 1, width)}
     section = EagleSection(steps=3, checkpointing=checkpointing, loss="0.9 tv + 0.1 kl")
@@ -1028,10 +1028,10 @@ def test_a_run_ends_with_an_artifact_that_has_the_tau_it_measured(words, target_
     best = max(taus, key=lambda step: taus[step])
     assert (
         drafter.config.training == {"positions": 32, "steps": best, "tokens": best * 2 * 32}
-        and drafter.shape.paths == Topology.chain(3).paths
+        and drafter.shape.paths == StaticTree.chain(3).paths
     )
     asked = [target.tokenizer.encode(one) for one in ("for line in", "    yield", "def strip", "lines:\n")]
-    done = Decoder(target, drafter, rows=2).generate(asked, max_new_tokens=10)
+    done = Decoder(target, drafter, slots=2).generate(asked, max_new_tokens=10)
     assert sum(len(one.tokens) for one in done) / sum(len(one.rounds) for one in done) == pytest.approx(max(taus.values()), abs=1e-6)
     assert [one.tokens for one in done] == [one.tokens for one in Decoder(target).generate(asked, max_new_tokens=10)]
     assert target.stop_ids <= set(allowed(drafter).tolist())  # the tokens that stop are always in
@@ -1160,21 +1160,21 @@ def nodes_at_one_position(self):
     return plain_positions(self) if self.visible is None else self.length[:, None].expand_as(self.depth)
 
 
-def keep_drafts(self, ask, tree, verdict, out):
+def keep_drafts(self, round, tree, verdict, out):
     cache = self._state.cache
     if cache.drafted:
-        cache.advance([cache.drafted if int(at) else 0 for at in ask.position])
-    plain_accept(self, ask, tree, verdict, out)
+        cache.advance([cache.drafted if int(at) else 0 for at in round.positions])
+    plain_accept(self, round, tree, verdict, out)
 
 
-def first_nodes(self, ask, tree, verdict, out):
+def first_nodes(self, round, tree, verdict, out):
     straight = torch.arange(verdict.path.shape[1]).expand_as(verdict.path)
     told = Verdict(torch.where(verdict.path < 0, -1, straight), verdict.length, verdict.next_token)
-    plain_accept(self, ask, tree, told, out)
+    plain_accept(self, round, tree, told, out)
 
 
-def forget_the_bonus(self, ask, tree, verdict, out):
-    plain_accept(self, ask, tree, Verdict(verdict.path, verdict.length, tree.tokens[:, 0]), out)
+def forget_the_bonus(self, round, tree, verdict, out):
+    plain_accept(self, round, tree, Verdict(verdict.path, verdict.length, tree.tokens[:, 0]), out)
 
 
 def swapped(self, output):

@@ -15,16 +15,16 @@ from draftsmith.eval import acceptance, cost, lossless, plot, summary, table, tr
 from draftsmith.eval.records import PositionRecord, RoundRecord, as_json, distinct_ngrams, rank_of
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 
 def record(prompt, committed, accepted, domain="d"):
-    return RoundRecord(prompt, domain, 0.0, "coupled", 0, 8, committed, accepted, 0, 0, 0)
+    return RoundRecord(prompt, domain, 0.0, "shared-noise", 0, 8, committed, accepted, 0, 0, 0)
 
 
 def test_tau_survival_and_conditional_by_hand():
@@ -197,8 +197,8 @@ PROMPTS = [Prompt(f"{d}{i}", d, f"{d} number {i}, {d} number {i}, {d}") for d in
 
 
 def kinds():
-    yield "draft model", DraftModel(relative("llama", 0.005), Topology.chain(3)), "best"
-    yield "draft model", DraftModel(relative("llama", 0.005), Beam(3, 2, 8)), ""
+    yield "draft model", DraftModel(relative("llama", 0.005), StaticTree.chain(3)), "best"
+    yield "draft model", DraftModel(relative("llama", 0.005), DynamicTree(3, 2, 8)), ""
     yield "ngram", Ngram(), ""
     yield "suffix", Suffix(memory=200), ""
 
@@ -208,7 +208,7 @@ def kinds():
 def test_any_drafter_is_evaluated(readable, number, rows, capsys):
     method, drafter, choose = list(kinds())[number]
     report, rounds, records = acceptance.evaluate(
-        readable, drafter, PROMPTS, max_new_tokens=16, temperatures=[0.0, 1.0], most_nodes=8, choose=choose, rows=rows, rule="coupled"
+        readable, drafter, PROMPTS, max_new_tokens=16, temperatures=[0.0, 1.0], most_nodes=8, choose=choose, rows=rows, rule="shared-noise"
     )
     reported = len({record.prompt for record in rounds})
     assert report.method == method and report.answers == 2 * reported and not report.divergences and not report.lossy
@@ -225,7 +225,7 @@ def test_any_drafter_is_evaluated(readable, number, rows, capsys):
 
 @pytest.mark.parametrize("rule", ["typical", "rejection"])
 def test_what_a_rule_does_to_the_output_is_said(readable, rule, capsys, tmp_path):
-    drafter = DraftModel(relative("llama", 0.005), Topology.chain(3))
+    drafter = DraftModel(relative("llama", 0.005), StaticTree.chain(3))
     report, _, _ = acceptance.evaluate(
         readable, drafter, PROMPTS[:2], max_new_tokens=12, temperatures=[1.0, 0.0], most_nodes=8, choose="", rule=rule
     )

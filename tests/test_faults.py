@@ -10,7 +10,7 @@ from planting import PlantingDrafter
 from zoo import VOCAB, reference, tiny
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import session
+from draftsmith.eval import loading
 from draftsmith.inference import attention, rules, sampler, verify
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
@@ -39,7 +39,7 @@ def lossless(name: str = "llama", how: Sampling = Sampling(), rows: int = 3) -> 
     target, answers = oracle(name, how)
     drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=1)
     try:
-        out = Decoder(target, drafter, rows=rows, chunk=4).generate(PROMPTS, how, NEW, ())
+        out = Decoder(target, drafter, slots=rows, chunk=4).generate(PROMPTS, how, NEW, ())
     except (RuntimeError, IndexError, AssertionError, ValueError):
         return False
     return [one.tokens for one in out] == [answer[:NEW] for answer in answers] and drafter.mismatches == 0
@@ -63,7 +63,7 @@ def one_beginning() -> bool:
     tokenizer.chat_template = begin + "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.encode("a")[0] == 256, "the tokenizer writes one by itself"
     prompt = Prompt("p", "d", "hello", ({"role": "user", "content": "hello"},))
-    return session.encode(SimpleNamespace(tokenizer=tokenizer), prompt).count(256) == 1
+    return loading.encode(SimpleNamespace(tokenizer=tokenizer), prompt).count(256) == 1
 
 
 def doubled_beginning(target, prompt):
@@ -204,7 +204,7 @@ FAULTS = {
     "rejected rows are kept": (TreeCache, "commit", keep_all_nodes, greedy),
     "a replaced row keeps its prefix": (TreeCache, "reset", forget_to_reset, functools.partial(greedy, rows=1)),
     "short prompts keep their padding": (TreeCache, "advance", advance_by_width, greedy),
-    "the beginning-of-text token is doubled": (session, "encode", doubled_beginning, one_beginning),
+    "the beginning-of-text token is doubled": (loading, "encode", doubled_beginning, one_beginning),
     "no soft-capping": (None, "softcap", forget("softcap"), functools.partial(greedy, "gemma2")),
     "no sinks": (None, "s_aux", forget("s_aux"), functools.partial(greedy, "gpt_oss")),
 }

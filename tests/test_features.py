@@ -15,15 +15,15 @@ from test_data_packing import LENGTHS, corpus_of
 from zoo import tiny
 
 from draftsmith.data import capture as capturing
-from draftsmith.data import durable, features, offline, quantise
+from draftsmith.data import durable, feature_codec, feature_dataset, features
 from draftsmith.data.capture import capture
-from draftsmith.data.features import Store, sample_key
-from draftsmith.data.offline import Featured
-from draftsmith.data.packing import Packed
+from draftsmith.data.feature_dataset import FeatureDataset
+from draftsmith.data.features import FeatureStore, sample_key
+from draftsmith.data.packing import PackedDataset
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train.engine.order import prefetched
 from draftsmith.train.medusa import MedusaSection, objective
-from draftsmith.train.order import prefetched
 
 TAPS = (1, 0)
 
@@ -47,11 +47,11 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "verified.json"}
 
 
-def rows_of(target, corpus, folder, taps=TAPS, **how) -> Featured:
-    return Featured(Packed(corpus, 32), Store(folder, target, taps), taps, **how)
+def rows_of(target, corpus, folder, taps=TAPS, **how) -> FeatureDataset:
+    return FeatureDataset(PackedDataset(corpus, 32), FeatureStore(folder, target, taps), taps, **how)
 
 
-@pytest.mark.parametrize("precision", quantise.FORMATS)
+@pytest.mark.parametrize("precision", feature_codec.FORMATS)
 def test_training_from_the_store_is_training_online(target, corpus, tmp_path, precision):
     capture(target, [corpus], tmp_path / "s", precision, TAPS, batch_tokens=64)
     rows, section = rows_of(target, corpus, tmp_path / "s"), MedusaSection(heads=3, distill=0.5)
@@ -230,18 +230,18 @@ def flip(file: Path) -> None:
 def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tmp_path, capsys, harm, says):
     capture(target, [corpus], tmp_path / "s")
     expected = content(tmp_path / "s")
-    Store(tmp_path / "s", target)  # found right once: the note of that must not hide what comes after
+    FeatureStore(tmp_path / "s", target)  # found right once: the note of that must not hide what comes after
     name, facts = list(features.sidecars(tmp_path / "s").items())[1]
     harm(tmp_path / "s" / f"{name}.safetensors")
     with pytest.raises(ValueError, match=rf"shard {name}\.safetensors .*{says}.*features.allow_missing=true"):
-        Store(tmp_path / "s", target)
-    store = Store(tmp_path / "s", target, allow_missing=True)
+        FeatureStore(tmp_path / "s", target)
+    store = FeatureStore(tmp_path / "s", target, allow_missing=True)
     assert name in capsys.readouterr().err
     with pytest.raises(ValueError, match=f"lacks {len(facts['keys'])} of {len(corpus)} samples"):
-        offline.available(corpus, store, allow_missing=False)
-    rest = offline.available(corpus, store, allow_missing=True)
+        feature_dataset.available(corpus, store, allow_missing=False)
+    rest = feature_dataset.available(corpus, store, allow_missing=True)
     assert len(rest.picks) == len(corpus) - len(facts["keys"])
-    rows = Featured(Packed(rest, 32), store)
+    rows = FeatureDataset(PackedDataset(rest, 32), store)
     assert rows.batch(torch.arange(len(rows)))["hidden"].abs().sum() > 0
     capture(target, [corpus], tmp_path / "s")
     assert "captured again" in capsys.readouterr().err and content(tmp_path / "s") == expected
@@ -258,26 +258,26 @@ def test_too_little_room_is_said_before_the_first_byte(target, corpus, tmp_path,
 def test_a_store_of_something_else_is_refused_or_said(target, corpus, tmp_path, capsys):
     folder = tmp_path / "s"
     with pytest.raises(ValueError, match="no feature store in"):
-        Store(folder, target)
+        FeatureStore(folder, target)
     capture(target, [corpus], folder, taps=(1,))
     with pytest.raises(ValueError, match=r"captured with taps \[1\], without \[0\]"):
-        Store(folder, target, (0, 1))
+        FeatureStore(folder, target, (0, 1))
     with pytest.raises(ValueError, match="give another features.store"):
         capture(target, [corpus], folder, "fp8", taps=(1,))
     with pytest.raises(ValueError, match="made for 'small', got 'other'"):
-        Store(folder, Target.wrap(tiny("qwen3"), name="other"))
+        FeatureStore(folder, Target.wrap(tiny("qwen3"), name="other"))
     told = Target.wrap(tiny("llama"), byte_tokenizer(), name="told")
     capture(told, [corpus], tmp_path / "t")
     other = byte_tokenizer()
     other.add_tokens(["one more"])
     with pytest.raises(ValueError, match="differs in its tokenizer"):
-        Store(tmp_path / "t", Target.wrap(tiny("llama"), other, name="told"))
+        FeatureStore(tmp_path / "t", Target.wrap(tiny("llama"), other, name="told"))
     capsys.readouterr()
-    Store(folder, Target.wrap(tiny("llama").bfloat16(), name="half"))
+    FeatureStore(folder, Target.wrap(tiny("llama").bfloat16(), name="half"))
     assert "is in bfloat16, this was made with it in float32" in capsys.readouterr().err
     (folder / "index.json").write_text("{")
     with pytest.raises(ValueError, match="index.json is broken"):
-        Store(folder, target)
+        FeatureStore(folder, target)
 
 
 def test_what_the_cache_lacks_is_computed_and_stored(target, corpus, tmp_path, monkeypatch):
@@ -297,7 +297,7 @@ def test_what_the_cache_lacks_is_computed_and_stored(target, corpus, tmp_path, m
     assert not ran and all(torch.equal(first[n][name], again[n][name]) for n in again for name in first[n])
     rows.batch(torch.arange(size) + size)  # another epoch, others beside each other
     assert not ran
-    offline.available(corpus, Store(folder, target, TAPS), allow_missing=False)
+    feature_dataset.available(corpus, FeatureStore(folder, target, TAPS), allow_missing=False)
 
 
 def test_reading_ahead_keeps_the_order_and_the_errors():

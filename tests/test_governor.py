@@ -7,11 +7,11 @@ from test_draft_model import SHAPES, relative
 from test_lossless import PROMPTS, texts
 from zoo import tiny
 
-from draftsmith.inference import governor as module
+from draftsmith.inference import adaptive as module
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.governor import Governor
-from draftsmith.inference.verify import Told
+from draftsmith.inference.verify import HostResult
 from draftsmith.models.target import Target
 
 
@@ -25,7 +25,7 @@ def play(governor, rounds, chance, price, rng, rows=1, slow=()):
             accepted = 0
             while accepted < depth and rng.random() < chance:
                 accepted += 1
-            told.append(Told(1 + accepted, 1 + depth, depth, True, [0] * (1 + accepted)))
+            told.append(HostResult(1 + accepted, 1 + depth, depth, True, [0] * (1 + accepted)))
         took = price(depth) * (1 + 0.2 * rng.random()) * (20 if number in slow else 1)
         governor.learn(list(range(rows)), told, took)
         tokens += sum(one.length for one in told)
@@ -35,7 +35,7 @@ def play(governor, rounds, chance, price, rng, rows=1, slow=()):
 
 
 def fresh(max_depth):
-    governor = Governor()
+    governor = AdaptiveDepth()
     governor.bind(max_depth)
     return governor
 
@@ -89,7 +89,7 @@ def test_plain_rounds_are_timed_anew():
 
 
 def test_a_row_drops_to_size_one_while_drafting_does_not_pay():
-    class Priced(Governor):
+    class Priced(AdaptiveDepth):
         def learn(self, rows, told, seconds):
             super().learn(rows, told, 1 + 0.3 * max(one.depth for one in told))
 
@@ -109,7 +109,7 @@ def test_a_row_may_end_before_anything_was_timed():
     """Then the two plain rounds at the start have different numbers of rows."""
     target = Target.wrap(tiny("llama"))
     plain = texts(Decoder(target).generate(PROMPTS[:2], None, 30, ()))
-    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), rows=2, governor=Governor()).generate(
+    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), rows=2, governor=AdaptiveDepth()).generate(
         PROMPTS[:2], None, 30, [plain[0][0]]
     )
     assert out[0].tokens == plain[0][:1] and out[1].tokens[:1] == plain[1][:1]

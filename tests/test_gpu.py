@@ -8,17 +8,17 @@ from test_data_packing import LENGTHS, corpus_of
 from zoo import CONFIGS, VOCAB, tiny, with_heads_of_16
 
 from draftsmith.data.capture import capture
-from draftsmith.data.features import Store
-from draftsmith.data.offline import Featured
-from draftsmith.data.packing import Packed, keeps_apart
+from draftsmith.data.feature_dataset import FeatureDataset
+from draftsmith.data.features import FeatureStore
+from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.losses import chunked_cross_entropy
+from draftsmith.train.losses.chunked import chunked_cross_entropy
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.gpu
@@ -32,13 +32,13 @@ def _full_precision():
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_medusa_equals_plain(name):
     target = Target.wrap(tiny(name).to(DEVICE))
-    drafter = new_drafter("medusa", target, num_heads=3, tree=[list(path) for path in Topology.cartesian((4, 2, 2)).paths])
+    drafter = new_drafter("medusa", target, num_heads=3, tree=[list(path) for path in StaticTree.cartesian((4, 2, 2)).paths])
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (1, 9, 4, 17, 6)]
     for sampling in (Sampling(), Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)):
-        plain = [answer.tokens for answer in Decoder(target, rows=2).generate(prompts, sampling, 20, ())]
+        plain = [answer.tokens for answer in Decoder(target, slots=2).generate(prompts, sampling, 20, ())]
         for rows in (1, 4):
-            out = Decoder(target, drafter, rows=rows, timed=True).generate(prompts, sampling, 20, ())
+            out = Decoder(target, drafter, slots=rows, timed=True).generate(prompts, sampling, 20, ())
             assert [answer.tokens for answer in out] == plain
             assert {round.accepted for answer in out for round in answer.rounds} >= {1, 2}
 
@@ -88,8 +88,8 @@ def test_a_target_on_two_devices_equals_one_on_one(kind):
     target = Target.wrap(model)
     assert target.device.type == DEVICE
     for how, answers in plain.items():
-        drafter = Suffix() if kind == "suffix" else DraftModel(Target.wrap(tiny("llama", 1).to(DEVICE)), Topology.cartesian((3, 2)))
-        out = Decoder(target, drafter, rows=2).generate(prompts, how, 20, ())
+        drafter = Suffix() if kind == "suffix" else DraftModel(Target.wrap(tiny("llama", 1).to(DEVICE)), StaticTree.cartesian((3, 2)))
+        out = Decoder(target, drafter, slots=2).generate(prompts, how, 20, ())
         assert [answer.tokens for answer in out] == answers
 
 
@@ -100,10 +100,10 @@ def test_a_draft_model_equals_plain(shape):
     target, draft = Target.wrap(tiny("llama").to(DEVICE)), relative("llama", 0.005)
     draft = Target.wrap(draft.model.to(DEVICE))
     prompts = [[1, 2, 3, 1, 2, 3, 1], [7], [9, 8, 9, 8, 9]]
-    for how in (Sampling(), Sampling(0.9, seed=1), Sampling(0.9, seed=1, rule="coupled")):
+    for how in (Sampling(), Sampling(0.9, seed=1), Sampling(0.9, seed=1, rule="shared-noise")):
         plain = [answer.tokens for answer in Decoder(target).generate(prompts, how, 24, ())]
         for rows in (1, 3):
-            out = Decoder(target, DraftModel(draft, SHAPES[shape]), rows=rows).generate(prompts, how, 24, ())
+            out = Decoder(target, DraftModel(draft, SHAPES[shape]), slots=rows).generate(prompts, how, 24, ())
             assert [answer.tokens for answer in out] == plain
             assert len({round.accepted for answer in out for round in answer.rounds}) >= 3
 
@@ -112,7 +112,7 @@ def test_a_draft_model_equals_plain(shape):
 def test_packed_rows_and_stored_features_are_the_cpus(name, tmp_path):
     """FlexAttention's block masks, and a capture on the GPU, against SDPA's on the CPU."""
     corpus = corpus_of(LENGTHS)
-    packed, model = Packed(corpus, 32), tiny(name, config=with_heads_of_16(name))
+    packed, model = PackedDataset(corpus, 32), tiny(name, config=with_heads_of_16(name))
     cpu, gpu = Target.wrap(model), Target.wrap(copy.deepcopy(model).to(DEVICE))
     gpu.mask_blocks()
     assert keeps_apart(gpu)
@@ -120,7 +120,7 @@ def test_packed_rows_and_stored_features_are_the_cpus(name, tmp_path):
     expected = cpu.features(batch, (0, 1))
     found = gpu.features({key: value.to(DEVICE) for key, value in batch.items()}, (0, 1))
     capture(gpu, [corpus], tmp_path / "store", "float32", (0, 1))
-    stored = Featured(packed, Store(tmp_path / "store", gpu, (0, 1)), (0, 1)).batch(torch.arange(len(packed)))
+    stored = FeatureDataset(packed, FeatureStore(tmp_path / "store", gpu, (0, 1)), (0, 1)).batch(torch.arange(len(packed)))
     real = batch["document"] >= 0
     for hidden, taps in ((found.hidden.cpu(), found.taps.cpu()), (stored["hidden"], stored["taps"])):
         torch.testing.assert_close(hidden[real], expected.hidden[real], rtol=1e-3, atol=1e-4)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from planting import ask
 
-from draftsmith.inference.grow import Beam, BeamGrowth, StaticGrowth, choose, grow, shape_of, tree_of
+from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, grow, parse_tree_spec, tree_config
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 
 VOCAB = 11
 
@@ -63,7 +63,7 @@ def paths_of(tree: DraftTree, b: int) -> list[tuple[int, ...]]:
     return paths
 
 
-def best_first(beam: Beam, root: int, seed: int) -> list[tuple[int, ...]]:
+def best_first(beam: DynamicTree, root: int, seed: int) -> list[tuple[int, ...]]:
     """EAGLE-2's tree in words: grow every level's best nodes, then keep the best of all."""
     stored: list[tuple[float, int, tuple[int, ...]]] = []
     level = [(0.0, (root,))]
@@ -77,10 +77,12 @@ def best_first(beam: Beam, root: int, seed: int) -> list[tuple[int, ...]]:
     return [prefix for _, _, prefix in sorted(stored)[: beam.nodes - 1]]
 
 
-@pytest.mark.parametrize("beam", [Beam(1, 3, 9), Beam(3, 1, 4), Beam(4, 3, 12), Beam(3, 4, 40), Beam(5, 2, 3)])
+@pytest.mark.parametrize(
+    "beam", [DynamicTree(1, 3, 9), DynamicTree(3, 1, 4), DynamicTree(4, 3, 12), DynamicTree(3, 4, 40), DynamicTree(5, 2, 3)]
+)
 def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
     roots = [3, 7, 0]
-    tree, slots, encoded = run(BeamGrowth(beam, ask([0, 1, 2], roots)), roots)
+    tree, slots, encoded = run(DynamicExpansion(beam, ask([0, 1, 2], roots)), roots)
     tree.validate()
     assert tree.tokens.shape[1] == beam.num_nodes == min(beam.nodes, 1 + beam.width + (beam.depth - 1) * beam.width**2)
     for b, root in enumerate(roots):
@@ -100,8 +102,8 @@ def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
     "paths", [[(0,)], [(0,), (0, 0), (0, 0, 0)], [(0,), (2,), (2, 1), (0, 1), (2, 1, 0)], list(product(range(2), repeat=1))]
 )
 def test_a_static_tree_asks_each_node_for_its_children(paths):
-    topology, roots = Topology.from_paths(paths), [4, 9]
-    tree, slots, encoded = run(StaticGrowth(topology, ask([0, 1], roots)), roots)
+    topology, roots = StaticTree.from_paths(paths), [4, 9]
+    tree, slots, encoded = run(StaticExpansion(topology, ask([0, 1], roots)), roots)
     tree.validate()
     for b, root in enumerate(roots):
         found = paths_of(tree, b)
@@ -118,7 +120,7 @@ def test_a_static_tree_asks_each_node_for_its_children(paths):
 
 def test_depth_asked_for_is_heeded():
     roots = [1, 2]
-    for shape in (Topology.cartesian([2, 2, 1]), Beam(3, 2, 9)):
+    for shape in (StaticTree.cartesian([2, 2, 1]), DynamicTree(3, 2, 9)):
         for depth in (1, 2):
             asked = ask([0, 1], roots, depth)
             tree, _, _ = run(grow(shape, asked), roots)
@@ -126,14 +128,14 @@ def test_depth_asked_for_is_heeded():
             tree.validate()
 
 
-GAPS = Topology.from_paths([(0,), (2,), (2, 1), (0, 1), (0, 0), (2, 1, 0), (0, 0, 0), (0, 0, 1)])
+GAPS = StaticTree.from_paths([(0,), (2,), (2, 1), (0, 1), (0, 0), (2, 1, 0), (0, 0, 0), (0, 0, 1)])
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "rejection-replacement"])
-@pytest.mark.parametrize("shape", [Topology.chain(3), GAPS, Topology.cartesian([2, 2, 2]), Beam(3, 2, 9)])
+@pytest.mark.parametrize("rule", ["shared-noise", "rejection", "rejection-replacement"])
+@pytest.mark.parametrize("shape", [StaticTree.chain(3), GAPS, StaticTree.cartesian([2, 2, 2]), DynamicTree(3, 2, 9)])
 def test_a_tree_may_be_finished_early(shape, rule):
     """It is the tree that was asked for no deeper, but that the deepest nodes were encoded where they have children in the whole one."""
-    if isinstance(shape, Beam) and rule != "coupled":
+    if isinstance(shape, DynamicTree) and rule != "shared-noise":
         pytest.skip("refused: see test_refusals")
     roots, how = [4, 9], Sampling(1.0, seed=1, rule=rule)
     for levels in (1, 2, 3):
@@ -143,7 +145,7 @@ def test_a_tree_may_be_finished_early(shape, rule):
         assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents) and torch.equal(tree.size, wanted.size)
         assert (tree.width, tree.full, tree.replacement) == (wanted.width, wanted.full, wanted.replacement)
         assert int(tree.deepest().max()) == levels
-        assert (tree.q_logits is None) == (wanted.q_logits is None) == (rule == "coupled")
+        assert (tree.q_logits is None) == (wanted.q_logits is None) == (rule == "shared-noise")
         assert tree.q_logits is None or torch.equal(tree.q_logits, wanted.q_logits)
         for b in range(2):
             paths = paths_of(tree, b)
@@ -153,7 +155,7 @@ def test_a_tree_may_be_finished_early(shape, rule):
             assert levels == 3 or (slots[b, tree.depth[b] == levels] >= 0).any()
 
 
-@pytest.mark.parametrize("kind", ["one-draw", "coupled", "rejection", "rejection-replacement"])
+@pytest.mark.parametrize("kind", ["target-sample", "shared-noise", "rejection", "rejection-replacement"])
 def test_children_are_chosen_as_asked(kind):
     how = Sampling(0.7, top_k=8, seed=5, rule=kind)
     asked = ask([0, 1], [0, 0], sampling=how)
@@ -164,9 +166,9 @@ def test_children_are_chosen_as_asked(kind):
     for b, f in product(range(2), range(3)):
         place = index[b, f]
         noise = [
-            gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "coupled" else PURPOSE_DRAFT, copy) for copy in range(3)
+            gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "shared-noise" else PURPOSE_DRAFT, copy) for copy in range(3)
         ]
-        if kind == "one-draw":
+        if kind == "target-sample":
             expected, law = logits[b, f].argsort(descending=True)[:3].tolist(), logits[b, f]
         elif kind == "rejection-replacement":
             expected, law = [int((warped[b, f] + noise[copy]).argmax()) for copy in range(3)], warped[b, f]
@@ -174,15 +176,15 @@ def test_children_are_chosen_as_asked(kind):
             expected, law = (warped[b, f] + noise[0]).argsort(descending=True)[:3].tolist(), warped[b, f]
         assert ids[b, f].tolist() == expected
         torch.testing.assert_close(scores[b, f], law.log_softmax(0)[expected])
-    assert (q is None) == (kind in ("one-draw", "coupled")) and (q is None or torch.equal(q, warped))
+    assert (q is None) == (kind in ("target-sample", "shared-noise")) and (q is None or torch.equal(q, warped))
     # Without noise there is only the best, whatever the rule.
     assert torch.equal(choose(logits, 3, ask([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
 
 
 def test_drawn_laws_reach_their_nodes():
     how, roots = Sampling(1.0, rule="rejection"), [4, 9]
-    topology = Topology.cartesian([2, 3])
-    tree, _, _ = run(StaticGrowth(topology, ask([0, 1], roots, sampling=how)), roots, how)
+    topology = StaticTree.cartesian([2, 3])
+    tree, _, _ = run(StaticExpansion(topology, ask([0, 1], roots, sampling=how)), roots, how)
     assert tree.q_logits is not None and tree.width == 3 and not tree.replacement
     for b in range(2):
         for i, path in enumerate(paths_of(tree, b)):
@@ -193,14 +195,14 @@ def test_drawn_laws_reach_their_nodes():
 def test_refusals():
     drawn = ask([0], [0], sampling=Sampling(1.0, rule="rejection"))
     with pytest.raises(ValueError, match="rule rejection with a dynamic tree"):
-        BeamGrowth(Beam(2, 2, 4), drawn)
-    gaps = Topology.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
-    closed = Topology.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0)])
-    assert StaticGrowth(gaps, drawn).topology.paths == closed.paths == closed.closed().paths and closed.closed() is closed
-    assert StaticGrowth(gaps, ask([0], [0])).topology is gaps
+        DynamicExpansion(DynamicTree(2, 2, 4), drawn)
+    gaps = StaticTree.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
+    closed = StaticTree.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0)])
+    assert StaticExpansion(gaps, drawn).topology.paths == closed.paths == closed.closed().paths and closed.closed() is closed
+    assert StaticExpansion(gaps, ask([0], [0])).topology is gaps
     with pytest.raises(ValueError, match="depth 0"):
-        Beam(0, 1, 2)
+        DynamicTree(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):
-        shape_of({"depth": 2, "width": 2})
+        parse_tree_spec({"depth": 2, "width": 2})
     for shape in ([[0], [0, 0]], {"depth": 2, "width": 3, "nodes": 8}, []):
-        assert tree_of(shape_of(shape)) == shape
+        assert tree_config(parse_tree_spec(shape)) == shape

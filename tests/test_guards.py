@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from test_loop import Numbers, new_model, new_recipe, objective, run
 
-from draftsmith.train import checkpoint, guards, loop, order
-from draftsmith.train.guards import Clock, Finite
+from draftsmith.train import loop
+from draftsmith.train.engine import checkpoint, order, watchdog
+from draftsmith.train.engine.watchdog import NonFiniteCounter, Watchdog
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,7 +74,7 @@ def test_a_run_that_stays_not_finite_stops_and_keeps_its_batch(tmp_path):
 
 
 def test_steps_left_out_must_be_on_end(tmp_path):
-    finite = Finite(tmp_path, 2, 0, 0)
+    finite = NonFiniteCounter(tmp_path, 2, 0, 0)
     for step, applied in enumerate([False, True, False, True], 1):
         finite.after(step, applied, [])
     assert finite.left_out == 2 and not list(tmp_path.iterdir())
@@ -82,7 +83,7 @@ def test_steps_left_out_must_be_on_end(tmp_path):
 def test_a_stalled_run_ends_and_says_where(tmp_path):
     program = """
 import time
-from draftsmith.train.guards import Clock
+from draftsmith.train.engine.watchdog import Clock
 with Clock(0.02, "the same command goes on") as clock:
     clock.at("waiting for the data of step 3")
     for _ in range(3):
@@ -91,14 +92,14 @@ with Clock(0.02, "the same command goes on") as clock:
     time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == guards.STALLED == 75
+    assert done.returncode == watchdog.STALLED == 75
     assert "rank 0 made no progress for 0.02 minutes while waiting for the data of step 4; the same command goes on" in done.stderr
     assert "time.sleep" in done.stderr or "line 9" in done.stderr
 
 
 def test_a_clock_ends_with_its_run():
     before = threading.active_count()
-    with Clock(10, ""):
+    with Watchdog(10, ""):
         assert threading.active_count() == before + 1
     for _ in range(100):
         if threading.active_count() == before:

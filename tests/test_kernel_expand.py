@@ -1,4 +1,4 @@
-"""The kernels that grow a dynamic tree, against BeamGrowth and plain torch: under Triton's interpreter, natively where there is a GPU."""
+"""The kernels that grow a dynamic tree, against DynamicExpansion and plain torch: under Triton's interpreter, natively where there is a GPU."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ from planting import ask
 
 pytest.importorskip("triton")
 
-from draftsmith.inference.grow import Beam, BeamGrowth, Frontier
+from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, DynamicTree
 from draftsmith.inference.kernels import expand as module
-from draftsmith.inference.kernels.expand import FusedGrowth, Store, best, best_reference, frontier, rerank
+from draftsmith.inference.kernels.expand import FusedExpansion, Store, best, best_reference, frontier, rerank
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")),
@@ -115,7 +115,7 @@ def law(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     return best_reference(LOGITS[kind](*shape[:2], 20), shape[2])[1]
 
 
-def same(one: Frontier | None, other: Frontier | None) -> None:
+def same(one: CurrentLevel | None, other: CurrentLevel | None) -> None:
     if one is None or other is None:
         assert one is other
         return
@@ -124,11 +124,11 @@ def same(one: Frontier | None, other: Frontier | None) -> None:
     assert one.visible.dtype == torch.bool and (one.depth, one.open) == (other.depth, other.open)
 
 
-def grown(beam: Beam, rows: int, kind: str, device: str, levels: int = 99) -> None:
+def grown(beam: DynamicTree, rows: int, kind: str, device: str, levels: int = 99) -> None:
     """Grow both on the same candidates, at most so many levels, and compare all that they say."""
     roots = torch.randint(100, (rows,)).tolist()
-    asked = replace(asked := ask(list(range(rows)), roots), root=asked.root.to(device))
-    plain, fused = BeamGrowth(beam, asked), FusedGrowth(beam, asked)
+    asked = replace(asked := ask(list(range(rows)), roots), root=asked.last_tokens.to(device))
+    plain, fused = DynamicExpansion(beam, asked), FusedExpansion(beam, asked)
     shape = (rows, 1, beam.width)
     for _ in range(min(levels, beam.depth)):
         ids, scores = torch.randint(1000, shape).to(device), law(kind, shape).to(device)
@@ -152,19 +152,19 @@ def test_trees_equal_plain_growth(kind, device, stable):
     for depth in range(1, 6):
         for _ in range(2):
             width, nodes, rows = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 9), (2, 65), (1, 4)))
-            grown(Beam(depth, width, nodes), rows, kind, device)
-    grown(Beam(3, 4, 9), 2, kind, device, levels=2)  # stopped before it is as deep as it may be
-    grown(Beam(2, 16, 256), 1, kind, device)  # ancestors of four words
-    grown(Beam(3, 8, 65), 2, kind, device)
+            grown(DynamicTree(depth, width, nodes), rows, kind, device)
+    grown(DynamicTree(3, 4, 9), 2, kind, device, levels=2)  # stopped before it is as deep as it may be
+    grown(DynamicTree(2, 16, 256), 1, kind, device)  # ancestors of four words
+    grown(DynamicTree(3, 8, 65), 2, kind, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_trees_of_nan_are_trees(device):
     """So that what follows stays within bounds."""
     torch.manual_seed(8)
-    asked = replace(asked := ask([0, 1], [4, 5]), root=asked.root.to(device))
+    asked = replace(asked := ask([0, 1], [4, 5]), root=asked.last_tokens.to(device))
     for _ in range(5):
-        fused, shape = FusedGrowth(Beam(3, 4, 6), asked), (2, 1, 4)
+        fused, shape = FusedExpansion(DynamicTree(3, 4, 6), asked), (2, 1, 4)
         for wrong in (0.0, 0.5, 0.5):  # better than parents that are numbers
             logp = law("any", shape).masked_fill(torch.rand(shape) < wrong, torch.nan).to(device)
             fused.extend(torch.randint(1000, shape).to(device), logp)
@@ -176,7 +176,7 @@ def test_trees_of_nan_are_trees(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is on")
-@pytest.mark.parametrize("beam", [Beam(6, 10, 60), Beam(16, 16, 64), Beam(16, 16, 256)])
+@pytest.mark.parametrize("beam", [DynamicTree(6, 10, 60), DynamicTree(16, 16, 64), DynamicTree(16, 16, 256)])
 def test_trees_of_real_sizes(beam, stable):
     torch.manual_seed(7)
     for kind in ("any", "ties"):

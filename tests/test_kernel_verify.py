@@ -21,7 +21,7 @@ from draftsmith.inference import rules, sampler
 from draftsmith.inference.kernels import verify as kernels
 from draftsmith.inference.kernels.verify import _kept, _noise, _scores, reciprocal, supported, verify
 from draftsmith.inference.sampler import RULES, Sampling
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.inference.verify import verify as plain
 
@@ -36,7 +36,7 @@ for name in ("standard", "random"):
 K = 3
 NODES = (1, 2, 31, 33, 64, 65)
 BLOCKS = {3: 4, 17: 16, 64: 32, 257: 128, 1000: 256}
-PLAIN = [Sampling(0.3, seed=1), Sampling(1.0, seed=2**63 + 5, rule="one-draw"), Sampling(1.7, seed=2**32)]
+PLAIN = [Sampling(0.3, seed=1), Sampling(1.0, seed=2**63 + 5, rule="target-sample"), Sampling(1.7, seed=2**32)]
 FILTERED = [
     Sampling(0.8, top_k=5, seed=3),
     Sampling(1.3, top_p=0.83, seed=4),
@@ -351,7 +351,7 @@ def test_launches_follow_from_the_depth(monkeypatch):
 @pytest.mark.parametrize("depth", [None, 2, 3, 9])
 def test_static_trees_and_bounds_of_depth(depth):
     """Trees whose rows share one tensor; keys that lie in columns."""
-    top, generator = Topology.cartesian([2, 2]), torch.Generator().manual_seed(0)
+    top, generator = StaticTree.cartesian([2, 2]), torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 6, generator=generator)
     tree = top.place(torch.randint(3, (7, 3), generator=generator).T)
     keys = torch.tensor([[5, 1], [2, 7], [3, 3]])
@@ -363,7 +363,7 @@ def test_static_trees_and_bounds_of_depth(depth):
 
 def test_supported():
     assert not supported(Sampling()) and not supported(Sampling(rule="typical")) and not supported(FILTERED[3])
-    assert {rule for rule in RULES if not supported(Sampling(1.0, top_k=2, rule=rule))} == {"one-draw", "coupled"}
+    assert {rule for rule in RULES if not supported(Sampling(1.0, top_k=2, rule=rule))} == {"target-sample", "shared-noise"}
     assert supported(Sampling(1.0, rule="rejection")).startswith("rule rejection")
     assert supported(Sampling(repetition_penalty=1.1)).startswith("repetition_penalty 1.1")
 
@@ -398,13 +398,13 @@ def test_refusals(change, message):
 
 CALLS = """
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 
 def natively(name, flags):
     return flags if name == "_finish" else flags | {"MULTIPLY": True}
 
 zero = torch.zeros(2, dtype=torch.int64)
-tree = Topology.chain(2).place(torch.zeros(2, 3, dtype=torch.int64))
+tree = StaticTree.chain(2).place(torch.zeros(2, 3, dtype=torch.int64))
 logits = torch.zeros(2, 3, 151_936, dtype=torch.bfloat16)
 for how in (Sampling(), Sampling(0.7, top_k=9, top_p=0.8, min_p=0.1, seed=2**64 - 1), Sampling(0.7, seed=1)):
     kernels.verify(tree, logits, how, zero, zero, 2)
@@ -452,7 +452,7 @@ class TestNatively:
 
     @pytest.mark.parametrize("how", [Sampling(), PLAIN[1], FILTERED[3]], ids=["greedy", "plain", "filtered"])
     def test_in_a_graph(self, how):
-        """Captured once, it serves other logits and other trees of the shape."""
+        """GraphRunner once, it serves other logits and other trees of the shape."""
         tree, logits, _, request, position, _ = case(20, 5000, how, device="cuda")
         verify(tree, logits, how, request, position, K)  # compiled before the capture
         torch.cuda.synchronize()

@@ -10,22 +10,22 @@ from test_lossless import PROMPTS, SAMPLED, texts
 from test_verify import Watch
 from zoo import VOCAB, tiny
 
+from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.governor import Governor
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 NEW = 24
-SHAPES = {"chain": Topology.chain(3), "static": Topology.cartesian((3, 2, 1)), "dynamic": Beam(3, 2, 10)}
+SHAPES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
 HOWS = {
     "greedy": Sampling(),
     "sampled": SAMPLED,
-    "coupled": Sampling(0.8, top_p=0.95, seed=5, rule="coupled"),
+    "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise"),
     "penalised": Sampling(0.9, repetition_penalty=1.3, seed=7),
 }
 # Prompts that repeat themselves, so that there is something to look up.
@@ -77,7 +77,7 @@ def test_output_is_plain_decodings(target, answers, heads, kind, shape):
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
             drafter = make(kind, SHAPES[shape], heads, answers[name])
-            decoder = Decoder(target, drafter, rows=rows, chunk=7, governor=Governor() if rows == 3 and kind != "planting" else None)
+            decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
             found: list[list[int]] = [[] for _ in REPEATED]
             before: set[int] = set()
@@ -105,7 +105,7 @@ def test_rejection_gives_other_tokens_and_the_same_for_the_same_key(target, head
     for kind in ("medusa", "draft model"):
         for shape in ("chain", "static"):
             alone, batch = (texts(Decoder(target, make(kind, SHAPES[shape], heads, [])).generate(PROMPTS, how, NEW, ())) for _ in "ab")
-            batch = texts(Decoder(target, make(kind, SHAPES[shape], heads, []), rows=4).generate(PROMPTS, how, NEW, ()))
+            batch = texts(Decoder(target, make(kind, SHAPES[shape], heads, []), slots=4).generate(PROMPTS, how, NEW, ()))
             assert alone == batch != plain
         with pytest.raises(ValueError, match="with a dynamic tree"):
             Decoder(target, make(kind, SHAPES["dynamic"], heads, [])).generate(PROMPTS[1:], how, NEW, ())
@@ -116,7 +116,7 @@ def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
     for kind in ("medusa", "draft model", "suffix"):
         for stop in {answer[k] for answer in answers["greedy"] for k in (5, 9, 14)}:
             expected = [answer[: answer.index(stop) + 1] if stop in answer else answer for answer in answers["greedy"]]
-            out = Decoder(target, make(kind, SHAPES["chain"], heads, []), rows=3).generate(REPEATED, None, NEW, frozenset([stop]))
+            out = Decoder(target, make(kind, SHAPES["chain"], heads, []), slots=3).generate(REPEATED, None, NEW, frozenset([stop]))
             assert texts(out) == expected
             inside += sum(one.reason == "stop" and one.rounds[-1].length < one.rounds[-1].accepted for one in out)
     assert inside >= 5
@@ -128,14 +128,14 @@ def test_plain_decoding_takes_a_round_for_each_token(target, answers):
     assert len(one.rounds) == NEW == decoder.rounds and decoder.prefill_chunks == 2
 
 
-@pytest.mark.parametrize("how", ["greedy", "coupled", "penalised", "rejection"])
+@pytest.mark.parametrize("how", ["greedy", "shared-noise", "penalised", "rejection"])
 @pytest.mark.parametrize("kind", ["medusa chain", "medusa static", "medusa dynamic", "draft model chain"])
 def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monkeypatch):
     if kind == "medusa dynamic" and how == "rejection":
         pytest.skip("refused: see test_rejection_gives_other_tokens_and_the_same_for_the_same_key")
     drafter = make(kind.rsplit(" ", 1)[0], SHAPES[kind.rsplit(" ", 1)[1]], heads, [])
     sampling = Sampling(0.9, seed=1, rule="rejection") if how == "rejection" else HOWS[how]
-    stream = Decoder(target, drafter, rows=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 40, ())
+    stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 40, ())
     next(stream)
     transfers = []
     plain = torch.Tensor.tolist
@@ -163,5 +163,5 @@ def test_a_target_in_pieces_decodes(target, answers, heads, tmp_path):
     spread = Target.wrap(dispatch_model(model, places | {"lm_head": "cpu"}, main_device="cpu", offload_dir=tmp_path))
     assert spread.model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     for kind in ("draft model", "suffix"):
-        out = Decoder(spread, make(kind, SHAPES["static"], heads, []), rows=3).generate(REPEATED, HOWS["sampled"], NEW, ())
+        out = Decoder(spread, make(kind, SHAPES["static"], heads, []), slots=3).generate(REPEATED, HOWS["sampled"], NEW, ())
         assert texts(out) == answers["sampled"]

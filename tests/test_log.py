@@ -22,11 +22,12 @@ from zoo import VOCAB, tiny
 from draftsmith.inference import machine
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train import curves, distill, eagle, log, medusa, recipe, trackers
-from draftsmith.train.log import Flops, Log
-from draftsmith.train.loop import Loss
+from draftsmith.train import distill, eagle, medusa, recipe
+from draftsmith.train.engine import curves, log, trackers
+from draftsmith.train.engine.log import Flops, Log
+from draftsmith.train.engine.profiler import Profile
 from draftsmith.train.medusa import MedusaSection
-from draftsmith.train.profiler import Profile
+from draftsmith.train.objective import Loss
 from draftsmith.train.recipe import Recipe, TrainSection
 
 CI_NEEDS = "is not installed here"

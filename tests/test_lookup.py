@@ -11,22 +11,22 @@ from zoo import VOCAB, tiny
 
 from draftsmith.inference import lookup
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import Ask, Drafter
-from draftsmith.inference.grow import Beam
+from draftsmith.inference.drafter import Drafter, RoundContext
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import END, LONGEST, MOST, ORDERS, Corpus, Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import DraftTree, Topology
-from draftsmith.inference.verify import Told, Verdict
+from draftsmith.inference.tree import DraftTree, StaticTree
+from draftsmith.inference.verify import HostResult, Verdict
 from draftsmith.models.target import Target
 
-SPARSE = Topology.from_paths([(0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)])
+SPARSE = StaticTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)])
 SHAPES = {
-    "chain": Topology.chain(6),
-    "full": Topology.cartesian((3, 2, 2)),
+    "chain": StaticTree.chain(6),
+    "full": StaticTree.cartesian((3, 2, 2)),
     "sparse": SPARSE,
-    "beam": Beam(5, 3, 12),
-    "narrow": Beam(4, 1, 12),
-    "small": Beam(8, 4, 5),
+    "beam": DynamicTree(5, 3, 12),
+    "narrow": DynamicTree(4, 1, 12),
+    "small": DynamicTree(8, 4, 5),
 }
 
 
@@ -35,15 +35,15 @@ def bound(drafter, rows: int = 1, vocab: int = 100):
     return drafter
 
 
-def asking(rows: list[int], roots: list[int], depth: int) -> Ask:
+def asking(rows: list[int], roots: list[int], depth: int) -> RoundContext:
     root = torch.tensor(roots)
-    return Ask(rows, torch.tensor(rows), root, torch.zeros_like(root), torch.zeros_like(root), Sampling(), depth)
+    return RoundContext(rows, torch.tensor(rows), root, torch.zeros_like(root), torch.zeros_like(root), Sampling(), depth)
 
 
 def say(drafter, row: int, tokens: list[int]) -> None:
     """A round with the root alone that emitted `tokens`."""
     tree, last = DraftTree.root(torch.tensor([0])), torch.tensor([tokens[-1]])
-    told = [Told(len(tokens), 1, 0, True, list(tokens))]
+    told = [HostResult(len(tokens), 1, 0, True, list(tokens))]
     drafter.accept(asking([row], [0], 1), tree, Verdict(tree.parents, tree.size, last, told), None)
 
 
@@ -97,7 +97,7 @@ def ranks(runs: list[list[int]], depth: int) -> tuple[Counter, dict]:
 
 
 def allowed(shape, counts: Counter, path: dict, total: int, least: float) -> set:
-    if isinstance(shape, Beam):
+    if isinstance(shape, DynamicTree):
         fits = {prefix for prefix in counts if max(path[prefix]) < shape.width and len(prefix) <= shape.depth}
     else:
         fits = {prefix for prefix in counts if path[prefix] in shape.paths}
@@ -142,7 +142,7 @@ def test_ngram_chain_copies_the_last_longest_match(longest, shortest):
         text = make_text(rng, rng.choice((2, 3, 6, 20)), rng.randint(1, 60))
         depth = rng.randint(1, 8)
         factor = rng.choice((1.0, 1.5, 2.0, 9.0))
-        drafter = bound(Ngram(Topology.chain(6), longest, shortest, factor))
+        drafter = bound(Ngram(StaticTree.chain(6), longest, shortest, factor))
         begin(drafter, 0, text)
         sizes = [size for size in range(longest, shortest - 1, -1) if occurrences(text, size)]
         place = occurrences(text, sizes[0])[0] if sizes else 0
@@ -275,7 +275,7 @@ def test_matches_are_all_up_to_the_cap():
 
 def test_copies_run_over_the_end():
     text = [9, 1, 2, 3, 1, 2, 3, 1, 2]
-    for drafter in (Ngram(Topology.chain(8)), Suffix(Topology.chain(8), factor=8.0)):
+    for drafter in (Ngram(StaticTree.chain(8)), Suffix(StaticTree.chain(8), factor=8.0)):
         begin(bound(drafter), 0, text)
         assert propose(drafter, [0], [text], 8)[0][-1] == (3, 1, 2, 3, 1, 2, 3, 1)
         assert propose(drafter, [0], [text], 3)[0][-1] == (3, 1, 2)
@@ -283,7 +283,7 @@ def test_copies_run_over_the_end():
 
 def test_rows_are_padded_and_independent():
     texts = {4: [1, 2, 3, 4, 1, 2], 0: [5, 6], 2: [7, 7, 7, 7, 7], 1: [3]}
-    for drafter in (Ngram(Topology.chain(5)), Ngram(Beam(5, 2, 6)), Suffix(factor=5.0)):
+    for drafter in (Ngram(StaticTree.chain(5)), Ngram(DynamicTree(5, 2, 6)), Suffix(factor=5.0)):
         assert isinstance(drafter, Drafter) and not drafter.capturable and drafter.taps == ()
         assert (drafter.max_nodes, drafter.max_depth) == (drafter.shape.num_nodes, drafter.shape.max_depth)
         bound(drafter, 5)
@@ -304,7 +304,12 @@ def test_rows_are_padded_and_independent():
 def test_another_shape_counts_from_bind_on():
     text = [1, 2, 3, 1, 2, 4, 1, 2]
     for drafter in (Ngram(), Suffix(factor=9.0)):
-        for shape, count in ((Topology.chain(1), 1), (Topology.cartesian((2,)), 2), (Topology.chain(3), 3), (Beam(2, 2, 4), 3)):
+        for shape, count in (
+            (StaticTree.chain(1), 1),
+            (StaticTree.cartesian((2,)), 2),
+            (StaticTree.chain(3), 3),
+            (DynamicTree(2, 2, 4), 3),
+        ):
             drafter.shape = shape
             assert bound(drafter)._rows == {}
             begin(drafter, 0, text)
@@ -313,7 +318,7 @@ def test_another_shape_counts_from_bind_on():
 
 def test_memory_outlives_calls_but_not_the_vocabulary():
     for memory in (0, 100):
-        drafter = bound(Suffix(Topology.chain(4), memory))
+        drafter = bound(Suffix(StaticTree.chain(4), memory))
         begin(drafter, 0, [1, 2, 3, 4, 5, 6])
         drafter.drop([0])
         for vocab, nodes in ((100, 3), (100, 3), (101, 0), (100, 0)):
@@ -383,7 +388,7 @@ def test_arguments_are_checked():
 
 NEW = 40
 SAMPLED = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=11)
-GROWN = {"chain": Topology.chain(7), "static": Topology.cartesian((3, 2, 1, 1)), "dynamic": Beam(6, 3, 14)}
+GROWN = {"chain": StaticTree.chain(7), "static": StaticTree.cartesian((3, 2, 1, 1)), "dynamic": DynamicTree(6, 3, 14)}
 
 
 def make_prompts() -> list[list[int]]:
@@ -408,14 +413,14 @@ class Spy:
     def start(self, rows, prompts, out):
         super().start(rows, [self.hints.get(tuple(prompt), []) + prompt for prompt in prompts], out)
 
-    def propose(self, ask):
-        tree = super().propose(ask)
+    def propose(self, round):
+        tree = super().propose(round)
         tree.validate()
         return tree
 
-    def accept(self, ask, tree, verdict, out):
-        super().accept(ask, tree, verdict, out)
-        for told in verdict.told(tree):
+    def accept(self, round, tree, verdict, out):
+        super().accept(round, tree, verdict, out)
+        for told in verdict.on_host(tree):
             self.rounds += 1
             self.accepted += told.length - 1
             self.drafted += told.size > 1
@@ -436,7 +441,7 @@ def decoded():
     target = Target.wrap(tiny("qwen3"))
     out = {}
     for sampling in (Sampling(), SAMPLED):
-        plain = Decoder(target, rows=5)
+        plain = Decoder(target, slots=5)
         out[sampling] = [
             [answer.tokens for answer in plain.generate(PROMPTS, sampling, NEW, (), requests=[key + 5 * other for key in range(5)])]
             for other in range(3)
@@ -457,7 +462,7 @@ def test_lookup_equals_plain(decoded, name, sampling, rows):
         makers += [lambda: SpiedNgram(GROWN[name]), lambda: SpiedSuffix(GROWN[name])]
     for make in makers:
         drafter = make()
-        out = Decoder(target, drafter, rows=rows).generate(PROMPTS, sampling, NEW, ())
+        out = Decoder(target, drafter, slots=rows).generate(PROMPTS, sampling, NEW, ())
         assert [one.tokens for one in out] == answers[0]
         assert drafter.accepted >= 40 and drafter.drafted >= 20, (drafter.accepted, drafter.drafted)
         assert drafter.rounds == sum(len(one.rounds) for one in out) <= 5 * NEW - 40
@@ -472,7 +477,7 @@ def test_lookup_equals_plain(decoded, name, sampling, rows):
 def test_suffix_remembers_what_it_decoded(decoded, name, sampling, rows):
     target, answers = decoded[0], decoded[1][sampling]
     drafter = SpiedSuffix(GROWN[name], memory=1000)
-    decoder = Decoder(target, drafter, rows=rows)
+    decoder = Decoder(target, drafter, slots=rows)
     first: list[int] = []
     for again in range(2):
         drafter.clear()
@@ -489,7 +494,7 @@ def test_other_keys_make_branches(decoded):
     """Memory of the same prompts under other noise: what is right need not be the likeliest."""
     target, answers = decoded
     drafter = SpiedSuffix(GROWN["dynamic"], memory=2000, offset=3.0)
-    decoder = Decoder(target, drafter, rows=2)
+    decoder = Decoder(target, drafter, slots=2)
     for number, key in enumerate((0, 1, 2, 0, 1, 2)):
         if number == 3:
             drafter.clear()
@@ -502,7 +507,7 @@ def test_a_stream_that_is_left_and_a_stop_token(decoded):
     """Rows that end early, in the middle of what was accepted, are remembered and do no harm."""
     target, answers = decoded[0], decoded[1][Sampling()][0]
     drafter = SpiedSuffix(GROWN["chain"], memory=1000)
-    decoder = Decoder(target, drafter, rows=2)
+    decoder = Decoder(target, drafter, slots=2)
     stream = decoder.stream(PROMPTS, max_new_tokens=NEW, stop_ids=())
     for _ in range(3):
         next(stream)

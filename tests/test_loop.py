@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from draftsmith.train import checkpoint, guards, loop, order
-from draftsmith.train.loop import Loss
+from draftsmith.train import loop
+from draftsmith.train.engine import checkpoint, order, watchdog
+from draftsmith.train.objective import Loss
 from draftsmith.train.recipe import Recipe, TrainSection
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +163,7 @@ def test_signals_are_given_back_and_a_second_one_acts(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(KeyboardInterrupt), guards.Signals() as signals:
+    with pytest.raises(KeyboardInterrupt), watchdog.Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.caught == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)

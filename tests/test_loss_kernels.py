@@ -15,10 +15,13 @@ from test_loop import Numbers as Rows
 from test_loop import new_model, new_recipe, objective
 
 from draftsmith.inference.kernels import active, missing, use
-from draftsmith.train import artifact, draft_losses, loop, loss_kernels, losses
-from draftsmith.train.draft_losses import LOSSES, chunked_draft_loss
-from draftsmith.train.loss_kernels import law, with_gradients
-from draftsmith.train.losses import chunked_cross_entropy, chunked_kl, chunked_kl_heads
+from draftsmith.train import loop, setup
+from draftsmith.train.losses import chunked
+from draftsmith.train.losses import draft as draft_losses
+from draftsmith.train.losses import kernels as loss_kernels
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl, chunked_kl_heads
+from draftsmith.train.losses.draft import LOSSES, chunked_draft_loss
+from draftsmith.train.losses.kernels import law, with_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of −inf less −inf and of NaN
 SIZES = [(1, 1), (2, 2), (31, 31), (33, 20), (33, 1), (1000, 1000), (1000, 130)]  # V, D
@@ -352,7 +355,7 @@ def test_on_equals_off(monkeypatch, everywhere, function):
     monkeypatch.setattr(loss_kernels, "_BLOCK", 32)
     one = problem()
     if everywhere:
-        for module in (losses, draft_losses):
+        for module in (chunked, draft_losses):
             monkeypatch.setattr(module, "rows_to_visit", lambda counts: torch.arange(len(counts), device=counts.device))
     calls = taken(monkeypatch)
     want = outcome(one, function, False)
@@ -425,9 +428,9 @@ def test_a_run_takes_them_when_told(tmp_path, monkeypatch):
 
     assert fit("on", True) == {True} and fit("off", False) == {False} and not active()
     assert fit("on", False, 4) == {False}  # a run may go on without
-    monkeypatch.setattr(artifact, "missing", lambda device: "Triton is not installed: pip install it")
+    monkeypatch.setattr(setup, "missing", lambda device: "Triton is not installed: pip install it")
     with pytest.raises(ValueError, match="^train.kernels=true: Triton is not installed: pip install it; leave it out$"):
-        artifact.prepare(new_recipe(tmp_path / "none", kernels=True))  # before there is a target
+        setup.load_target_and_data(new_recipe(tmp_path / "none", kernels=True))  # before there is a target
     assert missing(torch.device(DEVICE)) == ""
 
 
@@ -448,7 +451,7 @@ run(1, 1, 1, 1, {"kl": 1.0})
 
 def test_compiles_for_hopper(tmp_path):
     """One kernel for chunks of any length."""
-    assert compiled("draftsmith.train.loss_kernels", ("_law", "_steps"), CALLS, tmp_path) == 3 * ["_law"] + 4 * ["_steps"]
+    assert compiled("draftsmith.train.losses.kernels", ("_law", "_steps"), CALLS, tmp_path) == 3 * ["_law"] + 4 * ["_steps"]
 
 
 class TestNatively:

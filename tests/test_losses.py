@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.train import losses
-from draftsmith.train.losses import chunk_rows, chunked_cross_entropy, chunked_kl, chunked_kl_heads
+from draftsmith.train.losses.chunked import chunk_rows, chunked, chunked_cross_entropy, chunked_kl, chunked_kl_heads
 
 CAP = 3.0
 
@@ -71,7 +70,7 @@ def test_cross_entropy_equals_the_plain_form(kind, positions, vocab, budget):
 
 def test_on_a_device_every_position_is_visited(monkeypatch):
     x, w, targets, weight = problem(37, 301)
-    monkeypatch.setattr(losses, "rows_to_visit", lambda mask: torch.arange(len(mask)))
+    monkeypatch.setattr(chunked, "rows_to_visit", lambda mask: torch.arange(len(mask)))
     loss = chunked_cross_entropy(x, w, torch.where(weight > 0, targets, -100), weight)
     got = torch.autograd.grad(loss.sum, [x, w])
     want = torch.autograd.grad(plain_ce(x @ w.T, targets, weight), [x, w])
@@ -135,7 +134,7 @@ def test_what_rows_without_weight_hold_does_not_matter(monkeypatch, bad, kind, e
         plain.append(plain_kl(function(x[:n]), teacher[41 - n :], weight[:n], 1.0))
     want = torch.autograd.grad(sum(plain), [*xs, *ws])
     if everywhere:
-        monkeypatch.setattr(losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
+        monkeypatch.setattr(chunked, "rows_to_visit", lambda counts: torch.arange(len(counts)))
     used = torch.zeros(41, dtype=torch.bool)
     with torch.no_grad():
         for x, weight, shift in zip(xs, weights, shifts, strict=True):

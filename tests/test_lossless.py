@@ -12,7 +12,7 @@ from zoo import CONFIGS, VOCAB, reference, tiny
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.drafter import Drafter, Plain
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
@@ -54,13 +54,13 @@ def test_speculative_equals_plain(name):
     greedy = [reference(model, prompt, NEW + 6) for prompt in PROMPTS]
     assert sum(len(set(answer)) for answer in greedy) >= 4 * len(PROMPTS), "the model loops: it would hide errors"
     before = model.config._attn_implementation
-    sampled = texts(Decoder(target, rows=2).generate(PROMPTS, SAMPLED, NEW + 6, ()))
+    sampled = texts(Decoder(target, slots=2).generate(PROMPTS, SAMPLED, NEW + 6, ()))
     assert sampled != greedy
-    assert texts(Decoder(target, rows=1, chunk=4).generate(PROMPTS[:3], max_new_tokens=NEW, stop_ids=())) == [a[:NEW] for a in greedy[:3]]
+    assert texts(Decoder(target, slots=1, chunk=4).generate(PROMPTS[:3], max_new_tokens=NEW, stop_ids=())) == [a[:NEW] for a in greedy[:3]]
     for sampling, answers in ((Sampling(), greedy), (SAMPLED, sampled)):
         for rows in (1, 4):
             drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=rows == 4, seed=rows, taps=(0, 1) if rows == 4 else ())
-            decoder = Decoder(target, drafter, rows=rows, chunk=8)
+            decoder = Decoder(target, drafter, slots=rows, chunk=8)
             out = decoder.generate(PROMPTS, sampling, NEW, ())
             assert texts(out) == [answer[:NEW] for answer in answers], f"{name}, {rows} rows, {sampling}"
             check_exercised(drafter, rows)
@@ -99,7 +99,7 @@ def test_rows_are_replaced_while_others_run():
     answers = texts(Decoder(target).generate(PROMPTS, max_new_tokens=limits, stop_ids=()))
     drafter = PlantingDrafter(PROMPTS, answers, VOCAB)
     lively = [set() for _ in PROMPTS]
-    for steps in Decoder(target, drafter, rows=2).stream(PROMPTS, max_new_tokens=limits, stop_ids=()):
+    for steps in Decoder(target, drafter, slots=2).stream(PROMPTS, max_new_tokens=limits, stop_ids=()):
         live = {step.prompt_index for step in steps}
         for index in live:
             lively[index] |= live
@@ -110,13 +110,13 @@ def test_rows_are_replaced_while_others_run():
 
 def test_output_depends_on_the_key_only():
     target = Target.wrap(tiny("qwen3"))
-    plain = texts(Decoder(target, rows=3).generate(PROMPTS, SAMPLED, 12, ()))
-    backwards = Decoder(target, rows=2).generate(PROMPTS[::-1], SAMPLED, 12, (), requests=[4, 3, 2, 1, 0])
+    plain = texts(Decoder(target, slots=3).generate(PROMPTS, SAMPLED, 12, ()))
+    backwards = Decoder(target, slots=2).generate(PROMPTS[::-1], SAMPLED, 12, (), requests=[4, 3, 2, 1, 0])
     assert texts(backwards)[::-1] == plain
-    other_keys = texts(Decoder(target, rows=3).generate(PROMPTS, SAMPLED, 12, (), requests=[5, 6, 7, 8, 9]))
+    other_keys = texts(Decoder(target, slots=3).generate(PROMPTS, SAMPLED, 12, (), requests=[5, 6, 7, 8, 9]))
     assert all(a != b for a, b in zip(plain, other_keys, strict=True))
     other_seed = Sampling(SAMPLED.temperature, SAMPLED.top_k, SAMPLED.top_p, SAMPLED.min_p, seed=12)
-    assert texts(Decoder(target, rows=3).generate(PROMPTS, other_seed, 12, ())) != plain
+    assert texts(Decoder(target, slots=3).generate(PROMPTS, other_seed, 12, ())) != plain
 
 
 def test_stop_token_inside_an_accepted_path():
@@ -129,7 +129,7 @@ def test_stop_token_inside_an_accepted_path():
         for answer in answers:
             end = next((i for i, token in enumerate(answer) if token in stops), NEW - 1)
             expected.append(answer[: end + 1])
-        out = Decoder(target, PlantingDrafter(PROMPTS, answers, VOCAB, seed=seed), rows=3).generate(
+        out = Decoder(target, PlantingDrafter(PROMPTS, answers, VOCAB, seed=seed), slots=3).generate(
             PROMPTS, max_new_tokens=NEW, stop_ids=frozenset(stops)
         )
         assert texts(out) == expected
@@ -149,10 +149,10 @@ def test_context_ends_a_row_exactly():
     prompts = [prompt * (110 // len(prompt)) for prompt in PROMPTS[1:4]]
     answers = texts(Decoder(target).generate(prompts, max_new_tokens=200, stop_ids=()))
     assert [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)] == [room] * 3
-    out = Decoder(target, PlantingDrafter(prompts, answers, VOCAB), rows=3).generate(prompts, max_new_tokens=200, stop_ids=())
+    out = Decoder(target, PlantingDrafter(prompts, answers, VOCAB), slots=3).generate(prompts, max_new_tokens=200, stop_ids=())
     assert texts(out) == answers
     assert [completion.reason for completion in out] == ["context"] * 3
-    small = Decoder(target, PlantingDrafter(prompts, answers, VOCAB), rows=2, context=120).generate(
+    small = Decoder(target, PlantingDrafter(prompts, answers, VOCAB), slots=2, context=120).generate(
         prompts, max_new_tokens=200, stop_ids=()
     )
     assert texts(small) == [answer[: 120 - len(prompt)] for prompt, answer in zip(prompts, answers, strict=True)]
@@ -161,7 +161,7 @@ def test_context_ends_a_row_exactly():
 def test_plain_is_a_drafter_and_a_stream_can_be_left():
     target = Target.wrap(tiny("llama"))
     assert isinstance(Plain(), Drafter) and isinstance(PlantingDrafter([[1]], [[2]], VOCAB), Drafter)
-    decoder = Decoder(target, rows=2)
+    decoder = Decoder(target, slots=2)
     stream = decoder.stream(PROMPTS, max_new_tokens=9, stop_ids=())
     first = next(stream)
     assert [step.prompt_index for step in first] == [0, 1] and all(step.length == 1 for step in (s.round for s in first))
@@ -175,7 +175,7 @@ def test_plain_is_a_drafter_and_a_stream_can_be_left():
 def test_two_streams_on_one_target_may_overlap():
     target = Target.wrap(tiny("mistral"))
     answers = texts(Decoder(target).generate(PROMPTS, max_new_tokens=8, stop_ids=()))
-    streams = [Decoder(target, rows=2).stream(PROMPTS, max_new_tokens=8, stop_ids=()) for _ in range(2)]
+    streams = [Decoder(target, slots=2).stream(PROMPTS, max_new_tokens=8, stop_ids=()) for _ in range(2)]
     got: list[dict[int, list[int]]] = [{}, {}]
     for pair in zip(*streams, strict=True):
         for tokens, steps in zip(got, pair, strict=True):
@@ -189,7 +189,7 @@ def test_a_drafter_serves_one_stream_at_a_time():
     target = Target.wrap(tiny("llama"))
     answers = texts(Decoder(target).generate(PROMPTS, max_new_tokens=NEW, stop_ids=()))
     drafter = PlantingDrafter(PROMPTS, answers, VOCAB)
-    first, second = (Decoder(target, drafter, rows=2) for _ in range(2))
+    first, second = (Decoder(target, drafter, slots=2) for _ in range(2))
     stream = first.stream(PROMPTS, max_new_tokens=NEW, stop_ids=())
     next(stream)
     for decoder in (first, second):
@@ -206,12 +206,12 @@ def test_a_drafter_serves_one_stream_at_a_time():
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_medusa_equals_plain(name):
     target = Target.wrap(tiny(name))
-    drafter = new_drafter("medusa", target, num_heads=3, tree=[list(path) for path in Topology.cartesian((4, 2, 2)).paths])
+    drafter = new_drafter("medusa", target, num_heads=3, tree=[list(path) for path in StaticTree.cartesian((4, 2, 2)).paths])
     greedy = [reference(target.model, prompt, NEW) for prompt in PROMPTS]
-    sampled = texts(Decoder(target, rows=2).generate(PROMPTS, SAMPLED, NEW, ()))
+    sampled = texts(Decoder(target, slots=2).generate(PROMPTS, SAMPLED, NEW, ()))
     for sampling, answers in ((Sampling(), greedy), (SAMPLED, sampled)):
         for rows in (1, 4):
-            out = Decoder(target, drafter, rows=rows, chunk=8).generate(PROMPTS, sampling, NEW, ())
+            out = Decoder(target, drafter, slots=rows, chunk=8).generate(PROMPTS, sampling, NEW, ())
             assert texts(out) == answers, f"{name}, {rows} rows, {sampling}"
             rounds = [round for answer in out for round in answer.rounds]
             assert {round.accepted for round in rounds} >= {1, 2} and {round.size for round in rounds} >= {1, 29}

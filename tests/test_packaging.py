@@ -63,7 +63,7 @@ def test_the_wheel_is_complete_and_resolves_the_target_offline(tmp_path):
 
 
 KERNELS = {"draftsmith.inference.kernels." + name for name in ("attention", "commit", "expand", "verify")} | {
-    "draftsmith.train.loss_kernels"
+    "draftsmith.train.losses.kernels"
 }
 IMPORTS = """
 import importlib, json, sys
@@ -76,10 +76,10 @@ if without:
     import torch
     from draftsmith.inference.decoder import Decoder
     from draftsmith.inference.draft_model import DraftModel
-    from draftsmith.inference.grow import Beam
+    from draftsmith.inference.expand import DynamicTree
     from draftsmith.models.target import Target
     target = Target.load("tiny")
-    drafter = DraftModel(Target.load("tiny-draft"), Beam(2, 2, 4))
+    drafter = DraftModel(Target.load("tiny-draft"), DynamicTree(2, 2, 4))
     plain, drafted = (Decoder(target, one).generate([[1, 2, 3]], max_new_tokens=8)[0].tokens for one in (None, drafter))
     assert plain == drafted
     try:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from zoo import tiny
 
-from draftsmith.inference import packing
+from draftsmith.inference import packed_linear as packing
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.packing import Packing
+from draftsmith.inference.packed_linear import Packing
 from draftsmith.models.target import Target
 
 

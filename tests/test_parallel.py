@@ -13,7 +13,7 @@ from zoo import tiny
 
 from draftsmith.models import parallel
 from draftsmith.models.target import Target
-from draftsmith.train import artifact, medusa
+from draftsmith.train import medusa, setup
 from draftsmith.train.distill import DistillRecipe
 from draftsmith.train.recipe import load
 
@@ -198,6 +198,8 @@ def test_keys_that_do_not_go_with_a_layout_are_named_before_anything_is_loaded(m
 
     monkeypatch.setattr(Target, "load", load_it)
     with pytest.raises(ValueError, match=says):
-        artifact.prepare(load(DistillRecipe, ROOT / "recipes" / "distill-tiny.yaml", keys))
+        setup.load_target_and_data(load(DistillRecipe, ROOT / "recipes" / "distill-tiny.yaml", keys))
     with pytest.raises(AssertionError, match="loaded"):
-        artifact.prepare(load(DistillRecipe, ROOT / "recipes" / "distill-tiny.yaml", ["target.parallel=shard", "distill.on_policy=0.5"]))
+        setup.load_target_and_data(
+            load(DistillRecipe, ROOT / "recipes" / "distill-tiny.yaml", ["target.parallel=shard", "distill.on_policy=0.5"])
+        )

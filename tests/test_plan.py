@@ -9,11 +9,13 @@ import zoo
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
-from draftsmith.models import unroll
+from draftsmith.models import training_time_test as unroll
 from draftsmith.models.target import Target
-from draftsmith.train import distill, eagle, medusa, needs, plan, recipe, tracing
-from draftsmith.train.cli import guard
-from draftsmith.train.needs import GIB, Case, Machine
+from draftsmith.train import distill, eagle, medusa, recipe
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.plan import memory, trace
+from draftsmith.train.plan.memory import GIB, Case, Machine
+from draftsmith.train.plan.report import report as plan
 
 CPU = Machine(1, 1, GIB, cpu=True)
 ROWS, POSITIONS = 4, 128
@@ -41,10 +43,10 @@ def loaded(method, name, overrides):
 
 def drawn(method, chosen, gpu=False, dtype=torch.float32):
     """The step of a recipe, in shapes."""
-    target = tracing.outline(chosen.target, dtype)
-    with tracing.shapes_only():
+    target = trace.outline(chosen.target, dtype)
+    with trace.shapes_only():
         model, objective = method.sketch(chosen, target)
-    return tracing.Step(model, objective, target, gpu)
+    return trace.Step(model, objective, target, gpu)
 
 
 def packed(target, rows, positions, taps):
@@ -146,7 +148,7 @@ def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
     step = drawn(method, loaded(method, file, overrides))
     asked = {"autocast": False, "holding": False, "taps": None}
     some = step.run(1, 256, **asked)
-    monkeypatch.setattr(tracing, "CHUNKS", 1000)
+    monkeypatch.setattr(trace, "CHUNKS", 1000)
     every = step.run(1, 256, **asked)
     assert (some.peak, some.passing) == (every.peak, every.passing)
     assert some.products < every.products
@@ -172,7 +174,7 @@ def test_products_are_those_of_the_matrices():
     wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
     linear, attention = step.products(1000, None)
     # One row more finds what is behind the target's head; older transformers make rotary angles by a product.
-    assert linear == pytest.approx(wanted + 2 * size * vocabulary / tracing.SHORT, rel=1e-5)
+    assert linear == pytest.approx(wanted + 2 * size * vocabulary / trace.SHORT, rel=1e-5)
     assert attention == config.num_hidden_layers * 2 * size * 1000
 
 
@@ -229,7 +231,7 @@ def test_pieces_add_up_to_the_whole(tmp_path):
     for gpus, nodes in ((2, 1), (4, 2)):
         ranks = gpus * nodes
         by = {need.launcher: need for need in Case(tiny, medusa, Machine(gpus, nodes)).needs()}
-        assert [*by] == list(needs.SEVERAL)
+        assert [*by] == list(memory.SEVERAL)
         assert (by["ddp"].weights, by["ddp"].moments) == (whole.weights, whole.moments)
         for name in ("fsdp2", "zero2", "zero3"):
             assert by[name].moments * ranks == whole.moments
@@ -337,17 +339,17 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     (tmp_path / "l").mkdir()
     monkeypatch.chdir(tmp_path)
     path = llama(tmp_path / "l", 8).replace(str(tmp_path / "l"), "./l")
-    guard(plan.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
+    exit_on_error(plan.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
     text = capsys.readouterr().out
     table = [line for line in text.splitlines() if re.match(r"(launcher|ddp|fsdp2|zero)", line)]
     assert len(table) == 7 and all(len(line.rstrip()) <= 80 and line.rstrip().endswith(("fits", "yes")) for line in table)
     assert len(text.splitlines()) <= 26
     assert "accelerate launch --config_file recipes/accelerate-ddp.yaml --num_processes 8 train/eagle.py eagle3-llama3.1-8b.yaml" in text
     assert "predicted" in text and "tokens/s to end in 24 h" in text
-    guard(plan.main, ["medusa-tiny.yaml", "--cpu"])
+    exit_on_error(plan.main, ["medusa-tiny.yaml", "--cpu"])
     text = capsys.readouterr().out
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
-    guard(plan.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
+    exit_on_error(plan.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
     assert unroll._Causal.__name__ == "_Causal"  # what stood in for it is gone
 
@@ -368,7 +370,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
 )
 def test_mistakes_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as exit:
-        guard(plan.main, words)
+        exit_on_error(plan.main, words)
     assert exit.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
@@ -376,5 +378,5 @@ def test_mistakes_are_one_line(words, says, capsys):
 
 def test_an_unknown_flag_is_named(capsys):
     with pytest.raises(SystemExit) as exit:
-        guard(plan.main, ["medusa-tiny.yaml", "--colour"])
+        exit_on_error(plan.main, ["medusa-tiny.yaml", "--colour"])
     assert exit.value.code == 2 and "--colour" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_conversations_become_samples_with_their_masks(tokenizer, tmp_path):
             ids, mask = made[part].sample(place)
             assert (ids.tolist(), mask.tolist()) == template.encode(rows[n]["messages"])
             assert made[part].domains[made[part].domain[place]] == rows[n]["category"]
-    assert made["train"].loss_tokens.sum() == made["train"].mask.sum()
+    assert made["train"].supervised_tokens.sum() == made["train"].mask.sum()
     by_domain = made["train"].tokens_by_domain()
     assert sorted(by_domain) == ["even", "odd"] and sum(len(ids) for ids, _ in by_domain.values()) == len(made["train"].ids)
 
@@ -232,7 +232,7 @@ class Awake(ProcessPoolExecutor):
 
 
 def test_processes_give_the_same_rows_in_the_same_order(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "ALONE", 100)
+    monkeypatch.setattr(prepare, "SINGLE_RANK", 100)
     monkeypatch.setattr(prepare, "CHUNK", 64)
     monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
     Awake.given = 0
@@ -246,7 +246,7 @@ def test_processes_give_the_same_rows_in_the_same_order(tokenizer, tmp_path, mon
 
 
 def test_an_error_in_a_process_is_the_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "ALONE", 10)
+    monkeypatch.setattr(prepare, "SINGLE_RANK", 10)
     monkeypatch.setattr(prepare, "CHUNK", 10)
     monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
     plain = byte_tokenizer()  # without a template

@@ -37,7 +37,7 @@ from transformers.models.higgs_audio_v2 import generation_higgs_audio_v2
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import Ask
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.processors import IMPURE, History
 from draftsmith.inference.sampler import Sampling, sample
 from draftsmith.inference.tree import DraftTree
@@ -111,9 +111,9 @@ def lines(parents: list[int], size: int) -> list[list[int]]:
     return found
 
 
-def asked(rows: Sequence[int], tree: DraftTree, sampling: Sampling) -> Ask:
+def asked(rows: Sequence[int], tree: DraftTree, sampling: Sampling) -> RoundContext:
     index = torch.tensor(rows)
-    return Ask(list(rows), index, tree.tokens[:, 0], index * 0, index, sampling, 4)
+    return RoundContext(list(rows), index, tree.tokens[:, 0], index * 0, index, sampling, 4)
 
 
 def truth(sampling: Sampling, processors: list[LogitsProcessor], history: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -493,7 +493,7 @@ class RowOfTheBatch(History):
     """Indexed by the place in the batch."""
 
     def apply(self, ask, tree, logits):
-        return super().apply(replace(ask, rows=list(range(len(ask.rows))), index=torch.arange(len(ask.rows))), tree, logits)
+        return super().apply(replace(ask, rows=list(range(len(ask.slots))), index=torch.arange(len(ask.slots))), tree, logits)
 
 
 class NeverCleared(History):
@@ -520,8 +520,8 @@ class PenaltyLast(History):
 
     def apply(self, ask, tree, logits):
         scores = logits.to(torch.float32, copy=True)
-        self._process(ask.rows, tree, scores)
-        return self._penalise(self._seen.index_select(0, ask.index), tree, scores)
+        self._process(ask.slots, tree, scores)
+        return self._penalise(self._seen.index_select(0, ask.slot_index), tree, scores)
 
 
 FAULTS: dict[str, type[History]] = {
@@ -595,11 +595,11 @@ def check_decoding(name: str, setting: str, sampling: Sampling, answers: list[li
     """Plain and speculative decoding give these answers, alone and in batches whose rows are replaced."""
     processors, target = SETTINGS[setting][1], Target.wrap(tiny(name))
     expected = [answer[:NEW] for answer in answers]
-    plain = Decoder(target, rows=3).generate(PROMPTS, sampling, NEW, (), processors=processors)
+    plain = Decoder(target, slots=3).generate(PROMPTS, sampling, NEW, (), processors=processors)
     assert [one.tokens for one in plain] == expected
     for rows in (1, 3):
         drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=rows)
-        decoder = Decoder(target, drafter, rows=rows, chunk=4)
+        decoder = Decoder(target, drafter, slots=rows, chunk=4)
         out = decoder.generate(PROMPTS, sampling, NEW, (), processors=processors)
         assert [one.tokens for one in out] == expected
         assert drafter.mismatches == 0 and drafter.moves >= 3 and set(drafter.accepted) >= {0, 1, 2, 3}
@@ -627,7 +627,7 @@ def test_sampled_decoding_is_plain_sampling(name, setting):
 
 def test_stream_takes_processors():
     target, answers = Target.wrap(tiny("llama")), generated("llama", "both")
-    decoder = Decoder(target, PlantingDrafter(PROMPTS, answers, VOCAB, seed=2), rows=2)
+    decoder = Decoder(target, PlantingDrafter(PROMPTS, answers, VOCAB, seed=2), slots=2)
     out: list[list[int]] = [[] for _ in PROMPTS]
     for steps in decoder.stream(PROMPTS, PENALISED, NEW, (), processors=GIVEN):
         for step in steps:

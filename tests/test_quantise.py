@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.data import quantise
-from draftsmith.data.quantise import FORMATS, Error, bytes_per_row, pack, unpack
+from draftsmith.data import feature_codec
+from draftsmith.data.feature_codec import FORMATS, Error, bytes_per_row, pack, unpack
 
 SCALED = ["fp8", "int8"]
 
@@ -45,7 +45,7 @@ def within_bounds(rows, name, scale):
     return bool(((unpack(*pack(rows, name)).double() - rows.double()).abs() <= bound(rows.double(), scale, name)).all())
 
 
-plain_scale, plain_half = quantise._scale, quantise._as_half
+plain_scale, plain_half = feature_codec._scale, feature_codec._as_half
 FAULTS = {
     "one scale for all rows": ("_scale", lambda highest, largest: plain_scale(highest, largest).mean().expand_as(highest), SCALED),
     "the largest value does not fit": ("_scale", lambda highest, largest: plain_scale(highest, largest) / 2, SCALED),
@@ -63,7 +63,7 @@ def test_planted_faults_break_the_bounds(fault, monkeypatch):
         scale = pack(rows, name).scale
         assert within_bounds(rows, name, scale), "red before a fault was planted"
         with monkeypatch.context() as patch:
-            patch.setattr(quantise, attribute, function)
+            patch.setattr(feature_codec, attribute, function)
             assert not within_bounds(rows, name, scale)
 
 
@@ -107,7 +107,7 @@ def test_huge_and_minute_rows(name):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_row_with_inf_or_nan_is_named(name, bad, monkeypatch):
-    monkeypatch.setattr(quantise, "BLOCK", {"cpu": 20})
+    monkeypatch.setattr(feature_codec, "BLOCK", {"cpu": 20})
     rows = features(3, 5, 10)
     rows[2, 1, 4] = rows[2, 3, 0] = bad
     with pytest.raises(ValueError, match=r"row \(2, 1\) of \[3, 5, 10\] holds an inf or a NaN") as error:
@@ -142,7 +142,7 @@ def test_blocks_change_nothing(monkeypatch):
     rows = features(37, 24)
     whole = {name: (pack(rows, name), unpack(*pack(rows, name), torch.bfloat16)) for name in FORMATS}
     for block in (1, 50, 24 * 36):
-        monkeypatch.setattr(quantise, "BLOCK", {"cpu": block})
+        monkeypatch.setattr(feature_codec, "BLOCK", {"cpu": block})
         for name, (packed, restored) in whole.items():
             again = pack(rows, name)
             assert torch.equal(again.values.view(torch.uint8), packed.values.view(torch.uint8))
@@ -192,7 +192,7 @@ def formulas(rows, restored, head=None):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_the_report_is_what_the_formulas_say(name, monkeypatch):
-    monkeypatch.setattr(quantise, "BUDGET", 500)
+    monkeypatch.setattr(feature_codec, "BUDGET", 500)
     rows, head = torch.randn(7, 30, 24), torch.randn(24, 101)
     restored = unpack(*pack(rows, name))
     asked = []

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import VOCAB, reference, tiny
 
 from draftsmith.data.features import Index
-from draftsmith.inference import packing
+from draftsmith.inference import packed_linear as packing
 from draftsmith.inference.decoder import Decoder
 from draftsmith.models import quantised
 from draftsmith.models.identity import check_same
@@ -116,7 +116,7 @@ def test_decoding_is_transformers_own_greedy_with_the_same_weights(kind, llama, 
     target.pack()
     answers = [reference(target.model, prompt, 20) for prompt in PROMPTS]
     drafter = PlantingDrafter(PROMPTS, answers, VOCAB, seed=2)
-    found = Decoder(target, drafter, rows=2).generate(PROMPTS, max_new_tokens=14, stop_ids=())
+    found = Decoder(target, drafter, slots=2).generate(PROMPTS, max_new_tokens=14, stop_ids=())
     assert [answer.tokens for answer in found] == [answer[:14] for answer in answers]
     assert drafter.mismatches == 0 and drafter.moves > 0
 

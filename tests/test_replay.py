@@ -11,15 +11,16 @@ from zoo import tiny
 
 from draftsmith.data import durable
 from draftsmith.data.corpus import Corpus
-from draftsmith.data.packing import Packed
+from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
-from draftsmith.train import distill, replay
-from draftsmith.train.order import places_of, sample_rows
-from draftsmith.train.replay import GROUP, Plan, Replay, corrected, distinct
+from draftsmith.train import distill
+from draftsmith.train.engine import replay
+from draftsmith.train.engine.order import places_of, sample_rows
+from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected, distinct
 
 V, S, BATCH, EVERY = 1000, 48, 4, 5
 
@@ -53,7 +54,7 @@ def maker(generation_of, calls=None, repeats=lambda key: False):
 
 
 def buffer(folder, plan=None, makers=None, model=None, turns=False):
-    base = Packed(corpus(turns=turns), S, seed=7)
+    base = PackedDataset(corpus(turns=turns), S, seed=7)
     plan = plan or Plan({"samples": 0.5}, every=EVERY, keep=2, prompts=40, new_tokens=12, batch_size=BATCH)
     model = model or nn.Linear(2, 2, bias=False)
     nn.init.ones_(model.weight)
@@ -237,7 +238,7 @@ def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):
 def test_rows_of_one_sample_each_stay_so(tmp_path):
     """A target that cannot keep packed documents apart must not be given any."""
     replayed = buffer(tmp_path)
-    replayed.base = Packed(corpus(), S, seed=7, one_each=True)
+    replayed.base = PackedDataset(corpus(), S, seed=7, one_each=True)
     replayed.renew(0, lambda: False)
     assert replayed.buffer["samples", 0].one_each
     assert replayed.batch(sample_rows(len(replayed), 7, 0, 60))["document"].max() == 0
@@ -256,10 +257,10 @@ def test_corrections_are_where_the_target_spoke_against_a_draft(temperature):
     with torch.no_grad():  # a drafter that is right now and then
         for one, other in zip(student.model.parameters(), target.model.parameters(), strict=True):
             one.copy_(other + 0.02 * torch.randn(one.shape, generator=torch.Generator().manual_seed(0)))
-    drafter = DraftModel(student, Topology.chain(3))
+    drafter = DraftModel(student, StaticTree.chain(3))
     prompts = [[5, 6, 7], [9, 3], [1, 2, 3, 4]]
     sampling = Sampling(temperature, seed=4, rule="rejection")
-    answers = Decoder(target, drafter, rows=3).generate(prompts, sampling, 30)
+    answers = Decoder(target, drafter, slots=3).generate(prompts, sampling, 30)
     made = replay.rejections(target, drafter, temperature, 30)(prompts, [0, 1, 2], 4)
     kinds = set()
     for prompt, answer, (ids, mask) in zip(prompts, answers, made, strict=True):

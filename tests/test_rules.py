@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import grow, rules, sampler, verify
-from draftsmith.inference.drafter import Ask
+from draftsmith.inference import expand as grow
+from draftsmith.inference import rules, sampler, verify
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import RULES, Sampling, gumbel, sample, uniform, warp
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 
 GREEN, RED = 1e-4, 1e-6
 KINDS = ("random", "equal", "orthogonal", "one-hot", "narrow", "mixed")
@@ -296,37 +297,37 @@ V, D, FIRST, COUNT = 5, 3, 7, 40_000
 _laws = torch.tensor([[0.35, 0.05, 0.40, 0.15, 0.05], [0.30, 0.50, 0.05, 0.10, 0.05]]).log()
 _laws = torch.stack([torch.stack([_laws.roll(2 * k + x, -1) for x in range(V)], 1) for k in range(3)], 1)
 TARGET, DRAFTER = _laws + 0.2 * torch.randn(_laws.shape, generator=torch.Generator().manual_seed(0))  # [3,V,V] by index % 3, token
-BUSHY = Topology.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])
-WIDE = Topology.from_paths([(0,), (1,), (2,), (3,), (0, 0), (0, 1)])
+BUSHY = StaticTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1)])
+WIDE = StaticTree.from_paths([(0,), (1,), (2,), (3,), (0, 0), (0, 1)])
 SETTINGS = {
     "rejection": (Sampling(1.0, seed=1, rule="rejection"), BUSHY, V),
     "replacement": (Sampling(1.0, seed=2, rule="rejection-replacement"), BUSHY, V),
-    "chain": (Sampling(0.9, seed=3, rule="rejection"), Topology.chain(2), V),
+    "chain": (Sampling(0.9, seed=3, rule="rejection"), StaticTree.chain(2), V),
     "cut laws": (Sampling(0.8, top_k=3, seed=4, rule="rejection"), WIDE, V),  # four children of a law on three tokens
     "cut, replacement": (Sampling(1.3, top_k=3, seed=5, rule="rejection-replacement"), BUSHY, V),
     "draft vocabulary": (Sampling(1.0, seed=6, rule="rejection"), BUSHY, D),
-    "one draw": (Sampling(1.0, seed=7, rule="one-draw"), BUSHY, V),
-    "coupled": (Sampling(0.7, top_k=4, seed=8, rule="coupled"), BUSHY, V),
+    "one draw": (Sampling(1.0, seed=7, rule="target-sample"), BUSHY, V),
+    "shared-noise": (Sampling(0.7, top_k=4, seed=8, rule="shared-noise"), BUSHY, V),
 }
 
 
-def rounds(how: Sampling, shape: Topology, vocab: int = V, count: int = COUNT, tokens: int = 3, root: Tensor | None = None):
+def rounds(how: Sampling, shape: StaticTree, vocab: int = V, count: int = COUNT, tokens: int = 3, root: Tensor | None = None):
     """Rounds of drafting and verifying with keyed noise until every request has its tokens: (them [count,tokens], the first lengths)."""
     start = torch.zeros(count, dtype=torch.int64) if root is None else root
     out, lengths = torch.cat((start[:, None], start.new_zeros(count, tokens + shape.max_depth)), 1), None  # the root, then what follows
     done, busy = torch.zeros_like(start), torch.arange(count)
     while len(busy):
-        ask = Ask([], busy, out[busy, done[busy]], FIRST + done[busy], busy, how, shape.max_depth)
-        growth, before, depth = grow.StaticGrowth(shape, ask), ask.root[:, None], 0
+        round = RoundContext([], busy, out[busy, done[busy]], FIRST + done[busy], busy, how, shape.max_depth)
+        growth, before, depth = grow.StaticExpansion(shape, round), round.last_tokens[:, None], 0
         while True:
-            index = (ask.position[:, None] + depth + 1).expand_as(before)
-            frontier = growth.extend(*grow.choose(DRAFTER[index % 3, before][..., :vocab], growth.count, ask, index, growth.scored))
+            index = (round.positions[:, None] + depth + 1).expand_as(before)
+            frontier = growth.extend(*grow.choose(DRAFTER[index % 3, before][..., :vocab], growth.count, round, index, growth.scored))
             if frontier is None:
                 break
             before, depth = frontier.tokens, frontier.depth
         tree, _ = growth.finish()
-        logits = TARGET[(ask.position[:, None] + tree.depth + 1) % 3, tree.tokens]
-        verdict = verify.verify(tree, logits, how, ask.request, ask.position, shape.max_depth)
+        logits = TARGET[(round.positions[:, None] + tree.depth + 1) % 3, tree.tokens]
+        verdict = verify.verify(tree, logits, how, round.noise_keys, round.positions, shape.max_depth)
         for j in range(1, shape.max_depth + 2):
             some = j <= verdict.length
             node = verdict.path[:, min(j, shape.max_depth)].clamp(min=0)
@@ -400,8 +401,8 @@ def children(kind: str, values: list[float] | None = None) -> float:
     logits = DRAFTER[0, :2].expand(COUNT, 2, V)
     index = torch.tensor([4, 5]).expand(COUNT, 2)
     request = torch.arange(COUNT)
-    ask = Ask([], request, request * 0, request * 0 + 3, request, how, 1)
-    ids, _, law = grow.choose(logits, 3, ask, index, False)
+    round = RoundContext([], request, request * 0, request * 0 + 3, request, how, 1)
+    ids, _, law = grow.choose(logits, 3, round, index, False)
     assert ids.shape == (COUNT, 2, 3) and law is not None
     q = (logits[0].double() / 0.8).softmax(-1)
     assert (law[0].double().softmax(-1) - q).abs().max() < 1e-6
@@ -423,13 +424,13 @@ def test_law_of_children():
 def test_children_that_only_the_best_are():
     """Children of the other rules: the best, of the law or with the target's noise; without a law to report."""
     request = torch.arange(9)
-    ask = Ask([], request, request * 0, request, request, Sampling(0.8, seed=1, rule="coupled"), 1)
+    round = RoundContext([], request, request * 0, request, request, Sampling(0.8, seed=1, rule="shared-noise"), 1)
     logits, index = DRAFTER[0, :1].expand(9, 1, V), torch.arange(9)[:, None] + 1
-    ids, _, law = grow.choose(logits, 2, ask, index, False)
-    assert law is None and torch.equal(ids[:, :, 0], sample(logits, ask.sampling, ask.request[:, None], index))
+    ids, _, law = grow.choose(logits, 2, round, index, False)
+    assert law is None and torch.equal(ids[:, :, 0], sample(logits, round.sampling, round.noise_keys[:, None], index))
     assert len(ids.unique(dim=0)) > 3
-    for how in (Sampling(0.8, rule="one-draw"), Sampling(), Sampling(rule="rejection"), Sampling(0.8, rule="typical")):
-        ids, scores, law = grow.choose(logits, 2, replace(ask, sampling=how), index, True)
+    for how in (Sampling(0.8, rule="target-sample"), Sampling(), Sampling(rule="rejection"), Sampling(0.8, rule="typical")):
+        ids, scores, law = grow.choose(logits, 2, replace(round, sampling=how), index, True)
         assert law is None and torch.equal(ids, logits.topk(2).indices) and torch.equal(scores, logits.log_softmax(-1).gather(-1, ids))
 
 
@@ -444,7 +445,7 @@ def plain(how: Sampling, count: int, tokens: int) -> Tensor:
 def same_as_plain() -> float:
     """One draw, coupled or not, and every rule at temperature 0: the tokens of plain sampling, whatever was drafted."""
     same = []
-    for how in (*(SETTINGS[name][0] for name in ("one draw", "coupled")), *(Sampling(rule=rule, top_k=2) for rule in RULES)):
+    for how in (*(SETTINGS[name][0] for name in ("one draw", "shared-noise")), *(Sampling(rule=rule, top_k=2) for rule in RULES)):
         tokens, lengths = rounds(how, BUSHY, count=2000, tokens=4)
         same.append(torch.equal(tokens, plain(how, 2000, 4)))
         assert how.greedy or lengths.unique().tolist() == [1, 2, 3]
@@ -454,8 +455,8 @@ def same_as_plain() -> float:
 def test_tokens_of_plain_sampling():
     assert same_as_plain()
     request = torch.arange(300)
-    tree, logits = Topology.chain(1).tree(request % V, (request % 3)[:, None, None]), TARGET[0, :2].expand(300, 2, V)
-    one, other = (verify.verify(tree, logits, Sampling(1.0, rule=rule), request, request) for rule in ("one-draw", "rejection"))
+    tree, logits = StaticTree.chain(1).tree(request % V, (request % 3)[:, None, None]), TARGET[0, :2].expand(300, 2, V)
+    one, other = (verify.verify(tree, logits, Sampling(1.0, rule=rule), request, request) for rule in ("target-sample", "rejection"))
     assert torch.equal(one.path, other.path) and torch.equal(one.next_token, other.next_token), "where nothing was drawn from a law"
     assert one.length.unique().tolist() == [1, 2]
     root = DraftTree.root(request % V)
@@ -475,16 +476,16 @@ def test_acceptance_of_keyed_rules():
     expected = {
         "rejection": 1 - distance,
         "rejection-replacement": 1 - distance,
-        "coupled": (1 / both).sum(-1),
-        "one-draw": p.gather(1, q.argmax(-1, keepdim=True))[:, 0],
+        "shared-noise": (1 / both).sum(-1),
+        "target-sample": p.gather(1, q.argmax(-1, keepdim=True))[:, 0],
     }
-    assert (expected["coupled"] > (1 - distance) / (1 + distance)).all() and (expected["coupled"] < 1 - distance).all()
+    assert (expected["shared-noise"] > (1 - distance) / (1 + distance)).all() and (expected["shared-noise"] < 1 - distance).all()
     for rule, chance in expected.items():
-        _, lengths = rounds(Sampling(1.0, seed=9, rule=rule), Topology.chain(1), tokens=1, root=root)
+        _, lengths = rounds(Sampling(1.0, seed=9, rule=rule), StaticTree.chain(1), tokens=1, root=root)
         rate = (lengths == 2).double().view(V, per).mean(1)
         error = (rate - chance).abs() / (chance * (1 - chance) / per).sqrt()
         assert error.max() < 4.5, rule
-        assert rule != "coupled" or (rate > (1 - distance) / (1 + distance) - 4.5 * (0.25 / per) ** 0.5).all()
+        assert rule != "shared-noise" or (rate > (1 - distance) / (1 + distance) - 4.5 * (0.25 / per) ** 0.5).all()
 
 
 LOSSY = [
@@ -557,8 +558,8 @@ def test_lossy_rules_in_words():
 def test_who_is_lossless():
     limits = {"top_k": 3}
     assert {rule: Sampling(1.0, rule=rule, **limits).lossless for rule in RULES} == {
-        "one-draw": True,
-        "coupled": True,
+        "target-sample": True,
+        "shared-noise": True,
         "rejection": True,
         "rejection-replacement": True,
         "typical": False,
@@ -567,7 +568,7 @@ def test_who_is_lossless():
     assert all(Sampling(0.0, rule=rule, **limits).lossless and Sampling(rule=rule, **limits).children == "top" for rule in RULES)
     with pytest.raises(ValueError, match="rule membership without top_k, top_p or min_p"):
         Sampling(1.0, rule="membership")
-    with pytest.raises(ValueError, match="rule greedy; expected one of coupled, one-draw"):
+    with pytest.raises(ValueError, match="rule greedy; expected one of coupled, target-sample"):
         Sampling(rule="greedy")
 
 
@@ -672,7 +673,7 @@ FAULTS |= {
     "one coin for all siblings": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index, number * 0), rejection_law),
     "one coin for all depths": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index * 0, number), chain_law),
     "the drafter draws with the target's noise": (grow, "PURPOSE_DRAFT", sampler.PURPOSE_TOKEN, rejection_law),
-    "coins are the drafter's numbers": (sampler, "PURPOSE_COIN", sampler.PURPOSE_DRAFT, chain_law),
+    "coins are the drafter's numbers": (sampler, "PURPOSE_UNIFORM", sampler.PURPOSE_DRAFT, chain_law),
     "the law before temperature": (grow, "choose", lambda logits, *rest: (*plain_choose(logits, *rest)[:2], logits), cut_law),
     "the best instead of draws": (grow, "gumbel", lambda seed, row, *_: torch.zeros(*row.shape, V), drawn_law),
     "one draw for all copies": (grow, "gumbel", lambda *key: gumbel(*key[:5]), replaced_law),

@@ -15,11 +15,11 @@ from zoo import _COMMON, CONFIGS, VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.tree import Topology
-from draftsmith.models import pairing, student
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models import student, tokenizer_check
 from draftsmith.models.head import Head
 from draftsmith.models.target import Target, check_loaded
-from draftsmith.train.losses import chunked_cross_entropy
+from draftsmith.train.losses.chunked import chunked_cross_entropy
 
 DENSE = ["llama", "qwen3", "mistral", "gemma2", "gemma3"]
 LENGTHS = [[10, 9], [23]]  # documents of two rows of 24; the rest is padding
@@ -404,7 +404,7 @@ def test_a_student_decodes_while_it_is_trained(wide, lora):
     plain = [answer.tokens for answer in Decoder(target).generate(prompts, max_new_tokens=16, stop_ids=())]
     rounds = []
     for _ in range(2):
-        done = Decoder(target, DraftModel(drafts, Topology.chain(3)), rows=2).generate(prompts, max_new_tokens=16, stop_ids=())
+        done = Decoder(target, DraftModel(drafts, StaticTree.chain(3)), rows=2).generate(prompts, max_new_tokens=16, stop_ids=())
         assert [answer.tokens for answer in done] == plain
         rounds.append([len(answer.rounds) for answer in done])
         ids = torch.tensor([[3, 4, 5]])
@@ -485,10 +485,10 @@ def test_an_existing_student_must_have_the_targets_tokens(saved, monkeypatch):
     with pytest.raises(ValueError, match="target 'in-memory' has no tokenizer"):
         student.existing(path, Target.wrap(model))
     model.resize_token_embeddings(7, mean_resizing=False)
-    with pytest.raises(ValueError, match="token 7 'Ask', target 'in-memory' only 7 logits"):
+    with pytest.raises(ValueError, match="token 7 'RoundContext', target 'in-memory' only 7 logits"):
         student.existing(path, Target.wrap(model, small_tokenizer()))
     assert not reads
-    pairing.check_draft(target, path)
+    tokenizer_check.check_draft(target, path)
 
 
 def test_rows_for_no_token_are_no_obstacle(target_folder, tmp_path):
@@ -499,6 +499,6 @@ def test_rows_for_no_token_are_no_obstacle(target_folder, tmp_path):
         (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
     whole, cut, padded = map(str, (target_folder, folders[256], folders[320]))
     for pair in ((whole, padded), (padded, whole), (whole, cut)):
-        pairing.check_pair(*pair)
+        tokenizer_check.check_pair(*pair)
     with pytest.raises(ValueError, match=r"token 256 '<\|endoftext\|>', target .*256' only 256 logits"):
-        pairing.check_pair(cut, whole)
+        tokenizer_check.check_pair(cut, whole)

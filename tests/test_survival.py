@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 from test_loop import Numbers, new_model, new_recipe, objective, run
 
-from draftsmith.train import checkpoint, loop
-from draftsmith.train.guards import Finite
+from draftsmith.train import loop
+from draftsmith.train.engine import checkpoint
+from draftsmith.train.engine.watchdog import NonFiniteCounter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -131,8 +132,8 @@ def test_a_batch_that_is_not_finite_is_kept_on_any_machine(tmp_path):
     """Another machine than the first rank's has no folder yet; one whose disk is full says why the run stopped all the same."""
     batch = {"x": torch.ones(2)}
     with pytest.raises(FloatingPointError, match="its batch is kept in"):
-        Finite(tmp_path / "other" / "machine", 1, 0, 1).after(3, False, [batch])
+        NonFiniteCounter(tmp_path / "other" / "machine", 1, 0, 1).after(3, False, [batch])
     assert len(list((tmp_path / "other" / "machine").iterdir())) == 1
     (tmp_path / "file").write_text(json.dumps("no folder"))
     with pytest.raises(FloatingPointError, match=r"not finite in 1 steps on end, the last of them step 3; its batch could not be kept \("):
-        Finite(tmp_path / "file", 1, 0, 1).after(3, False, [batch])
+        NonFiniteCounter(tmp_path / "file", 1, 0, 1).after(3, False, [batch])

@@ -16,8 +16,9 @@ from zoo import tiny
 
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train import loop, medusa
+from draftsmith.train import medusa
 from draftsmith.train.medusa import MedusaSection, objective
+from draftsmith.train.objective import supervised_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = 3
@@ -71,7 +72,7 @@ def test_the_objective_is_its_formula(name, share_head, distill):
         if form:
             loss = form(drafter, data, target=target, section=section)
             value, hits = loss.sum, [float(loss.metrics[f"top1_head{k + 1}"] / loss.weight) for k in range(HEADS)]
-            assert loss.weight == data["loss_mask"].sum() == loop.loss_tokens(data)
+            assert loss.weight == data["loss_mask"].sum() == supervised_tokens(data)
         else:
             value, hits = by_hand(drafter, target, data, section)
         value.backward()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from draftsmith.inference.tree import DraftTree, Topology, pack, unpack
+from draftsmith.inference.tree import DraftTree, StaticTree, pack, unpack
 
 
 def loop_ancestors(parents: list[int], size: int) -> list[set[int]]:
@@ -86,14 +86,14 @@ def test_validate_names_the_fault():
 
 def test_topology_from_paths():
     paths = [(1,), (0,), (0, 1), (1, 2), (0, 0), (0, 0, 0), (2,)]
-    top = Topology.from_paths(paths)
+    top = StaticTree.from_paths(paths)
     assert top.paths == ((0,), (0, 0), (0, 0, 0), (1,), (2,), (0, 1), (1, 2))  # the leftmost chain, then by depth
     assert (top.num_nodes, top.max_depth, top.width) == (8, 3, 3)
     assert top.parents.tolist() == [-1, 0, 1, 2, 0, 0, 1, 4]
     assert top.depth.tolist() == [0, 1, 2, 3, 1, 1, 2, 2]
     assert top.rank.tolist() == [-1, 0, 0, 0, 1, 2, 1, 2]
-    assert Topology.from_paths(top.paths).paths == top.paths
-    assert [len(Topology.from_paths(given).paths) for given in ([], [(5,)])] == [0, 1]
+    assert StaticTree.from_paths(top.paths).paths == top.paths
+    assert [len(StaticTree.from_paths(given).paths) for given in ([], [(5,)])] == [0, 1]
     for bad, name in (
         ([(0,), (1, 0)], r"\(1, 0\) without its prefix \(1,\)"),
         ([()], r"\(\)"),
@@ -101,22 +101,22 @@ def test_topology_from_paths():
         ([(-1,)], r"-1"),
     ):
         with pytest.raises(ValueError, match=name):
-            Topology.from_paths(bad)
+            StaticTree.from_paths(bad)
 
 
 def test_topology_shapes():
-    chain = Topology.chain(4)
+    chain = StaticTree.chain(4)
     assert chain.parents.tolist() == [-1, 0, 1, 2, 3] and chain.max_depth == 4 and chain.width == 1
-    grid = Topology.cartesian([3, 2])
+    grid = StaticTree.cartesian([3, 2])
     assert grid.num_nodes == 1 + 3 + 6 and grid.depth.tolist().count(2) == 6
     assert set(grid.paths) == {(a,) for a in range(3)} | {(a, b) for a in range(3) for b in range(2)}
-    assert Topology.chain(0).num_nodes == 1
-    assert Topology.cartesian([2]).to("cpu").ancestors.tolist() == Topology.cartesian([2]).ancestors.tolist()
+    assert StaticTree.chain(0).num_nodes == 1
+    assert StaticTree.cartesian([2]).to("cpu").ancestors.tolist() == StaticTree.cartesian([2]).ancestors.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_topology_tree(rows):
-    top = Topology.from_paths([(0,), (1,), (0, 0), (0, 2), (1, 1), (1, 1, 0)])
+    top = StaticTree.from_paths([(0,), (1,), (0, 0), (0, 2), (1, 1), (1, 1, 0)])
     generator = torch.Generator().manual_seed(1)
     children = torch.randint(1000, (rows, 4, 5), generator=generator)
     root = torch.randint(1000, (rows,), generator=generator)

@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.models import unroll
-from draftsmith.models.unroll import ahead, attend, blocks
+from draftsmith.models import training_time_test as unroll
+from draftsmith.models.training_time_test import attend, blocks, shift_left
 
 HEADS = 4
 LAYOUTS = ["one", "packed", "padded"]
@@ -141,7 +141,7 @@ def test_a_number_that_comes_back_is_another_document():
     leaves, weight = case(6, 4, 1)
     again, fresh = torch.tensor([[5, 5, 8, 8, 5, 5]]).expand(2, -1), torch.tensor([[0, 0, 1, 1, 2, 2]]).expand(2, -1)
     assert torch.equal(attend(*halves(leaves), again), attend(*halves(leaves), fresh))
-    assert torch.equal(ahead(leaves[0][:, 0], 3, again), ahead(leaves[0][:, 0], 3, fresh))
+    assert torch.equal(shift_left(leaves[0][:, 0], 3, again), shift_left(leaves[0][:, 0], 3, fresh))
 
 
 class Largest(TorchDispatchMode):
@@ -322,7 +322,7 @@ def test_ahead_equals_a_loop(layout, tail):
                 for p in range(9 - count):
                     if document is None or document[b, p] == document[b, p + count]:
                         want[b, p] = rows[b, p + count]
-            got = ahead(rows, count, document, fill)
+            got = shift_left(rows, count, document, fill)
             assert got.dtype == rows.dtype and torch.equal(got, want)
 
 
@@ -339,4 +339,4 @@ def test_refusals():
         with pytest.raises(ValueError, match=words):
             attend(query, keys, values, document)
     with pytest.raises(ValueError, match="count -1"):
-        ahead(key, -1)
+        shift_left(key, -1)

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import Ask, NodeOutput
+from draftsmith.inference.drafter import NodeOutput, RoundContext
 from draftsmith.inference.rules import match
 from draftsmith.inference.sampler import Sampling, sample
-from draftsmith.inference.tree import DraftTree, Topology
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict, judge, verify, walk
 from draftsmith.models.target import Target
 
@@ -148,7 +148,7 @@ class Guesser:
     capturable = True
     taps: tuple[int, ...] = ()
 
-    def __init__(self, top: Topology) -> None:
+    def __init__(self, top: StaticTree) -> None:
         self.top, self.max_nodes, self.max_depth = top, top.num_nodes, top.max_depth
 
     def bind(self, target: Target, rows: int, context: int) -> None:
@@ -156,10 +156,10 @@ class Guesser:
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None: ...
 
-    def propose(self, ask: Ask) -> DraftTree:
-        return self.top.tree(ask.root, self.children.index_select(0, ask.index))
+    def propose(self, ask: RoundContext) -> DraftTree:
+        return self.top.tree(ask.last_tokens, self.children.index_select(0, ask.slot_index))
 
-    def accept(self, ask: Ask, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
+    def accept(self, ask: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
 
     def drop(self, rows: list[int]) -> None: ...
 
@@ -186,7 +186,7 @@ class Watch(TorchDispatchMode):
 def test_one_transfer_per_round(rows, how, monkeypatch):
     """Nothing reads the device in a round but the one transfer, whose call is counted."""
     prompts = [[1, 2, 3, 4][: 2 + i] for i in range(rows)]
-    decoder = Decoder(Target.wrap(tiny("mistral")), Guesser(Topology.cartesian([3, 2, 2])), rows=rows)
+    decoder = Decoder(Target.wrap(tiny("mistral")), Guesser(StaticTree.cartesian([3, 2, 2])), rows=rows)
     transfers = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
@@ -207,7 +207,7 @@ def test_one_transfer_per_round(rows, how, monkeypatch):
 
 
 def test_idle_rows_are_left_alone():
-    tree = Topology.chain(2).tree(torch.tensor([1, 2]), torch.tensor([[[3], [4]], [[3], [4]]]))
+    tree = StaticTree.chain(2).tree(torch.tensor([1, 2]), torch.tensor([[[3], [4]], [[3], [4]]]))
     tree = DraftTree.build(tree.tokens, tree.parents, torch.tensor([3, 0]))
     verdict = one_draw(tree, torch.tensor([[3, 4, 5], [3, 4, 5]]))
     assert verdict.length.tolist() == [3, 0] and verdict.path.tolist() == [[0, 1, 2], [-1, -1, -1]]

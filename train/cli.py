@@ -7,10 +7,10 @@ from importlib.metadata import version
 
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
-    "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
+    "bench": ("draftsmith.eval.benchmarks.transformers", "measure speed against transformers, the same prompts in turn"),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
-    "plan": ("draftsmith.train.plan", "say what a recipe needs, memory and time, before anything is loaded"),
+    "plan": ("draftsmith.train.plan.report", "say what a recipe needs, memory and time, before anything is loaded"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 
@@ -24,7 +24,7 @@ To train:  accelerate launch train/medusa.py recipes/medusa-tiny.yaml [section.k
 """
 
 
-def guard(main: Callable[[list[str]], None], arguments: list[str], usage: str | None = None) -> None:
+def exit_on_error(main: Callable[[list[str]], None], arguments: list[str], usage: str | None = None) -> None:
     """Run `main`; errors that a person can mend are one line on stderr and exit 2, without a traceback.
 
     With a `usage`, no arguments or --help print it.
@@ -75,7 +75,7 @@ def main() -> None:
     if words[0] not in COMMANDS:
         print(f"error: no command {words[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-    guard(importlib.import_module(COMMANDS[words[0]][0]).main, words[1:])
+    exit_on_error(importlib.import_module(COMMANDS[words[0]][0]).main, words[1:])
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftsmith.data import capture, conversations, regenerate
 from draftsmith.data.conversations import Source
 from draftsmith.data.corpus import Corpus
-from draftsmith.data.packing import Packed
+from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prepare import load as load_corpora
-from draftsmith.eval import session
+from draftsmith.eval import loading
 from draftsmith.models import vocab
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import resolve_path
-from draftsmith.train import artifact, recipe
-from draftsmith.train.cli import guard
+from draftsmith.train import recipe, setup
+from draftsmith.train.cli import exit_on_error
 from draftsmith.train.recipe import Recipe
 
 DEPTH = 4  # K of the ceiling that a draft vocabulary puts on τ
@@ -83,7 +83,7 @@ def run_capture(arguments: list[str]) -> None:
             f"target.parallel={chosen.target.parallel} makes each forward one of all ranks, and a capture gives each its own; "
             "take target.parallel=layers in one process, or target.quantise"
         )
-    target, corpora = artifact.prepare(chosen)
+    target, corpora = setup.load_target_and_data(chosen)
     state = PartialState()
     capture.capture(
         target,
@@ -101,7 +101,7 @@ def run_capture(arguments: list[str]) -> None:
 def run_regenerate(arguments: list[str]) -> None:
     """Answer conversations anew, by the target or a server of it."""
     options = _regeneration().parse_args(arguments)
-    session.check_numbers(options)
+    loading.check_numbers(options)
     settings = regenerate.Settings(
         **{name: getattr(options, name) for name in regenerate.Settings.__dataclass_fields__ if getattr(options, name, None) is not None}
     )
@@ -122,7 +122,7 @@ def run_regenerate(arguments: list[str]) -> None:
         )
     else:
         named = [] if options.drafter == "none" else [options.drafter]
-        target, drafters = session.open_models(options.target, named, options.dtype, options.trust_remote_code)
+        target, drafters = loading.open_models(options.target, named, options.dtype, options.trust_remote_code)
         summary = regenerate.with_decoder(rows, out, target, settings, drafter=drafters[0] if drafters else None, rows=options.rows)
     print(f"{out}: {summary.report()}")
     if summary.status:
@@ -179,7 +179,7 @@ def _contents(part: str, corpus: Corpus) -> Table:
     taken = corpus.lengths[corpus.picks].sum()
     for number, name in [*enumerate(corpus.domains), (None, "all")]:
         own = torch.ones(len(corpus), dtype=torch.bool) if number is None else corpus.domain == number
-        tokens, loss = int(corpus.lengths[own].sum()), int(corpus.loss_tokens[own].sum())
+        tokens, loss = int(corpus.lengths[own].sum()), int(corpus.supervised_tokens[own].sum())
         share = corpus.lengths[corpus.picks[own[corpus.picks]]].sum() / taken
         table.add_row(
             name,
@@ -189,7 +189,7 @@ def _contents(part: str, corpus: Corpus) -> Table:
             f"{loss / max(1, tokens):.0%}",
             f"{share:.0%}",
         )
-    packed = Packed(corpus, corpus.seq_len)
+    packed = PackedDataset(corpus, corpus.seq_len)
     table.caption = f"packed to {corpus.seq_len}: {len(packed):,} sequences an epoch, {packed.fill:.1%} full"
     return table
 
@@ -255,4 +255,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:])
+    exit_on_error(main, sys.argv[1:])

@@ -18,19 +18,20 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.data.packing import Packed
+from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.grow import Beam, Shape, tree_of
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
-from draftsmith.models.unroll import ahead
-from draftsmith.train import artifact, checkpoint, loop, order, replay
-from draftsmith.train.cli import guard
-from draftsmith.train.draft_losses import chunked_draft_loss, mix
-from draftsmith.train.loop import Batch, Loss, Objective
+from draftsmith.models.training_time_test import shift_left
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.engine import checkpoint, order, replay
+from draftsmith.train.engine.replay import Replay
+from draftsmith.train.losses.draft import chunked_draft_loss, mix
+from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 from draftsmith.train.recipe import Recipe, Section, TreeSection, load, usage
-from draftsmith.train.replay import Replay
 
 
 class StudentSection(Section):
@@ -117,7 +118,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
     ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
     own = students.hidden(model, batch).flatten(0, 1)  # [M,W]
     theirs = target.features(batch).hidden.flatten(0, 1)  # [M,H]
-    weight = ahead(mask, 1, document).flatten()
+    weight = shift_left(mask, 1, document).flatten()
     rows = model.config.get_text_config().vocab_size
     found = chunked_draft_loss(
         own[None],
@@ -128,11 +129,11 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
         [0],
         torch.arange(rows, device=ids.device) if rows < target.vocab_size else None,  # padding that the student lacks
         mix(section.loss, "distill.loss"),
-        tokens=ahead(ids, 1, document).flatten(),
+        tokens=shift_left(ids, 1, document).flatten(),
         temperature=section.temperature,
         top_k=section.top_k,
     )
-    tokens = loop.loss_tokens(batch)
+    tokens = supervised_tokens(batch)
     metrics = {"acceptance": found.overlap.sum(), "top1": found.hits.sum()}
     return Loss(found.sum, tokens, metrics | {"sim_tau": tokens * (1 + survival(found.overlap[0], weight, document, depth).sum())})
 
@@ -143,19 +144,19 @@ def survival(overlap: Tensor, weight: Tensor, document: Tensor, depth: int) -> T
     What a chain of drafts would have along the text; decoding tells what it has.
     """
     rows = overlap.view(document.shape)
-    steps = torch.stack([ahead(rows, k, document) for k in range(depth)])  # [K,B,S]
-    whole = torch.stack([ahead(weight.view(document.shape), k, document) for k in range(depth)]).all(0)
+    steps = torch.stack([shift_left(rows, k, document) for k in range(depth)])  # [K,B,S]
+    whole = torch.stack([shift_left(weight.view(document.shape), k, document) for k in range(depth)]).all(0)
     return (steps.cumprod(0) * whole).sum((1, 2)) / whole.sum().clamp(min=1)
 
 
-def shape_of(tree: TreeSection) -> Shape:
+def shape_of(tree: TreeSection) -> TreeSpec:
     """What the recipe says; a chain of four where it says nothing."""
     if tree.width in (None, 1):
-        return Topology.chain(tree.depth or 4)
-    return Beam(tree.depth or 4, tree.width, tree.nodes or 16)
+        return StaticTree.chain(tree.depth or 4)
+    return DynamicTree(tree.depth or 4, tree.width, tree.nodes or 16)
 
 
-def begin(recipe: DistillRecipe, target: Target, rows: Packed) -> PreTrainedModel:
+def begin(recipe: DistillRecipe, target: Target, rows: PackedDataset) -> PreTrainedModel:
     """The student as it begins. What rank 0 made is kept in `<output>/start`, for the other ranks and for when the run goes on.
 
     Raises:
@@ -202,7 +203,7 @@ def _keep_start(made: Path, facts: dict[str, Any], make: Callable[[], PreTrained
     part.rename(made)
 
 
-def _make(section: StudentSection, target: Target, rows: Packed, seed: int) -> PreTrainedModel:
+def _make(section: StudentSection, target: Target, rows: PackedDataset, seed: int) -> PreTrainedModel:
     assert section.layers is not None, "check refuses it"
     if section.start == "pruned":
         some = order.sample_rows(len(rows), seed, 0, min(8, len(rows)))
@@ -226,14 +227,14 @@ def _fresh(section: StudentSection, target: Target, seed: int) -> PreTrainedMode
     )
 
 
-def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: torch.nn.Module, rows: Packed) -> Replay:
+def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: torch.nn.Module, rows: PackedDataset) -> Replay:
     """The rows, with a share of the student's own among them; `student` is `model` as it decodes."""
     section = recipe.distill
     makers = {
         "samples": replay.samples(student, section.sample_temperature, section.new_tokens),
         "rejections": replay.rejections(
             target,
-            DraftModel(student, Topology.chain(recipe.tree.depth or 4)),
+            DraftModel(student, StaticTree.chain(recipe.tree.depth or 4)),
             section.sample_temperature,
             section.new_tokens,
         ),
@@ -253,7 +254,7 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
         whole: Any = students.merged(model)
         whole.config.draftsmith = {
             "target": target.identity.to_dict(),
-            "tree": tree_of(drafter.shape),
+            "tree": tree_config(drafter.shape),
             "confidence": recipe.distill.confidence,
             "training": training,
         }
@@ -284,25 +285,25 @@ def main(arguments: list[str]) -> None:
     recipe = load(DistillRecipe, arguments[0], arguments[1:])
     section = recipe.distill
     check(recipe)
-    target, corpora = artifact.prepare(recipe)
-    train, valid = artifact.rows(recipe, target, corpora)
-    packed = train if isinstance(train, Packed) else train.packed
+    target, corpora = setup.load_target_and_data(recipe)
+    train, valid = setup.datasets(recipe, target, corpora)
+    packed = train if isinstance(train, PackedDataset) else train.packed
     model = begin(recipe, target, packed)
     student = students.frozen(model, target.tokenizer)
     drafter = DraftModel(student, shape_of(recipe.tree), confidence=section.confidence)
-    facts, between = artifact.facts(target, train), None
+    facts, between = setup.fingerprint(target, train), None
     if section.on_policy or section.rejections:
         train = with_replay(recipe, target, student, model, packed)
         between = train.renew
     if recipe.student.lora:  # the checkpoints hold the adapters alone
         facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    watched = artifact.watched(recipe, target, drafter, positions=student.max_positions)
+    watched = setup.monitors(recipe, target, drafter, positions=student.max_positions)
     accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, between=between, **watched)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)
-        artifact.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)
+        publish.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], usage(DistillRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:], usage(DistillRecipe, __doc__))

@@ -13,20 +13,21 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.data.offline import Featured
-from draftsmith.data.packing import Packed
+from draftsmith.data.feature_dataset import FeatureDataset
+from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
-from draftsmith.models.context import ALONE, Context
+from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
-from draftsmith.models.unroll import ahead
-from draftsmith.train import artifact, loop, world
-from draftsmith.train.cli import guard
-from draftsmith.train.draft_losses import chain, chunked_draft_loss, feature_loss, mix
-from draftsmith.train.loop import Batch, Loss, Objective
+from draftsmith.models.training_time_test import shift_left
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.engine import processes
+from draftsmith.train.losses.draft import chain, chunked_draft_loss, feature_loss, mix
+from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
@@ -58,7 +59,7 @@ class EagleRecipe(Recipe):
     eagle: EagleSection = EagleSection()
 
 
-def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: Context = ALONE) -> Loss:
+def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: ContextParallel = SINGLE_RANK) -> Loss:
     """Σ_j decay^j · loss(p_{t+1+j}, q_j(t)): training-time test, each step reading its own output of the one before.
 
     q_j(t) [D] is step j's law at row t, of token t+2+j; p_s [V] the target's law of the token after s. A step is supervised where that token
@@ -71,7 +72,7 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     outputs = drafter.unroll(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing, context)
     more = seen.stop - here.stop
     states = torch.stack([_and_zeros(drafter.before_head(output), more) for output in outputs])  # [K,M,W]
-    weights = torch.stack([_and_zeros(ahead(mask, j + 2, document)[:, here], more) for j in range(section.steps)])  # [K,M]
+    weights = torch.stack([_and_zeros(shift_left(mask, j + 2, document)[:, here], more) for j in range(section.steps)])  # [K,M]
     vocabulary = drafter.vocabulary
     found = chunked_draft_loss(
         states,
@@ -83,14 +84,14 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
         vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None,
         section.loss,
         [section.decay**j for j in range(section.steps)],
-        tokens=ahead(ids, 1, document)[:, seen].flatten(),
+        tokens=shift_left(ids, 1, document)[:, seen].flatten(),
     )
-    tokens = loop.loss_tokens(batch, here)
+    tokens = supervised_tokens(batch, here)
     return Loss(found.sum, tokens, _serving(found.hits, weights, tokens, context))
 
 
 def objective1(
-    drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, seed: int = 0, context: Context = ALONE
+    drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, seed: int = 0, context: ContextParallel = SINGLE_RANK
 ) -> Loss:
     """SmoothL1(f̂_{t+1}, f_{t+1}) + classification · CE(p_{t+1}, q(t)): the next feature, and what the target's head makes of it.
 
@@ -106,8 +107,8 @@ def objective1(
         number = torch.arange(feature.shape[2], device=ids.device).expand_as(feature)
         feature = feature + (uniform(seed, key, place, number) - 0.5).to(feature.dtype) * width
     output = drafter.unroll(feature, ids, batch["position_ids"], document, 1, False, context)[0]
-    weight, more = ahead(mask, 2, document)[:, here].float(), seen.stop - here.stop
-    actual = ahead(out.hidden[:, seen], 1, document[:, seen])[:, : output.shape[1]]
+    weight, more = shift_left(mask, 2, document)[:, here].float(), seen.stop - here.stop
+    actual = shift_left(out.hidden[:, seen], 1, document[:, seen])[:, : output.shape[1]]
     regression = feature_loss(output.flatten(0, 1), actual.flatten(0, 1).to(output.dtype), weight.flatten())
     found = chunked_draft_loss(
         _and_zeros(drafter.before_head(output), more)[None],
@@ -120,7 +121,7 @@ def objective1(
         "ce",
     )
     total = regression + section.classification * found.sum
-    tokens = loop.loss_tokens(batch, here)
+    tokens = supervised_tokens(batch, here)
     return Loss(total, tokens, _serving(found.hits, _and_zeros(weight, more)[None], tokens, context))
 
 
@@ -134,7 +135,7 @@ def _and_zeros(rows: Tensor, count: int) -> Tensor:
     return (F.pad(rows, (0, 0) * (rows.ndim - 2) + (0, count)) if count else rows).flatten(0, 1)
 
 
-def _serving(hits: Tensor, weights: Tensor, tokens: Tensor, context: Context) -> dict[str, Tensor]:
+def _serving(hits: Tensor, weights: Tensor, tokens: Tensor, context: ContextParallel) -> dict[str, Tensor]:
     """Greedy acceptance that a chain would have, from rows whose every step is supervised; out of vocabulary is a miss.
 
     survival_k: accepted to depth k; tau: 1 + Σ survival_k. Times `tokens`, the batch's weight, by which the loop divides.
@@ -189,7 +190,7 @@ def _rope_theta(config: Any) -> float:
     return float(parameters.get("rope_theta", 10000.0))
 
 
-def frequent(rows: Packed | Featured, target: Target, size: int) -> vocab.DraftVocabulary:
+def frequent(rows: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:
     """The draft vocabulary: the most frequent loss-bearing tokens of the training data, and the tokens that stop."""
     corpus = rows.corpus
     pieces = corpus.tokens_by_domain().values()
@@ -228,7 +229,7 @@ def check(recipe: EagleRecipe) -> None:
         raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")
 
 
-def measure(recipe: EagleRecipe, target: Target, context: Context = ALONE) -> Objective:
+def measure(recipe: EagleRecipe, target: Target, context: ContextParallel = SINGLE_RANK) -> Objective:
     """The objective of the version."""
     if recipe.eagle.version == 1:
         return partial(objective1, target=target, section=recipe.eagle, seed=recipe.train.seed, context=context)
@@ -244,28 +245,28 @@ def sketch(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
     if size < whole:  # the first ones stand for the most frequent
         drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(whole) < size))
     ranks = recipe.train.context_parallel
-    return drafter, measure(recipe, target, Context(ranks - 1, ranks))  # the last one sees the most keys
+    return drafter, measure(recipe, target, ContextParallel(ranks - 1, ranks))  # the last one sees the most keys
 
 
 def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
     check(recipe)
-    context = world.context(recipe.train.context_parallel)
-    target, corpora = artifact.prepare(recipe)
+    context = processes.context(recipe.train.context_parallel)
+    target, corpora = setup.load_target_and_data(recipe)
     shape = architecture(section, target)
-    drafter, train, valid = artifact.begin(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)
+    drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)
     assert isinstance(drafter, EagleModel)
     if shape.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
         drafter.take(frequent(train, target, shape["draft_vocab_size"]))
     if section.start:
         begin_with(drafter, section.start, target)
-    facts = artifact.facts(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-    watched = artifact.watched(recipe, target, drafter, drafter.taps)
+    facts = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
+    watched = setup.monitors(recipe, target, drafter, drafter.taps)
     accelerator, steps = loop.fit(recipe, drafter, measure(recipe, target, context), train, valid, facts, **watched)
     if accelerator.is_main_process:
-        artifact.finish(recipe, drafter, target, steps)
+        publish.publish_drafter(recipe, drafter, target, steps)
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], usage(EagleRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:], usage(EagleRecipe, __doc__))

@@ -6,9 +6,8 @@ What is trained, and for what, it does not know: an objective gives a sum and th
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -17,17 +16,16 @@ from torch import Tensor, nn
 from draftsmith.inference import machine
 from draftsmith.inference.kernels import use
 from draftsmith.inference.progress import Bar
-from draftsmith.train import checkpoint, world
 from draftsmith.train import recipe as recipes
-from draftsmith.train.guards import Clock, Finite, Signals, agree_on_data, explained
-from draftsmith.train.log import Log, means
-from draftsmith.train.order import prefetched, sample_rows
-from draftsmith.train.profiler import Profile
+from draftsmith.train.engine import checkpoint, processes
+from draftsmith.train.engine.log import Log, means
+from draftsmith.train.engine.order import prefetched, sample_rows
+from draftsmith.train.engine.profiler import Profile
+from draftsmith.train.engine.sharded import ShardedModel
+from draftsmith.train.engine.trackers import trackers
+from draftsmith.train.engine.watchdog import NonFiniteCounter, Signals, Watchdog, agree_on_data, translate_errors
+from draftsmith.train.objective import Batch, Loss, Objective, SequenceDataset
 from draftsmith.train.recipe import Recipe, TrainSection
-from draftsmith.train.trackers import trackers
-from draftsmith.train.wrapped import Wrapped
-
-Batch = dict[str, Tensor]
 
 # Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
 MAY_CHANGE = {
@@ -37,37 +35,6 @@ MAY_CHANGE = {
 } | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
 
 
-@dataclass(slots=True)
-class Loss:
-    """A loss as sum and weight, so that micro-batches and ranks add up exactly. `metrics` are sums over the same weight."""
-
-    sum: Tensor
-    weight: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, forward: dict[str, Tensor]) -> "Loss":
-        """From what a step's forward gave: wrappers look for tensors in dictionaries, not in classes they do not know."""
-        metrics = dict(forward)
-        return cls(metrics.pop("sum"), metrics.pop("weight"), metrics)
-
-
-class Rows(Protocol):
-    """A data set: a length, batches by row number, and the loss-bearing tokens of rows; `close` lets it write what it holds back.
-
-    Number r is row r mod length in epoch r div length.
-    """
-
-    def __len__(self) -> int: ...
-
-    def batch(self, rows: Tensor) -> Batch: ...
-
-    def weight(self, rows: Tensor) -> float: ...
-
-    def close(self) -> None: ...
-
-
-Objective = Callable[[Any, Batch], Loss]
 Between = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
 
 
@@ -96,17 +63,12 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return train.lr * (train.min_lr + (1 - train.min_lr) * shape)
 
 
-def loss_tokens(batch: Batch, here: slice = slice(None)) -> Tensor:
-    """Tokens to predict in a batch [B,S] at `here`: its weight, known before any forward. A document's first token is never one."""
-    return batch["loss_mask"][:, here].sum().double()
-
-
 def fit(
     recipe: Recipe,
     model: nn.Module,
     objective: Objective,
-    train: Rows,
-    valid: Rows,
+    train: SequenceDataset,
+    valid: SequenceDataset,
     facts: dict[str, Any],
     *,
     reference: Callable[[Batch], object] | None = None,
@@ -129,7 +91,7 @@ def fit(
     """
     section = recipe.train
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
-    with Clock(section.stall_minutes, advice) as clock, explained(section, advice), use(section.kernels):
+    with Watchdog(section.stall_minutes, advice) as clock, translate_errors(section, advice), use(section.kernels):
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
         with Signals() as signals:
             with run.open() as batches:
@@ -181,10 +143,10 @@ class _Run:
         recipe: Recipe,
         model: nn.Module,
         objective: Objective,
-        train: Rows,
-        valid: Rows,
+        train: SequenceDataset,
+        valid: SequenceDataset,
         facts: dict[str, Any],
-        clock: Clock,
+        clock: Watchdog,
         reference: Callable[[Batch], object] | None,
         together: bool,
     ) -> None:
@@ -192,14 +154,14 @@ class _Run:
         self.wrapped, self.state = _begin(recipe, model, objective, train, facts)
         self.accelerator: Accelerator = self.wrapped.accelerator
         self.micro, self.accumulation = _split(recipe.train, self.accelerator.num_processes)
-        self.groups, self.group = world.groups(recipe.train.context_parallel)
+        self.groups, self.group = processes.groups(recipe.train.context_parallel)
         self.done: int = self.state["step"]
         self.saved = self.done
         folder = Path(recipe.train.output)
         self.checkpoints = folder / "checkpoints"
         self.log = Log(recipe, self.accelerator, self.done, reference)
         self.best = _Best(self.checkpoints, self.wrapped, self.state["best"], together)
-        self.finite = Finite(folder, recipe.train.bad_steps, self.state["left_out"], self.accelerator.process_index)
+        self.finite = NonFiniteCounter(folder, recipe.train.bad_steps, self.state["left_out"], self.accelerator.process_index)
         self.steps = range(self.done, self.done if self.best.stale(recipe.train.patience) else recipe.train.steps)
         self.bar = Bar("training", recipe.train.steps, self.done, self.accelerator.is_main_process)
         self.profile = Profile(recipe.train, self.accelerator, self.done, self.log.paused)
@@ -262,37 +224,39 @@ class _Run:
             self.wrapped.gather()
             state = self.state | {"best": self.best.state(), "left_out": self.finite.left_out}
             kept = step, checkpoint.trained(self.model), self.wrapped.moments(), state, self.section.keep
-            world.on_first(lambda: checkpoint.save(self.checkpoints, *kept))
+            processes.on_first(lambda: checkpoint.save(self.checkpoints, *kept))
         self.saved = step
 
 
-def _rows(section: TrainSection, train: Rows, step: int) -> Tensor:
+def _rows(section: TrainSection, train: SequenceDataset, step: int) -> Tensor:
     return sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
 
 
-def _begin(recipe: Recipe, model: nn.Module, objective: Objective, train: Rows, facts: dict[str, Any]) -> tuple[Wrapped, dict[str, Any]]:
+def _begin(
+    recipe: Recipe, model: nn.Module, objective: Objective, train: SequenceDataset, facts: dict[str, Any]
+) -> tuple[ShardedModel, dict[str, Any]]:
     """The model as it will be trained, and the state to begin with: that of the newest checkpoint, whose weights and moments it then has."""
     section, folder = recipe.train, Path(recipe.train.output)
     # The first rank reads and says what it found: another machine may not see its disk.
-    newest, before = world.on_first(lambda: checkpoint.newest(folder / "checkpoints") or (None, {}))
+    newest, before = processes.on_first(lambda: checkpoint.newest(folder / "checkpoints") or (None, {}))
     if newest and section.resume == "never":
         raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
     # What a probe of a busy machine decided stays decided: other threads or another precision would round differently.
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
     precision = before.get("precision") or (
-        world.on_first(lambda: str(machine.precision())) if section.precision == "auto" else section.precision
+        processes.on_first(lambda: str(machine.precision())) if section.precision == "auto" else section.precision
     )
-    micro, accumulation = _split(section, world.join().num_processes)
-    accelerator = world.accelerator(precision, micro, accumulation, section.clip, **trackers(section))
+    micro, accumulation = _split(section, processes.join().num_processes)
+    accelerator = processes.accelerator(precision, micro, accumulation, section.clip, **trackers(section))
     state = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision, "left_out": 0}
     weights, moments = {}, {}
     if newest:
         _check_same(newest, before, state, recipe)
-        weights, moments = world.on_first(lambda: checkpoint.read(newest))
+        weights, moments = processes.on_first(lambda: checkpoint.read(newest))
         checkpoint.fill(model, weights, newest)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(_rows(section, train, before.get("step", 0))[:1]))
-    world.on_first(lambda: _announce(recipe, model, newest, before, state, accelerator))
-    wrapped = Wrapped(accelerator, model, lambda own: _Step(own, objective), lambda own: _adamw(own, section))
+    processes.on_first(lambda: _announce(recipe, model, newest, before, state, accelerator))
+    wrapped = ShardedModel(accelerator, model, lambda own: _Step(own, objective), lambda own: _adamw(own, section))
     if newest:
         wrapped.restore(moments)
     kept = {name: before[name] for name in ("step", "best", "left_out") if name in before}
@@ -309,12 +273,12 @@ def _announce(recipe: Recipe, model: nn.Module, newest: Path | None, before: dic
     print(f"resuming from {newest}; {ranks}" if newest else ranks, flush=True)
 
 
-def evaluate(module: nn.Module, valid: Rows, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(module: nn.Module, valid: SequenceDataset, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
     """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks.
 
     All ranks run as many batches, since a forward may be theirs in common: one that has none left runs the first again and counts it zero times.
     """
-    groups, group = world.groups(section.context_parallel)
+    groups, group = processes.groups(section.context_parallel)
     count = min(len(valid), section.eval_batches * micro)
     module.eval()
     sums: dict[str, Tensor] = {}
@@ -340,7 +304,7 @@ def _adamw(model: nn.Module, section: TrainSection) -> torch.optim.AdamW:
 
 def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
     """(sequences of one forward, accumulation steps)."""
-    groups = world.group_count(ranks, section.context_parallel)
+    groups = processes.group_count(ranks, section.context_parallel)
     micro = section.micro_batch_size or max(1, section.batch_size // groups)
     accumulation, rest = divmod(section.batch_size, micro * groups)
     if rest or not accumulation:
@@ -380,7 +344,7 @@ def _to(batch: Batch, device: torch.device) -> Batch:
 class _Best:
     """The weights with the best τ so far, and how many evaluations ago that was."""
 
-    def __init__(self, folder: Path, wrapped: Wrapped, before: dict[str, Any] | None, together: bool) -> None:
+    def __init__(self, folder: Path, wrapped: ShardedModel, before: dict[str, Any] | None, together: bool) -> None:
         self.folder, self.wrapped, self.together = folder, wrapped, together
         self.tau, self.step, self.since = (before or {"tau": 0.0, "step": 0, "since": 0}).values()
 
@@ -400,7 +364,7 @@ class _Best:
             self.since += 1
             if tau > self.tau:
                 self.tau, self.step, self.since = tau, step, 0
-                world.on_first(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
+                processes.on_first(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
         return {"tau": tau}
 
     def stale(self, patience: int) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
-from draftsmith.train import artifact, loop
-from draftsmith.train.cli import guard
-from draftsmith.train.loop import Batch, Loss, Objective
-from draftsmith.train.losses import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
@@ -56,7 +56,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     if section.distill < 1:
         parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
-    weight = loop.loss_tokens(batch)
+    weight = supervised_tokens(batch)
     # Head k has k + 1 fewer tokens to predict in a row than `weight` counts: scaled, hits / weight is its share of them.
     hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / weights[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
     return Loss(total, weight, hits)
@@ -92,14 +92,14 @@ def main(arguments: list[str]) -> None:
     recipe = load(MedusaRecipe, arguments[0], arguments[1:])
     section = recipe.medusa
     check(recipe)
-    target, corpora = artifact.prepare(recipe)
-    drafter, train, valid = artifact.begin(recipe, "medusa", target, corpora, **architecture(section))
-    facts = artifact.facts(target, train)
-    watched = artifact.watched(recipe, target, drafter)
+    target, corpora = setup.load_target_and_data(recipe)
+    drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
+    facts = setup.fingerprint(target, train)
+    watched = setup.monitors(recipe, target, drafter)
     accelerator, steps = loop.fit(recipe, drafter, partial(objective, target=target, section=section), train, valid, facts, **watched)
     if accelerator.is_main_process:
-        artifact.finish(recipe, drafter, target, steps)
+        publish.publish_drafter(recipe, drafter, target, steps)
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], usage(MedusaRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:], usage(MedusaRecipe, __doc__))

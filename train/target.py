@@ -18,15 +18,16 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from draftsmith.data import prepare
 from draftsmith.data.conversations import SEPARATOR
-from draftsmith.data.packing import Stream
+from draftsmith.data.packing import TokenStream
 from draftsmith.inference import machine
 from draftsmith.inference.progress import Bar
 from draftsmith.models.student import scale_residuals
 from draftsmith.models.target import resolve_path
-from draftsmith.train import loop, world
-from draftsmith.train.cli import guard
-from draftsmith.train.loop import Batch, Loss
-from draftsmith.train.losses import chunked_cross_entropy
+from draftsmith.train import loop
+from draftsmith.train.cli import exit_on_error
+from draftsmith.train.engine import processes
+from draftsmith.train.losses.chunked import chunked_cross_entropy
+from draftsmith.train.objective import Batch, Loss
 from draftsmith.train.recipe import Recipe, Section, load, usage
 
 
@@ -93,7 +94,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 
 @torch.no_grad()
-def bits_per_byte(model: LlamaForCausalLM, valid: Stream, tokenizer: PreTrainedTokenizerFast) -> float:
+def bits_per_byte(model: LlamaForCausalLM, valid: TokenStream, tokenizer: PreTrainedTokenizerFast) -> float:
     """Mean loss over all held-out rows, in bits per byte of the text that the predicted tokens stand for."""
     nats = num_bytes = 0.0
     model.eval()
@@ -141,7 +142,7 @@ def main(arguments: list[str]) -> None:
     machine.threads()
     saved = output / "tokenizer"
     data = recipe.data
-    with world.join().main_process_first():
+    with processes.join().main_process_first():
         if recipe.architecture.tokenizer and not saved.is_dir():
             AutoTokenizer.from_pretrained(resolve_path(recipe.architecture.tokenizer)).save_pretrained(saved)
         if not saved.is_dir():
@@ -151,7 +152,7 @@ def main(arguments: list[str]) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
         data.give_template(tokenizer)
         corpora = prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
-    train, valid = (Stream(corpora[part], data.seq_len) for part in ("train", "valid"))
+    train, valid = (TokenStream(corpora[part], data.seq_len) for part in ("train", "valid"))
     model = build(recipe, tokenizer)
     if recipe.architecture.compile:
         model.model.compile()
@@ -169,4 +170,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    guard(main, sys.argv[1:], usage(TargetRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:], usage(TargetRecipe, __doc__))

@@ -1,5 +1,5 @@
 """Growing a dynamic tree (EAGLE-2's) on the device: three small kernels per level and one at the end. Triton; the twins of `frontier`
-and `rerank` are `BeamGrowth.extend` and `BeamGrowth.finish`, to the bit, of equals the earlier being the better.
+and `rerank` are `DynamicExpansion.extend` and `DynamicExpansion.finish`, to the bit, of equals the earlier being the better.
 
 Letters: B rows · F nodes of a frontier · R candidates of each · W nodes of the next frontier · D draft vocabulary · G groups of it ·
 M stored candidates, the root with them · E nodes encoded so far · N tree nodes with the root.
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.inference.drafter import Ask
-from draftsmith.inference.grow import Beam, BeamGrowth, Frontier
+from draftsmith.inference.drafter import RoundContext
+from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, DynamicTree
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["Store", "best", "best_reference", "frontier", "rerank"]
@@ -126,7 +126,7 @@ def frontier(
 
 
 def rerank(store: Store, nodes: int, levels: int) -> tuple[DraftTree, Tensor]:
-    """The trees of the `nodes` best candidates, the root with them, and of each node [B,N] its slot: `BeamGrowth.finish`.
+    """The trees of the `nodes` best candidates, the root with them, and of each node [B,N] its slot: `DynamicExpansion.finish`.
 
     levels: no candidate is deeper. Closed under ancestors, as no score is above its parent's, which comes before it.
 
@@ -153,15 +153,15 @@ def rerank(store: Store, nodes: int, levels: int) -> tuple[DraftTree, Tensor]:
     return DraftTree(tokens, parents, size, depth, ancestors), slots
 
 
-class FusedGrowth(BeamGrowth):
-    """BeamGrowth by these kernels: a launch for each level, and one for the tree."""
+class FusedExpansion(DynamicExpansion):
+    """DynamicExpansion by these kernels: a launch for each level, and one for the tree."""
 
-    def __init__(self, beam: Beam, ask: Ask) -> None:
-        super().__init__(beam, ask)
-        self.store, self.stored = Store.rooted(ask.root, 1 + beam.width + (beam.depth - 1) * beam.width**2), 1
+    def __init__(self, beam: DynamicTree, round: RoundContext) -> None:
+        super().__init__(beam, round)
+        self.store, self.stored = Store.rooted(round.last_tokens, 1 + beam.width + (beam.depth - 1) * beam.width**2), 1
 
-    def extend(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> Frontier | None:
-        """As BeamGrowth's."""
+    def extend(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
+        """As DynamicExpansion's."""
         assert scores is not None
         self.level += 1
         width = 0 if self.level == self.beam.depth else min(self.beam.width, ids.shape[1] * ids.shape[2])
@@ -172,10 +172,10 @@ class FusedGrowth(BeamGrowth):
         if not width:
             return None
         self.key_depth = torch.cat((self.key_depth, self.key_depth.new_full((width,), self.level)))
-        return Frontier(tokens, above, self.level, self.seen, self.key_depth, self.beam.width == 1)
+        return CurrentLevel(tokens, above, self.level, self.seen, self.key_depth, self.beam.width == 1)
 
     def finish(self) -> tuple[DraftTree, Tensor]:
-        """As BeamGrowth's."""
+        """As DynamicExpansion's."""
         return rerank(self.store.upto(self.stored), self.beam.nodes, self.level)
 
 

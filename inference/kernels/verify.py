@@ -252,7 +252,7 @@ def supported(sampling: Sampling) -> str:
     """Why these kernels cannot take a Sampling, in one line; "" where they can."""
     if sampling.repetition_penalty != 1.0:
         return f"repetition_penalty {sampling.repetition_penalty}: it needs the tokens before each node"
-    if not sampling.greedy and sampling.rule not in ("one-draw", "coupled"):
+    if not sampling.greedy and sampling.rule not in ("target-sample", "shared-noise"):
         return f"rule {sampling.rule}: it needs more than one draw at a node"
     return ""
 
