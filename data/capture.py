@@ -15,9 +15,10 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.data import durable, feature_codec, features
+from draftsmith.data import feature_codec, features
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.features import Index, sample_key, sidecars
+from draftsmith.inference import durable
 from draftsmith.inference.progress import Bar
 from draftsmith.models.target import Target
 

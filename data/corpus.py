@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data import durable
+from draftsmith.inference import durable
 
 
 @dataclass(frozen=True, slots=True)

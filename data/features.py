@@ -24,7 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftsmith.data import durable, feature_codec
+from draftsmith.data import feature_codec
+from draftsmith.inference import durable
 from draftsmith.inference.progress import Bar
 from draftsmith.models.identity import TargetIdentity, check_same
 from draftsmith.models.target import Target

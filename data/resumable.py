@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftsmith.data import durable
+from draftsmith.inference import durable
 
 OURS = "draftsmith"  # the fact `by` of rows that our own decoder made; else the address of a server
 INSTEAD = "give another output, or delete the file"

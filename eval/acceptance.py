@@ -197,7 +197,7 @@ def _decode(
     Every rank takes its share of the prompts; the times, with c and the tokens that they were for, are this rank's."""
     mine = ranks.share(cases)
     context = max(len(case.ids) for case in cases) + max_new_tokens
-    common: dict[str, Any] = {"rows": rows, "context": context, "timed": True, "kernels": kernels}
+    common: dict[str, Any] = {"slots": rows, "context": context, "timed": True, "kernels": kernels}
     decoders = {
         "plain": Decoder(target, **common),
         "drafted": Decoder(target, drafter, governor=AdaptiveDepth() if governed else None, **common),
@@ -389,6 +389,6 @@ def _keep(folder: Path, report: Report, rounds: list[RoundRecord], records: list
 
 
 if __name__ == "__main__":  # accelerate launch -m draftsmith.eval.acceptance
-    from draftsmith.train.cli import exit_on_error
+    from draftsmith.inference.errors import exit_on_error
 
     exit_on_error(main, sys.argv[1:])

@@ -25,8 +25,8 @@ from test_loop import Numbers, new_model, new_recipe, objective
 from torch import Tensor
 
 from draftsmith.inference import machine
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import loop
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.engine import checkpoint, curves
 from draftsmith.train.objective import Loss
 

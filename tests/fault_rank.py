@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_forks import at_step, training
 
-from draftsmith.train.cli import exit_on_error
+from draftsmith.inference.errors import exit_on_error
 
 FATES = {
     "none": lambda: None,

@@ -17,12 +17,12 @@ from transformers.utils import logging
 from draftsmith.eval import interleaved
 from draftsmith.eval.benchmarks import transformers as bench
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import default_paths, new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.cli import exit_on_error
 
 TEXTS = ("def parse(line):", "for key in keys: print(key)", "import os\nimport os", "return x")
 OURS = ["plain", "ngram", "draft model noisy", "suffix", "medusa"]

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import acceptance, compare, generate
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import cli, medusa, recipe, target
-from draftsmith.train.cli import exit_on_error
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "def parse_line(line):\n    return [part.strip() for part in line.split(',') if part]\n\n\n"

@@ -15,11 +15,11 @@ from zoo import tiny
 from draftsmith.eval import acceptance, card, compare, expected, generate, loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, tree_config
 from draftsmith.inference.sampler import Sampling, warp
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import SHIPPED, Target
-from draftsmith.train.cli import exit_on_error
 
 ONE = Sampling(temperature=1.0, rule="rejection")
 

@@ -220,7 +220,7 @@ def twos(count: int = 120) -> int:
     both = beside | {(1, 0): {0: 1.0}, (2, 0): even}
     vain = {(0, 0): {1: 1.0}, (1, 1): {1: 1.0}, (2, 1): even, (3, 2): {2: 1.0}, (3, 3): even}
     drafter = DraftModel(planted(both | vain), StaticTree.chain(4), confidence=0.9)
-    decoder, found = Decoder(planted(both | {(0, 0): {0: 1.0}}), drafter, rows=2), Counter()
+    decoder, found = Decoder(planted(both | {(0, 0): {0: 1.0}}), drafter, slots=2), Counter()
     for i in range(count):
         answer = decoder.generate([[0], [4]], Sampling(1.0, rule="rejection"), 6, (), requests=[2 * i, 2 * i + 1])[0].tokens
         assert answer[:2] == [0, 0]

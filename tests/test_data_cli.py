@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import cli, data_cli, medusa
-from draftsmith.train.cli import exit_on_error
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = str(ROOT / "recipes" / "medusa-tiny.yaml")

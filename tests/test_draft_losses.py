@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_losses import Largest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.train.losses import chunked as chunked_losses
 from draftsmith.train.losses import draft as draft_losses
 from draftsmith.train.losses.draft import LOSSES, chain, chunked_draft_loss, feature_loss, mix
 
@@ -508,7 +509,7 @@ FAULTY = problem()
 FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
 plain_law, plain_ids, plain_named = draft_losses._target_law, draft_losses._draft_ids, draft_losses._named
 plain_aligned, plain_by_row = chunked.aligned, chunked.by_row
-plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked.ChunkedHead.backward, chunked_draft_loss
+plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked_losses.ChunkedHead.backward, chunked_draft_loss
 
 
 def best_of_the_known(logits, count):
@@ -551,7 +552,7 @@ FAULTS = {
     "pairs past the last row count": (draft_losses, "aligned", what_is_dropped_counts, "kl", "sum"),
     "the hits' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "hits"),
     "the overlaps' shift is off by one": (draft_losses, "by_row", one_further(plain_by_row), "kl", "overlap"),
-    "the head's gradient is counted K times": (chunked.ChunkedHead, "backward", head_gradient_of_every_step, "kl", "head"),
+    "the head's gradient is counted K times": (chunked_losses.ChunkedHead, "backward", head_gradient_of_every_step, "kl", "head"),
     "β is the other's": (draft_losses, "_named", swapped, "jsd(0.1)", "sum"),
     "another η": (draft_losses, "ETA", 2.0, "lk_hybrid", "sum"),
 }

@@ -1010,7 +1010,7 @@ def scripted(monkeypatch, taus: list[float], kept: list) -> None:
         left = iter(taus)
         return lambda: kept.append({k: v.detach().clone() for k, v in drafter.state_dict().items()}) or next(left)
 
-    monkeypatch.setattr(train.artifact, "probe", probe)
+    monkeypatch.setattr(train.setup, "tau_probe", probe)
 
 
 def test_a_run_ends_with_an_artifact_that_has_the_tau_it_measured(words, target_folder, tmp_path, capsys):
@@ -1128,7 +1128,7 @@ def test_a_recipe_that_cannot_be_is_refused(words, tmp_path, more, match):
 
 # Planted faults
 
-plain_ahead, plain_unroll, plain_step = eagle.ahead, EagleModel.unroll, EagleModel.step
+plain_ahead, plain_unroll, plain_step = eagle.shift_left, EagleModel.unroll, EagleModel.step
 plain_accept, plain_encode, plain_loss = EagleModel.accept, EagleModel._encode, train.chunked_draft_loss
 plain_recurring, plain_attend, plain_start = EagleModel.recurring, eagle.attend, EagleModel.start
 plain_positions = eagle.TreeAttention.positions
@@ -1217,8 +1217,8 @@ def parity(name: str, shape: str = "static") -> bool:
 
 
 FAULTS = {
-    "token shift off by one": (eagle, "ahead", token_shift, oracle, "3"),
-    "token shift off by one, in decoding's eyes": (eagle, "ahead", token_shift, parity, "3"),
+    "token shift off by one": (eagle, "shift_left", token_shift, oracle, "3"),
+    "token shift off by one, in decoding's eyes": (eagle, "shift_left", token_shift, parity, "3"),
     "target shift off by one": (train, "chunked_draft_loss", target_shift, oracle, "3"),
     "RoPE without + k": (EagleModel, "unroll", rope_without_step, oracle, "3"),
     "RoPE without + k, in decoding's eyes": (EagleModel, "unroll", rope_without_step, parity, "1"),

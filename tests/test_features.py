@@ -15,11 +15,12 @@ from test_data_packing import LENGTHS, corpus_of
 from zoo import tiny
 
 from draftsmith.data import capture as capturing
-from draftsmith.data import durable, feature_codec, feature_dataset, features
+from draftsmith.data import feature_codec, feature_dataset, features
 from draftsmith.data.capture import capture
 from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, sample_key
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference import durable
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import prefetched
@@ -175,7 +176,8 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from test_data_packing import corpus_of
 from zoo import tiny
-from draftsmith.data import durable, features
+from draftsmith.data import features
+from draftsmith.inference import durable
 from draftsmith.data.capture import capture
 from draftsmith.models.target import Target
 

@@ -109,7 +109,7 @@ def test_a_row_may_end_before_anything_was_timed():
     """Then the two plain rounds at the start have different numbers of rows."""
     target = Target.wrap(tiny("llama"))
     plain = texts(Decoder(target).generate(PROMPTS[:2], None, 30, ()))
-    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), rows=2, governor=AdaptiveDepth()).generate(
+    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), slots=2, governor=AdaptiveDepth()).generate(
         PROMPTS[:2], None, 30, [plain[0][0]]
     )
     assert out[0].tokens == plain[0][:1] and out[1].tokens[:1] == plain[1][:1]

@@ -34,7 +34,7 @@ def run(
     depth = 0
     while depth < levels:
         logits = torch.stack([torch.stack([law(prefix, b) for prefix in row]) for b, row in enumerate(prefixes)])
-        index = (asked.position[:, None] + 1 + depth).expand(-1, logits.shape[1])
+        index = (asked.positions[:, None] + 1 + depth).expand(-1, logits.shape[1])
         frontier = growth.extend(*choose(logits, growth.count, asked, index, growth.scored))
         if frontier is None:
             break
@@ -166,7 +166,8 @@ def test_children_are_chosen_as_asked(kind):
     for b, f in product(range(2), range(3)):
         place = index[b, f]
         noise = [
-            gumbel(5, asked.request[b], place, VOCAB, PURPOSE_TOKEN if kind == "shared-noise" else PURPOSE_DRAFT, copy) for copy in range(3)
+            gumbel(5, asked.noise_keys[b], place, VOCAB, PURPOSE_TOKEN if kind == "shared-noise" else PURPOSE_DRAFT, copy)
+            for copy in range(3)
         ]
         if kind == "target-sample":
             expected, law = logits[b, f].argsort(descending=True)[:3].tolist(), logits[b, f]

@@ -83,8 +83,8 @@ def test_steps_left_out_must_be_on_end(tmp_path):
 def test_a_stalled_run_ends_and_says_where(tmp_path):
     program = """
 import time
-from draftsmith.train.engine.watchdog import Clock
-with Clock(0.02, "the same command goes on") as clock:
+from draftsmith.train.engine.watchdog import Watchdog
+with Watchdog(0.02, "the same command goes on") as clock:
     clock.at("waiting for the data of step 3")
     for _ in range(3):
         time.sleep(0.5)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.train.losses.chunked import chunk_rows, chunked, chunked_cross_entropy, chunked_kl, chunked_kl_heads
+from draftsmith.train.losses import chunked
+from draftsmith.train.losses.chunked import chunk_rows, chunked_cross_entropy, chunked_kl, chunked_kl_heads
 
 CAP = 3.0
 

@@ -9,13 +9,12 @@ import zoo
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import training_time_test as unroll
 from draftsmith.models.target import Target
 from draftsmith.train import distill, eagle, medusa, recipe
-from draftsmith.train.cli import exit_on_error
-from draftsmith.train.plan import memory, trace
+from draftsmith.train.plan import memory, report, trace
 from draftsmith.train.plan.memory import GIB, Case, Machine
-from draftsmith.train.plan.report import report as plan
 
 CPU = Machine(1, 1, GIB, cpu=True)
 ROWS, POSITIONS = 4, 128
@@ -38,7 +37,7 @@ CASES = {
 
 
 def loaded(method, name, overrides):
-    return recipe.load(plan.schema_of(method), f"{name}.yaml", overrides)
+    return recipe.load(report.schema_of(method), f"{name}.yaml", overrides)
 
 
 def drawn(method, chosen, gpu=False, dtype=torch.float32):
@@ -196,7 +195,7 @@ def llama(folder, size):
 
 
 def test_of_large_targets_only_the_config_is_read(tmp_path):
-    found = plan.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
+    found = report.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
     assert found["target"]["parameters"] == 8_030_261_248
     assert found["chosen"] == "ddp" and found["step"]["accumulation"] == 2
     # fc, a layer that reads twice as much, the head over 32,000 tokens, norms.
@@ -272,7 +271,7 @@ def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
 def test_a_recipe_that_does_not_fit_is_told_what_helps():
     overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500", "eagle.steps=1", "data.seq_len=64"]
     machine = Machine(2, 1, 0.02 * GIB)
-    found = plan.report("eagle3-tiny.yaml", overrides, machine)
+    found = report.report("eagle3-tiny.yaml", overrides, machine)
     assert found["chosen"] is None and not any(need["fits"] for need in found["launchers"])
     least = min(need["total"] for need in found["launchers"])
     alone = [one for one in found["advice"] if len(one["keys"]) == 1]
@@ -292,7 +291,7 @@ def test_a_recipe_that_does_not_fit_is_told_what_helps():
     together = found["advice"][-1]["keys"]
     assert len(together) >= 3 and not {"target.parallel=shard", "target.quantise=bnb-nf4"} <= set(together)
     roomy = Machine(2, 1, GIB)
-    assert plan.report("eagle3-tiny.yaml", overrides, roomy)["advice"] == []
+    assert report.report("eagle3-tiny.yaml", overrides, roomy)["advice"] == []
 
 
 def test_the_store_is_that_of_the_prepared_data(tmp_path):
@@ -300,24 +299,24 @@ def test_the_store_is_that_of_the_prepared_data(tmp_path):
     (tmp_path / "text.jsonl").write_text(lines)
     overrides = [f"data.train={tmp_path / 'text.jsonl'}", f"data.cache={tmp_path}", "features.mode=offline", "features.store=none"]
     machine = Machine(1)
-    before = plan.report("medusa-tiny.yaml", overrides, machine, tflops=100.0)["features"]
+    before = report.report("medusa-tiny.yaml", overrides, machine, tflops=100.0)["features"]
     assert before["prepared"] is None and before["bytes"] == 716_800 * before["bytes_per_token"]
     chosen = loaded(medusa, "medusa-tiny", overrides)
     from draftsmith.data.prepare import load
 
     corpora = load(chosen.data.plan(), Target.load("tiny").tokenizer, chosen.data.cache, 1)
-    found = plan.report("medusa-tiny.yaml", overrides, machine, hours=0.5)
+    found = report.report("medusa-tiny.yaml", overrides, machine, hours=0.5)
     tokens = sum(len(one.ids) for one in corpora.values())
     assert found["features"]["prepared"] == tokens and found["features"]["bytes"] == tokens * (256 * 2 + 4)
     assert found["features"]["read_mb_per_s"] == pytest.approx(716_800 / 1800 * 516 / 1e6)
     assert found["work"]["wanted_tokens_per_s"] == pytest.approx(716_800 / 1800)
-    online = plan.report("medusa-tiny.yaml", [], machine)
+    online = report.report("medusa-tiny.yaml", [], machine)
     assert online["features"] is None and online["work"]["flops_per_token"] > found["work"]["flops_per_token"]
 
 
 def test_a_recipe_says_whose_it_is(tmp_path):
     for name, method in (("medusa-tiny", medusa), ("eagle1-tiny", eagle), ("distill-tiny", distill)):
-        assert plan.method_of(f"{name}.yaml", []) is method
+        assert report.method_of(f"{name}.yaml", []) is method
     bare = "train.output: out\ntrain.steps: 3\ntrain.batch_size: 2\ntrain.lr: 0.1\n"
     for file, text, overrides, method in (
         ("mine", "student.start: random\n", [], distill),
@@ -326,12 +325,12 @@ def test_a_recipe_says_whose_it_is(tmp_path):
         ("eagle3-mine", "medusa.heads: 2\n", [], medusa),
     ):
         (tmp_path / f"{file}.yaml").write_text(bare + text)
-        assert plan.method_of(str(tmp_path / f"{file}.yaml"), overrides) is method
+        assert report.method_of(str(tmp_path / f"{file}.yaml"), overrides) is method
     (tmp_path / "mine.yaml").write_text(bare)
     with pytest.raises(ValueError, match=r"cannot tell which script trains it; expected keys of one of distill\.\* for train/distill\.py"):
-        plan.method_of(str(tmp_path / "mine.yaml"), [])
+        report.method_of(str(tmp_path / "mine.yaml"), [])
     with pytest.raises(ValueError, match="cannot tell"):
-        plan.method_of(str(tmp_path / "mine.yaml"), ["eagle.steps=2", "medusa.heads=1"])
+        report.method_of(str(tmp_path / "mine.yaml"), ["eagle.steps=2", "medusa.heads=1"])
 
 
 def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
@@ -339,17 +338,17 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     (tmp_path / "l").mkdir()
     monkeypatch.chdir(tmp_path)
     path = llama(tmp_path / "l", 8).replace(str(tmp_path / "l"), "./l")
-    exit_on_error(plan.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
+    exit_on_error(report.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
     text = capsys.readouterr().out
     table = [line for line in text.splitlines() if re.match(r"(launcher|ddp|fsdp2|zero)", line)]
     assert len(table) == 7 and all(len(line.rstrip()) <= 80 and line.rstrip().endswith(("fits", "yes")) for line in table)
     assert len(text.splitlines()) <= 26
     assert "accelerate launch --config_file recipes/accelerate-ddp.yaml --num_processes 8 train/eagle.py eagle3-llama3.1-8b.yaml" in text
     assert "predicted" in text and "tokens/s to end in 24 h" in text
-    exit_on_error(plan.main, ["medusa-tiny.yaml", "--cpu"])
+    exit_on_error(report.main, ["medusa-tiny.yaml", "--cpu"])
     text = capsys.readouterr().out
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
-    exit_on_error(plan.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
+    exit_on_error(report.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
     assert unroll._Causal.__name__ == "_Causal"  # what stood in for it is gone
 
@@ -370,7 +369,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
 )
 def test_mistakes_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(plan.main, words)
+        exit_on_error(report.main, words)
     assert exit.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
@@ -378,5 +377,5 @@ def test_mistakes_are_one_line(words, says, capsys):
 
 def test_an_unknown_flag_is_named(capsys):
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(plan.main, ["medusa-tiny.yaml", "--colour"])
+        exit_on_error(report.main, ["medusa-tiny.yaml", "--colour"])
     assert exit.value.code == 2 and "--colour" in capsys.readouterr().err

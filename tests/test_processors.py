@@ -493,7 +493,7 @@ class RowOfTheBatch(History):
     """Indexed by the place in the batch."""
 
     def apply(self, ask, tree, logits):
-        return super().apply(replace(ask, rows=list(range(len(ask.slots))), index=torch.arange(len(ask.slots))), tree, logits)
+        return super().apply(replace(ask, slots=list(range(len(ask.slots))), slot_index=torch.arange(len(ask.slots))), tree, logits)
 
 
 class NeverCleared(History):

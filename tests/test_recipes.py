@@ -32,7 +32,7 @@ def test_every_shipped_recipe_loads():
 
 
 def test_every_key_is_read_somewhere():
-    source = "".join(file.read_text() for folder in ("train", "data", "eval") for file in (ROOT / folder).glob("*.py"))
+    source = "".join(file.read_text() for folder in ("train", "data", "eval") for file in (ROOT / folder).rglob("*.py"))
     seen = 0
     for name in RECIPES:
         for key in recipe.keys(schema_of(name)):

@@ -103,7 +103,7 @@ def test_requests_are_checked_before_anything_runs(target, prompts, options, mes
 
 def test_decoders_are_checked(target):
     for options, message in (
-        ({"rows": 0}, "rows 0"),
+        ({"slots": 0}, "slots 0"),
         ({"context": 0}, "context 0"),
         ({"chunk": 0}, "chunk 0"),
         ({"context": 129}, "128 positions"),

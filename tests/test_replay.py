@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 from zoo import tiny
 
-from draftsmith.data import durable
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference import durable
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.sampler import Sampling

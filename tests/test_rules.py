@@ -568,7 +568,7 @@ def test_who_is_lossless():
     assert all(Sampling(0.0, rule=rule, **limits).lossless and Sampling(rule=rule, **limits).children == "top" for rule in RULES)
     with pytest.raises(ValueError, match="rule membership without top_k, top_p or min_p"):
         Sampling(1.0, rule="membership")
-    with pytest.raises(ValueError, match="rule greedy; expected one of coupled, target-sample"):
+    with pytest.raises(ValueError, match="rule greedy; expected one of shared-noise, target-sample"):
         Sampling(rule="greedy")
 
 

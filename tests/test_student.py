@@ -404,7 +404,7 @@ def test_a_student_decodes_while_it_is_trained(wide, lora):
     plain = [answer.tokens for answer in Decoder(target).generate(prompts, max_new_tokens=16, stop_ids=())]
     rounds = []
     for _ in range(2):
-        done = Decoder(target, DraftModel(drafts, StaticTree.chain(3)), rows=2).generate(prompts, max_new_tokens=16, stop_ids=())
+        done = Decoder(target, DraftModel(drafts, StaticTree.chain(3)), slots=2).generate(prompts, max_new_tokens=16, stop_ids=())
         assert [answer.tokens for answer in done] == plain
         rounds.append([len(answer.rounds) for answer in done])
         ids = torch.tensor([[3, 4, 5]])

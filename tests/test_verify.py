@@ -186,7 +186,7 @@ class Watch(TorchDispatchMode):
 def test_one_transfer_per_round(rows, how, monkeypatch):
     """Nothing reads the device in a round but the one transfer, whose call is counted."""
     prompts = [[1, 2, 3, 4][: 2 + i] for i in range(rows)]
-    decoder = Decoder(Target.wrap(tiny("mistral")), Guesser(StaticTree.cartesian([3, 2, 2])), rows=rows)
+    decoder = Decoder(Target.wrap(tiny("mistral")), Guesser(StaticTree.cartesian([3, 2, 2])), slots=rows)
     transfers = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))

@@ -2,8 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
+
+from draftsmith.inference.errors import exit_on_error
 
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
@@ -22,44 +23,6 @@ usage: draftsmith <word> [options]      (draftsmith <word> --help says more)
 
 To train:  accelerate launch train/medusa.py recipes/medusa-tiny.yaml [section.key=value ...]
 """
-
-
-def exit_on_error(main: Callable[[list[str]], None], arguments: list[str], usage: str | None = None) -> None:
-    """Run `main`; errors that a person can mend are one line on stderr and exit 2, without a traceback.
-
-    With a `usage`, no arguments or --help print it.
-    """
-    if usage is not None and (not arguments or arguments[0] in ("-h", "--help")):
-        print(usage.strip())
-        raise SystemExit(0 if arguments else 2)
-    import torch  # here, so that --help stays quick
-    from jinja2 import TemplateError
-    from safetensors import SafetensorError
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        main(arguments)
-        if torch.distributed.is_initialized():  # part in order, else a rank may be aborted by the others' going
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
-    except BrokenPipeError:  # the reader left: `draftsmith generate ... | head`
-        sys.stderr.close()
-        raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except (
-        ValueError,
-        OSError,
-        SafetensorError,
-        TemplateError,
-        EOFError,
-        FloatingPointError,
-        MemoryError,
-        torch.OutOfMemoryError,
-    ) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prepare import load as load_corpora
 from draftsmith.eval import loading
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe, setup
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.recipe import Recipe
 
 DEPTH = 4  # K of the ceiling that a draft vocabulary puts on τ

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.engine import checkpoint, order, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix

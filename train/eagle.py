@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
@@ -24,7 +25,6 @@ from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.draft import chain, chunked_draft_loss, feature_loss, mix
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 from draftsmith.train.recipe import Recipe, Section, load, usage

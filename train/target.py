@@ -20,11 +20,11 @@ from draftsmith.data import prepare
 from draftsmith.data.conversations import SEPARATOR
 from draftsmith.data.packing import TokenStream
 from draftsmith.inference import machine
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.progress import Bar
 from draftsmith.models.student import scale_residuals
 from draftsmith.models.target import resolve_path
 from draftsmith.train import loop
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.objective import Batch, Loss

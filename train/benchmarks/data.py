@@ -27,9 +27,9 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore
 from draftsmith.data.packing import PackedDataset, pack
 from draftsmith.data.prepare import Encoder, Plan, encoded
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.medusa import MedusaSection, objective
 from draftsmith.train.recipe import RECIPES
 

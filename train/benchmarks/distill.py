@@ -19,11 +19,11 @@ from draftsmith.eval.compare import expected_rounds, paired, texts
 from draftsmith.eval.loading import encode
 from draftsmith.inference import machine
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 from draftsmith.train import distill
-from draftsmith.train.cli import exit_on_error
 
 LOSSES = ("nll", "kl", "reverse_kl", "jsd(0.5)", "tv")
 SEEDS = (0, 1, 2)

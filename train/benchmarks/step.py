@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train import eagle, medusa
-from draftsmith.train.cli import exit_on_error
 from draftsmith.train.eagle import EagleSection
 from draftsmith.train.medusa import MedusaSection
 from draftsmith.train.objective import Batch, Objective

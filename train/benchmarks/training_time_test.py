@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.training_time_test import attend
-from draftsmith.train.cli import exit_on_error
 
 FORMS = ("unroll", "masked", "scores")
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith.data import durable
-from draftsmith.data.durable import sync as _sync
+from draftsmith.inference import durable
+from draftsmith.inference.durable import sync as _sync
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 

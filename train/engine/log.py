@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
-from draftsmith.data import durable
-from draftsmith.inference import machine
+from draftsmith.inference import durable, machine
 from draftsmith.train.engine import processes
 from draftsmith.train.engine.trackers import start, trackers
 from draftsmith.train.recipe import Recipe

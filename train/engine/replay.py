@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftsmith.data import durable
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference import durable
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import constants
 
-from draftsmith.data import durable
+from draftsmith.inference import durable
 from draftsmith.train.recipe import Recipe, TrainSection
 
 

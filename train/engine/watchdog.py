@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data import durable
+from draftsmith.inference import durable
 
 STALLED = 75  # exit status of a run that made no progress: EX_TEMPFAIL, "try again"
 

@@ -1,0 +1,167 @@
+"""Capture: run the frozen target over a corpus once and keep its features in a store.
+
+Letters: n tokens of a sample · T taps · H hidden size.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.data import feature_codec, features
+from draftsmith.data.corpus import Corpus
+from draftsmith.data.features import Index, sample_key, sidecars
+from draftsmith.inference import durable
+from draftsmith.inference.progress import Bar
+from draftsmith.models.target import Target
+
+
+def capture(
+    target: Target,
+    corpora: Iterable[Corpus],
+    folder: Path,
+    precision: str = "bfloat16",
+    taps: tuple[int, ...] = (),
+    batch_tokens: int = 8192,
+    rank: int = 0,
+    world: int = 1,
+    wait: Callable[[], object] = lambda: None,
+) -> None:
+    """Run `target` over every sample of `corpora` that the store lacks, longest first, and keep its features.
+
+    Each rank of `world` takes every world-th shard; `wait` is a barrier between ranks. What a kill leaves is whole shards; the same call
+    goes on from there, and the result is the same to the last byte, whatever the world size.
+
+    Raises:
+        ValueError: a store of another target, other taps or another precision.
+        OSError: too little room, said before the first byte is written; a folder that cannot be written.
+    """
+    index = Index.of(target, taps, precision)
+    samples = {sample_key(ids): ids for corpus in corpora for ids in (corpus.sample(n)[0] for n in range(len(corpus)))}
+    plan = shards(samples, index)
+    if rank == 0:
+        begin(folder, index, target)
+    wait()
+    there = sidecars(folder)
+    wrong = features.damaged(folder, there) if rank == 0 else {}
+    for name, problem in wrong.items():
+        print(f"note: {folder}: shard {name}.safetensors {problem}; it is captured again", file=sys.stderr)
+        (folder / f"{name}.json").unlink()
+    wait()
+    there = sidecars(folder)
+    # Samples in shards of an earlier, other corpus are not captured twice. Those shards do not change meanwhile: neither does the plan.
+    elsewhere = {key for name, facts in there.items() if name not in plan for key in facts["keys"]}
+    todo = {name: [key for key in keys if key not in elsewhere] for name, keys in plan.items() if name not in there}
+    todo = {name: keys for name, keys in todo.items() if keys}
+    tokens = sum(len(samples[key]) for keys in todo.values() for key in keys)
+    if rank == 0:
+        _check_room(folder, index, tokens, len(samples))
+    wait()  # all have read what is there before any adds to it
+    own = [(name, todo[name]) for name in list(plan)[rank::world] if name in todo]
+    total = sum(len(samples[key]) for _, keys in own for key in keys)
+    seen = 0
+    with Bar("capturing", total, show=rank == 0) as bar:
+        for name, keys in own:
+            _capture_shard(target, folder / name, {key: samples[key] for key in keys}, index, batch_tokens)
+            seen += sum(len(samples[key]) for key in keys)
+            bar.update(seen, f"tokens  shard {name}")
+    wait()
+    if rank == 0:
+        _say(folder, index)
+
+
+def shards(samples: dict[str, Tensor], index: Index) -> dict[str, list[str]]:
+    """name -> sample keys, longest samples first, about SHARD_BYTES each."""
+    most = max(1, features.SHARD_BYTES // index.bytes_per_token)
+    order = sorted(samples, key=lambda key: (-len(samples[key]), key))
+    ends = list(accumulate(len(samples[key]) for key in order))
+    groups: dict[int, list[str]] = {}
+    for key, end in zip(order, ends, strict=True):
+        groups.setdefault((end - 1) // most, []).append(key)
+    return {shard_name(keys): keys for keys in groups.values()}
+
+
+def shard_name(keys: Iterable[str]) -> str:
+    """A shard is named by what is in it."""
+    return hashlib.blake2b("".join(keys).encode(), digest_size=8).hexdigest()
+
+
+def begin(folder: Path, index: Index, target: Target) -> None:
+    """Make an empty store, or take up the one that is there. Raises ValueError for one of another target, other taps or precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = Index.read(folder)
+    if before is None:
+        text = json.dumps(asdict(index), indent=1) + "\n"
+        durable.replace(folder / "index.json", lambda part: part.write_text(text))
+        return
+    before.check(folder, target, index.taps)
+    if (before.precision, before.taps, before.target.dtype) != (index.precision, index.taps, index.target.dtype):
+        raise ValueError(
+            f"feature store {folder} is of precision {before.precision}, taps {list(before.taps)} and a {before.target.dtype} target; this run "
+            f"would add {index.precision}, taps {list(index.taps)}, {index.target.dtype}; give another features.store, or delete that one"
+        )
+    for left in folder.glob(".*.part"):  # by a killed process
+        left.unlink()
+
+
+def _check_room(folder: Path, index: Index, tokens: int, samples: int) -> None:
+    needed, free = tokens * index.bytes_per_token, shutil.disk_usage(folder).free
+    print(
+        f"{folder}: {samples:,} samples, {tokens:,} tokens to capture × {index.bytes_per_token:,} bytes ({index.precision}, hidden + {len(index.taps)} "
+        f"taps) = {needed / 1e9:.2f} GB; {free / 1e9:.1f} GB free",
+        file=sys.stderr,
+        flush=True,
+    )
+    if needed + features.SHARD_BYTES > free:
+        raise OSError(
+            f"{folder}: {free / 1e9:.2f} GB free, the features need {(needed + features.SHARD_BYTES) / 1e9:.2f}; make room, take features.precision=fp8, "
+            "or train with features.mode=online"
+        )
+
+
+def _capture_shard(target: Target, path: Path, samples: dict[str, Tensor], index: Index, batch_tokens: int) -> None:
+    found = {
+        key: rows
+        for keys in _batches(samples, batch_tokens)
+        for key, rows in compute(target, {key: samples[key] for key in keys}, index.taps)
+    }
+    features.write_shard(path, [(key, samples[key], *found[key]) for key in samples], index, target.logits)
+
+
+def _batches(samples: dict[str, Tensor], batch_tokens: int) -> Iterator[list[str]]:
+    """Keys in order, as many at a time as fit into `batch_tokens` when padded to the longest."""
+    keys: list[str] = []
+    longest = 0
+    for key, ids in samples.items():
+        longest = max(longest, len(ids))
+        if keys and longest * (len(keys) + 1) > batch_tokens:
+            yield keys
+            keys, longest = [], len(ids)
+        keys.append(key)
+    yield keys
+
+
+def compute(target: Target, samples: dict[str, Tensor], taps: tuple[int, ...]) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
+    """key -> (hidden [n,H], taps [n,T,H] or None) of each sample, in one forward. Padding behind a sample is never seen by it."""
+    ids = pad_sequence([ids.long() for ids in samples.values()], batch_first=True).to(target.device)
+    out = target.forward(ids, taps=taps)
+    for row, (key, sample) in enumerate(samples.items()):
+        n = len(sample)
+        yield key, (out.hidden[row, :n].cpu(), None if out.taps is None else out.taps[row, :n].cpu())
+
+
+def _say(folder: Path, index: Index) -> None:
+    shards = sidecars(folder).values()
+    error = feature_codec.Error().merge(*(feature_codec.Error(**facts["error"]) for facts in shards if facts["error"]))
+    size = sum(facts["bytes"] for facts in shards)
+    text = f"{folder}: {len(shards)} shards, {size / 1e9:.2f} GB, {index.precision}"
+    if index.precision != index.target.dtype and error.rows:
+        text += f"; error of storing: {', '.join(f'{name} {value:.3g}' for name, value in error.summary().items())}"
+    print(text, flush=True)

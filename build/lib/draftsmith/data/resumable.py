@@ -1,0 +1,136 @@
+"""Rows of JSON in a file that grows: whatever stops a run, the same command goes on, and each row is there once."""
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from draftsmith.inference import durable
+
+OURS = "draftsmith"  # the fact `by` of rows that our own decoder made; else the address of a server
+INSTEAD = "give another output, or delete the file"
+BEGINNING = b'{"id": '  # of every row
+
+
+class Output:
+    """The file, open to append and locked against a second run. rows: where the line of each id ends, in bytes.
+
+    A row begins with its id, which is one of `ids`; its `generation` holds `facts`, which say how all were made, and finish_reasons.
+
+    Raises, when it is opened:
+        ValueError: a line that is not such a row, by number; what follows the last line break is dropped if it began as one.
+        OSError: a file that cannot be read and written, or that another run writes.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any], ids: set[str]) -> None:
+        self.path, self.facts, self.ids = path, facts, ids
+        self.rows: dict[str, int] = {}
+
+    def __enter__(self) -> "Output":
+        if self.path.is_dir():
+            raise OSError(f"{self.path} is a folder; expected the name of a .jsonl file; add one")
+        with self._told():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._lock()
+            with self._told():
+                durable.sync(self.path.parent)
+            self._load()
+        except BaseException:
+            os.close(self.file)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self.file)
+        if kind is KeyboardInterrupt:
+            print(f"stopped with {len(self.rows)} rows in {self.path}; the same command goes on from there", file=sys.stderr)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{self.path} is being written by another run; wait for it, or give another output") from None
+        except OSError:
+            pass  # a network file system without locks
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = "the rows in it are whole; make room or give another output, and run the same command again"
+            raise OSError(f"{self.path}: {error.strerror or error}; {remedy}") from None
+
+    @property
+    def size(self) -> int:
+        return next(reversed(self.rows.values()), 0)
+
+    def _load(self) -> None:
+        """Read what earlier runs wrote, and drop a last line that was not finished."""
+        with self._told(), self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                row = _parse(line)
+                # What has another beginning is not ours to drop.
+                if not line.endswith(b"\n") and (row or (row is None and BEGINNING.startswith(line[: len(BEGINNING)]))):
+                    break
+                if not row:
+                    raise ValueError(f"{self.path}:{number}: not a row that this command wrote; {INSTEAD}")
+                self._check(f"{self.path}:{number}", row["id"], row["generation"])
+                self.rows[row["id"]] = self.size + len(line)
+        self.cut(len(self.rows))
+
+    def _check(self, where: str, name: str, theirs: dict[str, Any]) -> None:
+        if name not in self.ids or name in self.rows:
+            raise ValueError(f"{where}: id {name!r} is {'there twice' if name in self.rows else 'not in the input'}; {INSTEAD}")
+        for fact in self.facts | theirs:
+            then, now = theirs.get(fact), self.facts.get(fact)
+            moved = fact == "by" and OURS not in (then, now)  # a server may have another address by now
+            if then != now and fact != "finish_reasons" and not moved:
+                raise ValueError(f"{where}: made with {fact} {then!r}, now it is {now!r}; {INSTEAD}")
+
+    def cut(self, rows: int) -> None:
+        """Keep the first rows only."""
+        self.rows = dict(list(self.rows.items())[:rows])
+        with self._told():
+            if os.fstat(self.file).st_size != self.size:
+                os.ftruncate(self.file, self.size)
+                os.fsync(self.file)
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """All of them: on the disk when it returns or, if it is full (OSError), not at all."""
+        ends, data = dict[str, int](), b""
+        for row in rows:
+            # A lone surrogate, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+            data += json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            ends[row["id"]] = self.size + len(data)
+        if data:
+            with self._told():
+                self._write(data)
+        self.rows |= ends
+
+    def _write(self, data: bytes) -> None:
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self.file, left) :]
+            os.fsync(self.file)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self.file, self.size)
+            raise
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A row; {} for JSON that is none, None for what is no JSON."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("generation"), dict) else {}

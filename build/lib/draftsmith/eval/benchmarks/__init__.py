@@ -1,0 +1,1 @@
+"""`draftsmith bench`: decoding beside transformers, kernels beside their rivals, whole rounds."""

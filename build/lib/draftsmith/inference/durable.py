@@ -1,0 +1,40 @@
+"""Files that are complete or absent, whatever is killed, unplugged or full while they are written."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, sync it, and only then rename it to `path`.
+
+    Args:
+        path: the file to create or replace. On an error it stays as it was.
+        write: writes the content to the path that it is given.
+
+    Raises:
+        OSError: the disk is full, the folder is read-only, and so on. Whatever `write` raises passes through.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(temporary)
+        sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` as UTF-8, through `replace`."""
+    replace(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,40 @@
+"""Triton kernels, each beside its plain-torch twin, and whether they are in use. Importing this imports no Triton.
+
+What takes a kernel asks `active()`; the modules here are imported only where it says yes, so that the rest works without Triton.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+
+__all__ = ["active", "missing", "use"]
+
+_active = False
+
+
+def missing(device: torch.device) -> str:
+    """Why kernels cannot run on tensors of this device, in one line; "" where they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install draftsmith[kernels]"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # for tests, which mend the interpreter
+        return f"they need a CUDA device, the model is on the {device.type}"
+    return ""
+
+
+def active() -> bool:
+    """Whether decoding takes kernels just now."""
+    return _active
+
+
+@contextmanager
+def use(on: bool) -> Iterator[None]:
+    """Within it `active()` is `on`."""
+    global _active
+    before, _active = _active, on
+    try:
+        yield
+    finally:
+        _active = before

@@ -1,0 +1,82 @@
+"""What this machine is good at, found by trying: how many threads, whether bf16 helps, and how fast it multiplies.
+
+A table of processors would be wrong somewhere: a busy 2-core box with too many OpenMP threads ran the same work 40 × slower,
+and bf16 is quick on CPUs with AMX and slow on most others.
+"""
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+
+def threads(work: Callable[[], object] | None = None) -> int:
+    """Set and return the number of threads that do `work` soonest, a product of training's size by default.
+
+    OMP_NUM_THREADS decides where a person set it. (`accelerate launch` sets it to 1 itself when it starts a single process.)
+    """
+    # Saturated softmaxes underflow to denormals, which CPUs multiply in microcode: backward passes up to 1.8 × slower, measured.
+    # Before the first parallel work, so that every thread of the pool inherits it.
+    torch.set_flush_denormal(True)
+    launched_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if torch.cuda.is_available() or (told and not (told == "1" and launched_alone)):
+        return torch.get_num_threads()
+    if work is None:
+        left, right = torch.randn(512, 256), torch.randn(256, 1024)
+        work = functools.partial(torch.matmul, left, right)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= cores]
+    chosen, shortest = 1, float("inf")
+    for count in counts:
+        torch.set_num_threads(count)
+        seconds = _median(work)
+        # A thread more must earn its place: what it gains on an idle machine it loses many times over on a busy one.
+        if seconds < 0.85 * shortest:
+            chosen, shortest = count, seconds
+    torch.set_num_threads(chosen)
+    return chosen
+
+
+@functools.cache
+def precision() -> Literal["fp32", "bf16"]:
+    """bf16 where a GPU supports it, and on a CPU only where it multiplies at least 1.3 × as fast as fp32."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    left, right = torch.randn(256, 512), torch.randn(512, 1024)
+    half_left, half_right = left.bfloat16(), right.bfloat16()
+    return "bf16" if 1.3 * _median(lambda: half_left @ half_right) < _median(lambda: left @ right) else "fp32"
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large matrix products of this dtype on this device: the best of what fits into a moment, since others disturb it."""
+    gpu = device.type == "cuda"
+    rows, size, products = (4096, 4096, 4) if gpu else (256, 1024, 1)
+    left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, size), (size, size)))
+
+    def work() -> None:
+        for _ in range(products):
+            torch.matmul(left, right)
+        if gpu:
+            torch.cuda.synchronize(device)
+
+    return products * 2 * rows * size * size / min(_times(work, 0.1))
+
+
+def _median(work: Callable[[], object]) -> float:
+    return statistics.median(_times(work, 0.15))
+
+
+def _times(work: Callable[[], object], budget: float) -> list[float]:
+    """Seconds of `work`, over and over for `budget` seconds, at least twice after once for warming up."""
+    times: list[float] = []
+    until = time.perf_counter() + budget
+    while len(times) < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return times[1:]

@@ -1,0 +1,44 @@
+"""Progress for people: a live bar on a terminal, a line every few seconds in a log."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+
+
+class Bar:
+    """`with Bar("training", total) as bar: bar.update(done, "loss 3.1")`; silent when `show` is false. Writes to stderr.
+
+    total None: how much there is to do is not known.
+    """
+
+    def __init__(self, label: str, total: int | None, done: int = 0, show: bool = True) -> None:
+        self.label, self.total, self.first, self.show = label, total, done, show
+        self.console = Console(file=sys.stderr)
+        self.started = self.printed = time.perf_counter()
+        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        self.live = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not show or not self.console.is_terminal)
+        self.task = self.live.add_task(label, total=total, completed=done, text="")
+
+    def __enter__(self) -> "Bar":
+        self.live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.live.stop()
+
+    def update(self, done: int, text: str = "") -> None:
+        self.live.update(self.task, completed=done, text=text)
+        now = time.perf_counter()
+        if not self.show or self.console.is_terminal or (now - self.printed < LINE_EVERY and (self.total is None or done < self.total)):
+            return
+        self.printed = now
+        if self.total is None:
+            print(f"{self.label}  {text}", file=sys.stderr, flush=True)
+            return
+        left = (now - self.started) / max(1, done - self.first) * (self.total - done)
+        print(f"{self.label} {done}/{self.total}  {text}  {left / 60:.1f} min left", file=sys.stderr, flush=True)

@@ -1,0 +1,177 @@
+"""Logits and a key -> a token. The noise is a pure function of (seed, request, position, token), so that the same token
+comes out whatever the drafter, the tree, the row or the batch.
+
+Letters: V vocabulary. `...` is any batch shape, the same for all arguments.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "philox", "sample", "uniform", "warp"]
+
+_MASK = 0xFFFFFFFF
+# Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.2.
+_MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+# Fourth counter word: what the number is for. A draw of the target must share no number with other uses.
+PURPOSE_TOKEN, PURPOSE_DRAFT, PURPOSE_UNIFORM = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """children: how a drafter chooses the children of a node. top: its best tokens · coupled: its best with the target's own noise
+    added, so that agreement is likelier · drawn: samples of its law q without replacement · replaced: with replacement."""
+
+    children: Literal["top", "shared-noise", "drawn", "replaced"]
+    lossless: bool
+    about: str
+
+
+RULES = {
+    "shared-noise": Rule(
+        "shared-noise", True, "y ~ p at each visited node; descend where a child is y, else emit y; the drafter has the same noise"
+    ),
+    "target-sample": Rule("top", True, "the same with the drafter's best tokens for children"),
+    "rejection": Rule("drawn", True, "children drawn from q without replacement, accepted with p/q, then from the residual"),
+    "rejection-replacement": Rule("replaced", True, "the same with replacement"),
+    "typical": Rule("top", False, "accept where p(x) > min(epsilon, delta·exp(−H(p))), the longest path"),
+    "membership": Rule("top", False, "accept what top_k, top_p and min_p keep, the longest path"),
+}
+# One draw whatever the children are, so that the output is that of "target-sample", and more of it is accepted: T = 1 on the tiny target,
+# tau 1.36 -> 1.69 with Medusa heads, 1.56 -> 2.12 with a draft model.
+DEFAULT_RULE = "shared-noise"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn. temperature 0 is greedy: the filters and the rule then have nothing to decide.
+
+    Applied in this order: repetition_penalty (1 is off), temperature, top_k (0), top_p (1), min_p (0). seed: 0 .. 2^64 − 1.
+    rule: a name of RULES. epsilon, delta: of typical acceptance (Cai et al. 2024, §2.3.1).
+
+    Raises:
+        ValueError: a field outside its range, or membership with nothing that limits it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    rule: str = DEFAULT_RULE
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive whole number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),
+            ("seed", 0 <= self.seed < 2**64, "a whole number in 0 .. 2^64-1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a positive number; 1 is off"),
+            ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
+            ("epsilon", 0.0 <= self.epsilon <= 1.0, "a probability"),
+            ("delta", 0.0 <= self.delta < float("inf"), "a number >= 0"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise ValueError(f"got {name} {getattr(self, name)}; expected {expected}; correct it")
+        if self.rule == "membership" and not (self.top_k or self.top_p < 1 or self.min_p):
+            raise ValueError("got rule membership without top_k, top_p or min_p; every token would be accepted; give one of them")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def children(self) -> str:
+        """How children are to be chosen; without noise there is only the best."""
+        return "top" if self.greedy else RULES[self.rule].children
+
+    @property
+    def lossless(self) -> bool:
+        return self.greedy or RULES[self.rule].lossless
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [...,V] -> float32 [...,V] scaled by temperature, −inf outside the kept set.
+
+    Kept sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper in
+    this order. Ties: top-k keeps all that equal the k-th. Which of several equals top-p drops transformers leaves to an unstable
+    sort; here the lowest id goes first, so that the set is the same for every shape, device and kernel.
+    """
+    scores = logits.float()
+    vocab = scores.shape[-1]
+    if sampling.temperature not in (0.0, 1.0):
+        scores = scores / sampling.temperature
+    if 0 < sampling.top_k < vocab:
+        kth = torch.topk(scores, sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, index = torch.sort(scores, stable=True)
+        drop = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[..., -1].fill_(False)  # the likeliest token always stays
+        scores = scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -torch.inf)
+    if sampling.min_p > 0.0:
+        probability = scores.softmax(-1)
+        top, best = probability.max(-1, keepdim=True)
+        drop = (probability < sampling.min_p * top).scatter_(-1, best, False)
+        scores = scores.masked_fill(drop, -torch.inf)
+    return scores
+
+
+def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four counter words -> four words, all int64 tensors in [0, 2^32) that broadcast together.
+
+    The key is (low word of seed, high word of seed), the layout of `triton.language.philox(seed, c0, c1, c2, c3)`.
+    """
+    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        # int64 products wrap, which keeps all 64 bits; the arithmetic shift is masked.
+        first, second = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
+        c0 = ((second >> 32) & _MASK) ^ (c1 ^ key_0)
+        c2 = ((first >> 32) & _MASK) ^ (c3 ^ key_1)
+        c1, c3 = second & _MASK, first & _MASK
+        key_0, key_1 = (key_0 + _WEYL_0) & _MASK, (key_1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_TOKEN, copy: int = 0) -> Tensor:
+    """Standard Gumbel noise float32 [...,V] for request [...] and position [...] (int64, in [0, 2^32)).
+
+    Counter layout: (token // 4, position, request, purpose + 256 · copy), key = seed; token t takes output word t % 4. A word x
+    gives the uniform u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
+    `position` is the absolute index in the sequence of the token being drawn; `copy` numbers independent draws of it.
+    """
+    block = torch.arange((vocab + 3) // 4, device=request.device)
+    request, position = request[..., None], position[..., None]
+    words = torch.stack(philox(seed, (block, position, request, torch.full_like(request, purpose + 256 * copy))), -1)  # [...,⌈V/4⌉,4]
+    return _unit(words.flatten(-2)[..., :vocab]).log_().neg_().log_().neg_().float()
+
+
+def uniform(seed: int, request: Tensor, position: Tensor, number: Tensor) -> Tensor:
+    """Uniforms float64 [...] in (0, 1), the coins of rejection: number [...] tells those of one position apart."""
+    return _unit(philox(seed, (number, position, request, torch.full_like(request, PURPOSE_UNIFORM)))[0])
+
+
+def _unit(words: Tensor) -> Tensor:
+    return words.double().add_(0.5).mul_(2.0**-32)
+
+
+def sample(logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor) -> Tensor:
+    """logits [...,V], request [...], position [...] -> y [...] int64.
+
+    Greedy: the argmax, lowest id on ties. Otherwise argmax of warped logits + noise (Gumbel-max), whose law is the softmax of
+    the warped logits.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    return (warp(logits, sampling) + gumbel(sampling.seed, request, position, logits.shape[-1])).argmax(-1)

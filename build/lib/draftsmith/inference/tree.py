@@ -1,0 +1,354 @@
+"""Token trees: what a drafter proposes and the target verifies in one forward.
+
+Letters: B rows · N tree nodes with the root · W = ⌈N/64⌉ ancestor words · K draft depth · R candidates per depth · D draft vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+__all__ = ["DraftTree", "StaticTree", "pack", "unpack"]
+
+Path = tuple[int, ...]
+
+
+def pack(visible: Tensor) -> Tensor:
+    """bool [...,N] -> int64 words [...,⌈N/64⌉]; bit j % 64 of word j // 64 is entry j."""
+    size = visible.shape[-1]
+    words = (size + 63) // 64
+    bits = visible.to(torch.int64)
+    if words * 64 != size:
+        bits = torch.nn.functional.pad(bits, (0, words * 64 - size))
+    # Distinct powers of two: their sum is their OR, bit 63 included (it wraps to the sign).
+    return (bits.unflatten(-1, (words, 64)) << torch.arange(64, device=visible.device)).sum(-1)
+
+
+def unpack(words: Tensor, size: int) -> Tensor:
+    """int64 words [...,N,W] -> bool [...,N,size], the inverse of `pack`; for a tree size is N.
+
+    Raises:
+        ValueError: fewer words than `size` bits need.
+    """
+    if words.shape[-1] * 64 < size:
+        raise ValueError(f"got {words.shape[-1]} words for {size} nodes; expected at least {(size + 63) // 64}; build the tree anew")
+    index = torch.arange(size, device=words.device)
+    if words.shape[-1] == 1:
+        return ((words >> index) & 1).bool()
+    return ((words[..., index // 64] >> (index % 64)) & 1).bool()
+
+
+@lru_cache(512)
+def indices(count: int, device: torch.device) -> Tensor:
+    """int64 0 … count − 1, made once: small tensors cost a small model's round more than its arithmetic does. Not to be written to."""
+    return torch.arange(count, device=device)
+
+
+@dataclass(slots=True)
+class DraftTree:
+    """One round's proposal, all tensors on one device.
+
+    tokens [B,N] int64, node 0 the root (the last committed token, whose KV is not cached yet) · parents [B,N] int64, parent
+    before child, −1 for the root · size [B] int64, later nodes are padding (1 plain decoding, 0 an idle row) ·
+    depth [B,N] int64 · ancestors [B,N,W] int64 words, a node its own ancestor, root included · q_logits [B,N,D] or None: the
+    law that each node's children were drawn from, siblings in draw order · replacement: they were drawn with replacement · width: no
+    node has more children, as far as the host knows · full: the host knows that no row has padding. A padding node counts as a
+    childless child of the root.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    size: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    q_logits: Tensor | None = None
+    _visible: Tensor | None = field(default=None, repr=False)
+    _route: Tensor | None = field(default=None, repr=False)
+    _deepest: Tensor | None = field(default=None, repr=False)
+    replacement: bool = False
+    width: int = -1
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 0:
+            self.width = self.tokens.shape[1] - 1
+
+    @classmethod
+    def build(cls, tokens: Tensor, parents: Tensor, size: Tensor, q_logits: Tensor | None = None) -> "DraftTree":
+        """Derive depth and ancestors from parents by pointer doubling, ⌈log2 N⌉ steps, without a host sync.
+
+        tokens, parents [B,N] int64, size [B] int64, q_logits [B,N,D] or None.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        if tokens.shape != parents.shape or size.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"got tokens {list(tokens.shape)}, parents {list(parents.shape)}, size {list(size.shape)}; "
+                "expected [B,N], [B,N], [B]; pad the shorter trees"
+            )
+        nodes = tokens.shape[1]
+        index = indices(nodes, tokens.device)
+        # Padding hangs on the root, so that its position stays near and its row of the mask is never empty.
+        pointer = torch.where(index < size[:, None], parents, 0).clamp_(min=0)  # [B,N]; the root points to itself
+        visible = torch.eye(nodes, dtype=torch.bool, device=tokens.device).expand(tokens.shape[0], nodes, nodes)
+        for _ in range((nodes - 1).bit_length()):
+            visible = visible | visible.gather(1, pointer[:, :, None].expand(-1, -1, nodes))
+            pointer = pointer.gather(1, pointer)
+        return cls(tokens, parents, size, visible.sum(-1) - 1, pack(visible), q_logits, visible)
+
+    @classmethod
+    def listed(cls, tokens: list[int], parents: tuple[int, ...], device: torch.device) -> "DraftTree":
+        """One row that the host made: tokens and parents of N nodes. What follows from the parents is made once and kept."""
+        return replace(_listed(parents, device), tokens=torch.tensor([tokens], device=device))
+
+    @classmethod
+    def root(cls, tokens: Tensor) -> "DraftTree":
+        """tokens [B] -> trees of size 1: plain decoding."""
+        rows = tokens.shape[0]
+        zero, one = tokens.new_zeros(rows, 1), tokens.new_ones(rows, 1)
+        visible = torch.ones(rows, 1, 1, dtype=torch.bool, device=tokens.device)
+        return cls(tokens[:, None], zero - 1, one[:, 0], zero, one[:, :, None], None, visible, full=True)
+
+    def visible(self) -> Tensor:
+        """Ancestors as bool [B,N,N]: node i sees node j. Unpacked once and kept."""
+        if self._visible is None:
+            self._visible = unpack(self.ancestors, self.tokens.shape[1])
+        return self._visible
+
+    def route(self) -> Tensor:
+        """float32 [B,N,N] for the walk, kept: +1 where j is i or an ancestor of it (the root apart), −1 where j is a sibling before
+        such a node. With m the accepted nodes, node i lies on the walk iff (route · m)[i] = depth[i].
+        """
+        if self._route is None:
+            line = self.visible().float()
+            self._route = line - line @ self._earlier().float()
+            self._route[:, :, 0].zero_()
+        return self._route
+
+    def deepest(self) -> Tensor:
+        """int64 [B,1]: the depth of each row's tree, padding apart. Kept."""
+        if self._deepest is None:
+            self._deepest = (self.depth * (indices(self.tokens.shape[1], self.depth.device) < self.size[:, None])).amax(1, keepdim=True)
+        return self._deepest
+
+    def sibling(self) -> Tensor:
+        """int64 [B,N]: how many siblings come before each node."""
+        return self._earlier().sum(-1)
+
+    def _earlier(self) -> Tensor:
+        """bool [B,N,N]: j is a sibling before i."""
+        index = indices(self.tokens.shape[1], self.tokens.device)
+        return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """The same tree on `device`."""
+        if self.tokens.device == device:
+            return self
+        moved = {slot.name: value.to(device) for slot in fields(self) if isinstance(value := getattr(self, slot.name), Tensor)}
+        return replace(self, **moved)
+
+    def validate(self) -> None:
+        """Check every promise of the class. Reads the device: for tests and for trees from outside.
+
+        Raises:
+            ValueError: naming the first row and node that break one.
+        """
+        rows, nodes = self.tokens.shape
+        size, parents = self.size.tolist(), self.parents.tolist()
+        for b in range(rows):
+            if not 0 <= size[b] <= nodes:
+                raise ValueError(f"row {b}: got size {size[b]}, expected 0..{nodes}; fix the drafter's size")
+            if size[b] and parents[b][0] != -1:
+                raise ValueError(f"row {b}: got parent {parents[b][0]} for node 0, expected -1; node 0 is the root")
+            for i in range(1, size[b]):
+                if not 0 <= parents[b][i] < i:
+                    raise ValueError(f"row {b}, node {i}: got parent {parents[b][i]}, expected 0..{i - 1}; put parents before children")
+        fresh = DraftTree.build(self.tokens, self.parents, self.size)
+        real = torch.arange(nodes, device=self.tokens.device) < self.size[:, None]
+        for name in ("depth", "ancestors"):
+            wrong = (getattr(self, name) != getattr(fresh, name)).view(rows, nodes, -1).any(-1) & real
+            if wrong.any():
+                b, i = wrong.nonzero()[0].tolist()
+                raise ValueError(f"row {b}, node {i}: got {name} that its parents do not give; make the tree with DraftTree.build")
+
+
+@lru_cache(1024)
+def _listed(parents: tuple[int, ...], device: torch.device) -> DraftTree:
+    up = torch.tensor([parents], device=device)
+    tree = DraftTree.build(torch.zeros_like(up), up, torch.full_like(up[:, 0], len(parents)))
+    tree.route()
+    tree.deepest()
+    tree.full = True
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The inner nodes of one depth of a static tree, and where their children go.
+
+    nodes: how many · count: candidates needed of each · children [·] their node indices · index [·] into candidates [nodes·count] ·
+    visible [nodes,E+nodes]: which of the inner nodes so far (E of the levels before; the root's own apart) are ancestors or self · alone:
+    all of them are · above [nodes]: the places of their parents among the inner nodes of the level before.
+    """
+
+    nodes: int
+    inner: Tensor
+    count: int
+    children: Tensor
+    index: Tensor
+    visible: Tensor
+    alone: bool
+    above: Tensor
+
+
+class StaticTree:
+    """A static tree: the shape is known, only the tokens change from round to round.
+
+    parents, depth, rank [N] int64 (rank −1 at the root) · ancestors [N,W] int64 · num_nodes N, root included · max_depth K ·
+    paths: the rank paths of nodes 1..N−1, in node order. The leftmost chain (0), (0,0), … comes first, then the rest by
+    depth, so that parents precede children and the commonest accepted path needs no KV move.
+    """
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+        self.paths = paths
+        self.num_nodes = len(node)
+        self.max_depth = max((len(path) for path in paths), default=0)
+        self.parents = torch.tensor([-1] + [node[path[:-1]] for path in paths])
+        self.depth = torch.tensor([0] + [len(path) for path in paths])
+        self.rank = torch.tensor([-1] + [path[-1] for path in paths])
+        self.width = max((path[-1] + 1 for path in paths), default=0)  # candidates needed per depth
+        self.fanout = max(Counter(path[:-1] for path in paths).values(), default=0)  # children of a node, at most
+        built = DraftTree.build(torch.zeros_like(self.parents)[None], self.parents[None], torch.tensor([self.num_nodes]))
+        self.ancestors = built.ancestors[0]
+        self._visible = built.visible()[0]
+        self._route = built.route()[0]
+        self._deepest = torch.tensor([self.max_depth])
+        self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._cut: dict[int, StaticTree] = {}
+        self._levels: list[Level] | None = None
+        self._closed: StaticTree | None = None
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> "StaticTree":
+        """Rank paths to a topology; (0,1) is rank 0 at depth 1, then rank 1 at depth 2. The root is not listed.
+
+        Raises:
+            ValueError: naming a path that is empty, negative, listed twice, or whose prefix is missing.
+        """
+        given = [tuple(int(rank) for rank in path) for path in paths]
+        seen: set[Path] = set()
+        for path in given:
+            if not path or min(path) < 0 or path in seen:
+                raise ValueError(f"got path {path}; expected distinct, non-empty paths of ranks >= 0; remove or correct it")
+            seen.add(path)
+        for path in given:
+            if len(path) > 1 and path[:-1] not in seen:
+                raise ValueError(f"got path {path} without its prefix {path[:-1]}; expected every prefix listed; add {path[:-1]}")
+        return cls(tuple(sorted(given, key=lambda path: (any(path), len(path), path))))
+
+    @classmethod
+    def chain(cls, depth: int) -> "StaticTree":
+        """K nodes in a row under the root."""
+        return cls.from_paths([(0,) * k for k in range(1, depth + 1)])
+
+    @classmethod
+    def cartesian(cls, widths: Sequence[int]) -> "StaticTree":
+        """Every path of ranks below widths[k] at depth k+1."""
+        return cls.from_paths([path for k in range(1, len(widths) + 1) for path in product(*(range(width) for width in widths[:k]))])
+
+    def levels(self) -> list[Level]:
+        """Depths 0 … K−1, for drafters that need a node's token before they can give its children. Made once."""
+        if self._levels is None:
+            self._levels = []
+            node = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
+            device, encoded = self.parents.device, list[Path]()
+            before: list[Path] = []
+            for depth in range(self.max_depth):
+                children = [path for path in self.paths if len(path) == depth + 1]
+                inner = sorted({path[:-1] for path in children}, key=node.__getitem__)
+                count = max(path[-1] for path in children) + 1
+                encoded += inner if depth else []
+                seen = torch.tensor([[path[: len(other)] == other for other in encoded] for path in inner], device=device).view(
+                    len(inner), len(encoded)
+                )
+                self._levels.append(
+                    Level(
+                        len(inner),
+                        torch.tensor([node[path] for path in inner], device=device),
+                        count,
+                        torch.tensor([node[path] for path in children], device=device),
+                        torch.tensor([inner.index(path[:-1]) * count + path[-1] for path in children], device=device),
+                        seen.bool(),
+                        bool(seen.all()),
+                        torch.tensor([before.index(path[:-1]) for path in inner if path], device=device, dtype=torch.int64),
+                    )
+                )
+                before = inner
+        return self._levels
+
+    def cut(self, depth: int) -> "StaticTree":
+        """The topology without its nodes below `depth`, made once."""
+        if depth >= self.max_depth:
+            return self
+        if depth not in self._cut:
+            self._cut[depth] = StaticTree(tuple(path for path in self.paths if len(path) <= depth)).to(self.parents.device)
+        return self._cut[depth]
+
+    def to(self, device: torch.device | str) -> "StaticTree":
+        """The same topology with its tensors on `device`."""
+        if self.parents.device == torch.device(device):
+            return self
+        moved = StaticTree(self.paths)
+        for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route", "_deepest"):
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
+
+    def closed(self) -> "StaticTree":
+        """The same tree with siblings ranked 0, 1, 2, … without a gap, made once. For drawn children a rank is the order of the draw."""
+        if self._closed is None:
+            new: dict[Path, Path] = {(): ()}
+            children: Counter[Path] = Counter()
+            for path in sorted(self.paths, key=lambda path: (len(path), path)):
+                new[path] = (*new[path[:-1]], children[path[:-1]])
+                children[path[:-1]] += 1
+            gone = set(new.values()) - {()} == set(self.paths)
+            self._closed = self if gone else StaticTree.from_paths([new[path] for path in self.paths]).to(self.parents.device)
+        return self._closed
+
+    def tree(self, root: Tensor, children: Tensor) -> DraftTree:
+        """root [B], children [B,K,R] -> the tree in which rank r at depth k+1 is children[b,k,r], whatever its parent.
+
+        Depth and ancestors are the precomputed ones, expanded over B.
+
+        Raises:
+            ValueError: fewer depths or ranks in `children` than the topology uses.
+        """
+        if children.shape[1] < self.max_depth or children.shape[2] < self.width:
+            raise ValueError(
+                f"got children for {children.shape[1]} depths and {children.shape[2]} ranks; expected at least "
+                f"{self.max_depth} and {self.width}; ask the drafter for more candidates or use a smaller tree"
+            )
+        index = self._expanded(root.shape[0], children.shape[2])[0]
+        return self.place(torch.cat((root[:, None], children.flatten(1).index_select(1, index)), 1), ranks=children.shape[2])
+
+    def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1, replacement: bool = False) -> DraftTree:
+        """tokens [B,N] in node order, the root included, for drafters whose candidates depend on the parent -> the tree."""
+        _, parents, size, *derived = self._expanded(tokens.shape[0], ranks)
+        depth, ancestors, visible, route, deepest = derived
+        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route, deepest, replacement, self.fanout, True)
+
+    def _expanded(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
+        if (rows, ranks) not in self._shared:
+            index = (self.depth[1:] - 1) * ranks + self.rank[1:]  # into children.flatten(1)
+            size = torch.full((rows,), self.num_nodes, dtype=torch.int64, device=self.parents.device)
+            wide = (
+                tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route, self._deepest)
+            )
+            self._shared[rows, ranks] = (index, self.parents.expand(rows, -1), size, *wide)
+        return self._shared[rows, ranks]

@@ -1,0 +1,85 @@
+"""Which target something was made for: names for people, hashes of config and tokenizer for the check."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.configuration_utils import PretrainedConfig
+
+# Keys of a config that may change without the model becoming another one.
+_VOLATILE = frozenset(
+    "_name_or_path _commit_hash transformers_version dtype torch_dtype _attn_implementation attn_implementation "
+    "_attn_implementation_internal _attn_implementation_autoset _experts_implementation experts_implementation "
+    "use_cache return_dict output_hidden_states output_attentions pad_token_id id2label label2id draftsmith quantization_config".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetIdentity:
+    """Which target a drafter or a feature store belongs to. The two hashes decide; the rest is for people."""
+
+    name: str
+    revision: str
+    dtype: str  # of its features, with how its weights are quantised: bfloat16, bfloat16+ao-int8
+    config_hash: str
+    tokenizer_hash: str  # "" where there is no tokenizer
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, str]) -> "TargetIdentity":
+        return cls(**{key: str(fields[key]) for key in cls.__dataclass_fields__})
+
+
+def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
+    """Compare the target that something was made for with the one given. Returns a warning about precision, or "".
+
+    Raises:
+        ValueError: naming both, where the config or (both known) the tokenizer differs.
+    """
+    parts = []
+    if expected.config_hash != actual.config_hash:
+        parts.append(f"config ({expected.config_hash[:12]} / {actual.config_hash[:12]})")
+    if expected.tokenizer_hash and actual.tokenizer_hash and expected.tokenizer_hash != actual.tokenizer_hash:
+        parts.append(f"tokenizer ({expected.tokenizer_hash[:12]} / {actual.tokenizer_hash[:12]})")
+    if parts:
+        raise ValueError(
+            f"the target differs in its {' and its '.join(parts)}: made for {expected.name!r}, got {actual.name!r}; "
+            f"load {expected.name!r}, or train for {actual.name!r}"
+        )
+    if expected.dtype != actual.dtype:
+        return f"target {actual.name!r} is in {actual.dtype}, this was made with it in {expected.dtype}: acceptance may differ a little"
+    return ""
+
+
+def config_hash(config: PretrainedConfig) -> str:
+    """SHA-256 of the config as canonical JSON, without what does not change the model (see `_VOLATILE`) and without nulls."""
+    return _sha256(_canonical(config.to_diff_dict()))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """SHA-256 of the vocabulary and, where there is a fast backend, of its serialization. "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    parts: dict[str, Any] = {"vocab": sorted(tokenizer.get_vocab().items())}
+    if tokenizer.is_fast:
+        backend = json.loads(cast(PreTrainedTokenizerFast, tokenizer).backend_tokenizer.to_str())
+        # Padding and truncation are state that every padded call leaves behind.
+        parts["backend"] = {key: value for key, value in backend.items() if key not in ("padding", "truncation")}
+    return _sha256(parts)
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _canonical(item) for key, item in value.items() if key not in _VOLATILE and item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return value
+
+
+def _sha256(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

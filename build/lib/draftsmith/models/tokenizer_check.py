@@ -1,0 +1,84 @@
+"""May this checkpoint draft for that target? Answered from configs and tokenizers, before any weights are read.
+
+Vocabularies may differ in padding: rows of logits that stand for no token (151,936 and 152,064 of the same tokenizer, say).
+"""
+
+import os
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.inference.support import check_supported
+from draftsmith.models.target import TOKENIZER_FILES, Target, check_folder, resolve_path
+
+__all__ = ["check_draft", "check_pair", "check_tokens"]
+
+
+def check_pair(target: str, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """`target` and `draft` are folders or Hub ids; `revision` is the target's.
+
+    Raises:
+        FileNotFoundError: no such folder, or not a whole model in it.
+        ValueError: an architecture that cannot be tree-verified, other tokens, or tokens that the target has no logits for.
+    """
+    vocab_size, theirs = _read(target, revision, trust_remote_code)
+    _, ours = _read(draft, None, trust_remote_code)
+    _check(target, theirs, vocab_size, draft, ours)
+
+
+def check_draft(target: Target, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """As `check_pair`, for a target that is loaded already; `revision` is the draft model's.
+
+    Raises:
+        FileNotFoundError, ValueError: as there, and a target without a tokenizer.
+    """
+    if target.tokenizer is None:
+        raise ValueError(
+            f"target {target.name!r} has no tokenizer, so that tokens cannot be compared; copy tokenizer.json beside its weights"
+        )
+    _, ours = _read(draft, revision, trust_remote_code)
+    _check(target.name, target.tokenizer, target.vocab_size, draft, ours)
+
+
+def check_tokens(target: str, theirs: PreTrainedTokenizerBase, draft: str, ours: PreTrainedTokenizerBase) -> None:
+    """Whether ids mean the same tokens to both. A draft model may lack added (special) tokens: it never proposes them.
+
+    Raises:
+        ValueError: naming the first token that differs.
+    """
+    wanted, got = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in (theirs, ours))
+    for index in sorted(wanted.keys() | got.keys()):
+        there, here = wanted.get(index), got.get(index)
+        if there == here or (here is None and index in theirs.added_tokens_decoder):
+            continue
+        says = [f"has {token!r}" if token is not None else "has none" for token in (there, here)]
+        raise ValueError(
+            f"draft model {draft!r} has another tokenizer than target {target!r}: at token {index} the target {says[0]}, the draft model "
+            f"{says[1]}; verification compares ids, so the tokens must be the same; give a draft model made for this target"
+        )
+
+
+def _read(path: str, revision: str | None, trust_remote_code: bool) -> tuple[int, PreTrainedTokenizerBase]:
+    """The rows of the logits and the tokenizer of a model; of a folder also whether it is whole."""
+    source = resolve_path(path)
+    local = os.path.isdir(source)
+    if local:
+        check_folder(source)
+        if not any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):
+            raise ValueError(
+                f"{path!r} has no tokenizer beside its weights, so that its tokens cannot be compared; copy tokenizer.json there"
+            )
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local, "revision": revision or "main"}
+    config = AutoConfig.from_pretrained(source, **common)
+    check_supported(config)
+    return config.get_text_config().vocab_size, AutoTokenizer.from_pretrained(source, **common)
+
+
+def _check(target: str, theirs: PreTrainedTokenizerBase, vocab_size: int, draft: str, ours: PreTrainedTokenizerBase) -> None:
+    check_tokens(target, theirs, draft, ours)
+    token, index = max(ours.get_vocab().items(), key=lambda entry: entry[1])
+    if index >= vocab_size:
+        raise ValueError(
+            f"draft model {draft!r} has token {index} {token!r}, target {target!r} only {vocab_size} logits, so that it can never be accepted; "
+            "give a draft model made for this target"
+        )

@@ -1,0 +1,1 @@
+"""Benchmarks of training, each run with `python -m`."""

@@ -1,0 +1,134 @@
+"""Which divergence, on which text, makes the better drafter? Students of the tiny target, equal tokens, several seeds, differences paired.
+
+python -m draftsmith.train.benchmarks.distill train     # about an hour on one core; may be started twice at a time
+python -m draftsmith.train.benchmarks.distill table
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.data import prompts, regenerate, stdlib
+from draftsmith.data.conversations import Conversation
+from draftsmith.eval.compare import expected_rounds, paired, texts
+from draftsmith.eval.loading import encode
+from draftsmith.inference import machine
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models.target import Target
+from draftsmith.train import distill
+
+LOSSES = ("nll", "kl", "reverse_kl", "jsd(0.5)", "tv")
+SEEDS = (0, 1, 2)
+DEPTH, NEW_TOKENS, TEXTS = 4, 64, 1300
+FOLDER = Path("runs/bench-distill")
+STUDENT = {"pruned": ("student.start=pruned", "student.layers=[0]"), "random": ("student.start=random", "student.layers=1")}
+
+
+class Cell(NamedTuple):
+    """What is trained: its loss, its rows (`text`: the corpus; `own`: the target's samples; `policy`: half the student's), its start."""
+
+    loss: str
+    data: str
+    start: str
+
+
+def cells() -> list[Cell]:
+    """The grid, and the random starts."""
+    grid = [Cell(loss, data, "pruned") for loss in LOSSES for data in ("text", "own", "policy")]
+    return grid + [Cell(loss, "text", "random") for loss in ("kl", "tv")]
+
+
+def name_of(cell: Cell, seed: int) -> str:
+    words = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in cell.loss)
+    return f"{words}.{cell.data}.{cell.start}.{seed}"
+
+
+def own_words(target: Target) -> Path:
+    """TEXTS beginnings from training modules, each continued by the target at T = 1."""
+    out = FOLDER / "own.jsonl"
+    modules = list(stdlib.modules("train"))
+    generator = torch.Generator().manual_seed(0)
+
+    def beginnings() -> Iterator[Conversation]:
+        for number in range(TEXTS):
+            module, source = modules[int(torch.randint(len(modules), (), generator=generator))]
+            lines = source.splitlines(keepends=True)
+            start = int(torch.randint(len(lines), (), generator=generator))
+            text = "".join(lines[start : start + 40])
+            if len(text) > 200:
+                yield Conversation(f"{number:05d}:{module}:{start}", "code", text=text)
+
+    settings = regenerate.Settings(temperature=1.0, max_new_tokens=190, prompt_tokens=64)
+    print(regenerate.with_decoder(beginnings(), out, target, settings, rows=32).report())
+    return out
+
+
+def train(steps: int) -> None:
+    """Every cell and seed that nobody has begun; one that was stopped is begun again by deleting its folder's `begun`."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    own = FOLDER / "own.jsonl"
+    if not own.is_file():
+        own_words(Target.load("tiny", dtype=torch.float32))
+    for seed in SEEDS:
+        for cell in cells():
+            folder = FOLDER / name_of(cell, seed)
+            folder.mkdir(exist_ok=True)
+            try:
+                (folder / "begun").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            data = [f"data.train={own}"] if cell.data == "own" else []
+            policy = ["distill.on_policy=0.5", "distill.new_tokens=96", "distill.every=25"] if cell.data == "policy" else []
+            words = [f"train.output={folder}", f"train.seed={seed}", f"distill.loss={cell.loss}", *STUDENT[cell.start], *data, *policy]
+            words += [f"train.steps={steps}", "train.save_every=0", "train.eval_every=0", "train.tau_prompts=0", "train.eval_batches=1"]
+            distill.main(["recipes/distill-tiny.yaml", *words])
+
+
+def table() -> None:
+    """τ of each cell, seeds pooled, and its difference to `nll` on the corpus, greedy and at T = 1 (exact, `eval/expected.py`)."""
+    machine.threads()
+    target = Target.load("tiny", dtype=torch.float32)
+    asked = [encode(target, prompt) for prompt in prompts.load(None)]
+    found: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in cells()}
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature, rule="rejection")
+        own = texts(target, asked, sampling, NEW_TOKENS)
+        tokens = torch.tensor([float(len(text.tokens)) for text in own]) * len(SEEDS)  # [P]
+        rounds: dict[Cell, torch.Tensor] = {}
+        for cell in found:
+            students = [Target.load(str(FOLDER / name_of(cell, seed) / "artifact"), dtype=torch.float32) for seed in SEEDS]
+            drafters = [DraftModel(student, StaticTree.chain(DEPTH)) for student in students]
+            rounds[cell] = expected_rounds(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
+        first = rounds[next(iter(found))].sum(0)
+        for cell, taken in rounds.items():
+            taus = tokens.sum() / len(SEEDS) / taken.sum(1)
+            difference = paired(tokens, first, taken.sum(0))
+            found[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
+    (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in found.items()]))
+    print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")
+    for cell, both in found.items():
+        columns = (
+            f"{tau:.3f} ({least:.3f} to {most:.3f}) | {delta:+.3f} ({low:+.3f} to {high:+.3f})"
+            for tau, least, most, delta, low, high in both
+        )
+        print(f"| {cell.loss} | {cell.data} | {cell.start} | {' | '.join(columns)} |")
+
+
+def main(arguments: list[str]) -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("what", choices=["train", "table"])
+    options.add_argument("--steps", type=int, default=250, help="of 1,024 tokens, for each student (default 250)")
+    chosen = options.parse_args(arguments)
+    train(chosen.steps) if chosen.what == "train" else table()
+
+
+if __name__ == "__main__":
+    exit_on_error(main, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What runs a training loop: processes, sharding, order, checkpoints, watchdog, logs."""

@@ -1,0 +1,1 @@
+"""`draftsmith plan`: memory and time of a run before anything is loaded."""

@@ -1,0 +1,173 @@
+"""Train a small target from text: the one shipped here, or your own. A real run takes about an hour and a half on two CPU cores.
+
+accelerate launch train/target.py recipes/target-tiny.yaml
+"""
+
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.data import prepare
+from draftsmith.data.conversations import SEPARATOR
+from draftsmith.data.packing import TokenStream
+from draftsmith.inference import machine
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.inference.progress import Bar
+from draftsmith.models.student import scale_residuals
+from draftsmith.models.target import resolve_path
+from draftsmith.train import loop
+from draftsmith.train.engine import processes
+from draftsmith.train.losses.chunked import chunked_cross_entropy
+from draftsmith.train.objective import Batch, Loss
+from draftsmith.train.recipe import Recipe, Section, load, usage
+
+
+class ArchitectureSection(Section):
+    vocab_size: int = Field(ge=300, description="entries of the byte-level BPE that is trained first")
+    tokenizer: str | None = Field(default=None, description="folder of a model, or `tiny`, whose tokenizer serves: no other is trained")
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    compile: bool = Field(default=False, description="torch.compile the model; a minute at the start, a third faster after")
+
+
+class TargetRecipe(Recipe):
+    architecture: ArchitectureSection
+
+
+def objective(model: LlamaForCausalLM, batch: Batch) -> Loss:
+    """Next-token cross-entropy."""
+    hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)  # [B·(S−1),H]
+    tokens, mask = batch["input_ids"][:, 1:].flatten(), batch["loss_mask"][:, 1:].flatten()
+    loss = chunked_cross_entropy(hidden, model.lm_head.weight, tokens, mask)
+    return Loss(loss.sum, mask.sum(), {"top1": loss.hits.sum()})
+
+
+def train_tokenizer(size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` entries from `texts`; `<|endoftext|>` begins, ends and pads."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[SEPARATOR], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end = SEPARATOR
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
+    )
+
+
+def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama with random weights; the same for the same seed."""
+    shape = recipe.architecture
+    torch.manual_seed(recipe.train.seed)
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "train_tokenizer sets it"
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=recipe.data.seq_len,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    model = LlamaForCausalLM(config)
+    scale_residuals(model)
+    return model
+
+
+@torch.no_grad()
+def bits_per_byte(model: LlamaForCausalLM, valid: TokenStream, tokenizer: PreTrainedTokenizerFast) -> float:
+    """Mean loss over all held-out rows, in bits per byte of the text that the predicted tokens stand for."""
+    nats = num_bytes = 0.0
+    model.eval()
+    with Bar("held-out text", len(valid)) as bar:
+        for start in range(0, len(valid), 8):
+            batch = valid.batch(torch.arange(start, min(start + 8, len(valid))))
+            nats += objective(model, batch).sum.item()
+            num_bytes += sum(len(str(tokenizer.decode(row[1:], skip_special_tokens=True)).encode()) for row in batch["input_ids"])
+            bar.update(start + len(batch["input_ids"]))
+    return nats / math.log(2) / num_bytes
+
+
+def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float) -> None:
+    """README.md beside the weights: what they were trained on, for how long, how good they are, how to make them again."""
+    tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    name = Path(recipe.train.output).name
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "library_name: transformers",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A Llama of {size:.1f}M parameters that continues Python source"
+        + (f", with the tokenizer of `{recipe.architecture.tokenizer}`, to draft for it. " if recipe.architecture.tokenizer else ". ")
+        + "It knows nothing else, and what it writes is not to be run.",
+        "",
+        f"- Data: {'the source of the standard library of CPython ' + platform.python_version() if recipe.data.train == 'stdlib' else recipe.data.train}"
+        " (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
+        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, on {device}; stored as bf16.",
+        f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
+        f"- Make it again: `accelerate launch train/target.py recipes/{name}.yaml`, then copy `{recipe.train.output}/artifact`.",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    recipe = load(TargetRecipe, arguments[0], arguments[1:])
+    if recipe.train.context_parallel > 1:
+        raise ValueError("train.context_parallel is for EAGLE's steps; a target is trained without it")
+    output = Path(recipe.train.output)
+    machine.threads()
+    saved = output / "tokenizer"
+    data = recipe.data
+    with processes.join().main_process_first():
+        if recipe.architecture.tokenizer and not saved.is_dir():
+            AutoTokenizer.from_pretrained(resolve_path(recipe.architecture.tokenizer)).save_pretrained(saved)
+        if not saved.is_dir():
+            texts = prepare.training_texts(data.plan())
+            train_tokenizer(recipe.architecture.vocab_size, texts).save_pretrained(part := output / "tokenizer.part")
+            part.rename(saved)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
+        data.give_template(tokenizer)
+        corpora = prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
+    train, valid = (TokenStream(corpora[part], data.seq_len) for part in ("train", "valid"))
+    model = build(recipe, tokenizer)
+    if recipe.architecture.compile:
+        model.model.compile()
+    accelerator, _ = loop.fit(recipe, model, objective, train, valid, {"data": train.key})
+    if not accelerator.is_main_process:
+        return
+    artifact = output / "artifact"
+    model.cpu().bfloat16()
+    model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
+    model.save_pretrained(artifact)
+    tokenizer.save_pretrained(artifact)
+    bits = bits_per_byte(model.float(), valid, tokenizer)
+    write_card(artifact, recipe, model, bits)
+    print(f"{artifact}: {recipe.train.steps} steps, held out {bits:.3f} bits per byte")
+
+
+if __name__ == "__main__":
+    exit_on_error(main, sys.argv[1:], usage(TargetRecipe, __doc__))
