@@ -210,7 +210,7 @@ def test_jsd_of_laws_without_common_tokens():
 def test_nll_is_the_cross_entropy_of_the_text():
     one = problem(full=True)
     want = [
-        chunked.chunked_cross_entropy(
+        chunked_losses.chunked_cross_entropy(
             one.hidden[k], one.w, F.pad(one.tokens[shift:], (0, shift)), F.pad(one.weights[k, : M - shift], (0, shift))
         )
         for k, shift in enumerate(one.shifts)
@@ -508,7 +508,7 @@ def test_chain_of_nothing():
 FAULTY = problem()
 FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
 plain_law, plain_ids, plain_named = draft_losses._target_law, draft_losses._draft_ids, draft_losses._named
-plain_aligned, plain_by_row = chunked.aligned, chunked.by_row
+plain_aligned, plain_by_row = chunked_losses.aligned, chunked_losses.by_row
 plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked_losses.ChunkedHead.backward, chunked_draft_loss
 
 

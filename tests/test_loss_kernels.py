@@ -16,7 +16,6 @@ from test_loop import new_model, new_recipe, objective
 
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.train import loop, setup
-from draftsmith.train.losses import chunked
 from draftsmith.train.losses import draft as draft_losses
 from draftsmith.train.losses import kernels as loss_kernels
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl, chunked_kl_heads
