@@ -354,7 +354,7 @@ def test_on_equals_off(monkeypatch, everywhere, function):
     monkeypatch.setattr(loss_kernels, "_BLOCK", 32)
     one = problem()
     if everywhere:
-        for module in (chunked, draft_losses):
+        for module in (chunked_losses, draft_losses):
             monkeypatch.setattr(module, "rows_to_visit", lambda counts: torch.arange(len(counts), device=counts.device))
     calls = taken(monkeypatch)
     want = outcome(one, function, False)
