@@ -93,7 +93,8 @@ def empty_names(text: str) -> list[tuple[int, str]]:
     """
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     names = []
-    for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+    for i, token in enumerate(tokens[:-1]):
+        before, after = tokens[max(i - 1, 0)], tokens[i + 1]
         keyword = before.string in ("(", ",") and after.string == "="
         if token.type == tokenize.NAME and token.string.strip("_") in EMPTY_NAMES and not keyword:
             names.append((token.start[0], token.string))

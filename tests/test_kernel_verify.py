@@ -379,8 +379,8 @@ def test_supported():
         ({"logits": torch.zeros(2, 3, 1).expand(2, 3, 2**19 + 1)}, "524289"),
         ({"logits": torch.zeros(1, 1, 5).expand(2, 257, 5)}, "N <= 256"),
         ({"logits": torch.zeros(2, 4, 5)}, "got tokens .2, 3."),
-        ({"request": torch.zeros(2, dtype=torch.int32)}, "got request .2. torch.int32"),
-        ({"position": torch.zeros(2, dtype=torch.int64, device="meta")}, "got position .* on meta"),
+        ({"noise_keys": torch.zeros(2, dtype=torch.int32)}, "got noise_keys .2. torch.int32"),
+        ({"positions": torch.zeros(2, dtype=torch.int64, device="meta")}, "got positions .* on meta"),
         ({"max_depth": -1}, "max_depth -1"),
         ({"block": 48}, "block 48"),
         ({"block": 2}, "block 2"),
@@ -390,7 +390,7 @@ def test_supported():
 def test_refusals(change, message):
     tree = DraftTree.build(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[-1, 0, 0]] * 2), torch.tensor([3, 3]))
     zero = torch.zeros(2, dtype=torch.int64)
-    given = {"tree": tree, "logits": torch.zeros(2, 3, 5), "sampling": Sampling(), "request": zero, "position": zero}
+    given = {"tree": tree, "logits": torch.zeros(2, 3, 5), "sampling": Sampling(), "noise_keys": zero, "positions": zero}
     verify(**given)
     with pytest.raises(ValueError, match=message):
         verify(**given | change)
