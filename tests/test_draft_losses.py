@@ -28,17 +28,17 @@ def problem(steps=3, full=False, dtype=torch.float64, seed=0, shifts=None):
     draw = functools.partial(torch.randn, generator=gen, dtype=torch.float64)
     shifts = list(shifts or range(1, steps + 1))
     targets = torch.randperm(V, generator=gen)[:D].sort().values
-    teacher_hidden, teacher_w = draw(M, H + 2), draw(V, H + 2)
-    hidden = torch.stack([teacher_hidden[:, :H].roll(-shift, 0) for shift in shifts]) + 0.5 * draw(steps, M, H)
-    w = (teacher_w[:, :H] if full else teacher_w[targets, :H]) + 0.5 * draw(V if full else D, H)
+    target_hidden, target_w = draw(M, H + 2), draw(V, H + 2)
+    hidden = torch.stack([target_hidden[:, :H].roll(-shift, 0) for shift in shifts]) + 0.5 * draw(steps, M, H)
+    w = (target_w[:, :H] if full else target_w[targets, :H]) + 0.5 * draw(V if full else D, H)
     weights = torch.rand(steps, M, generator=gen, dtype=torch.float64)
     weights[:, 4::5] = 0  # rows that no step supervises
     weights[:, 1:-6][torch.rand(steps, M - 7, generator=gen) < 0.2] = 0  # the ends are supervised: what is dropped there would count
     made = SimpleNamespace(
         hidden=hidden.to(dtype).requires_grad_(),
         w=w.to(dtype).requires_grad_(),
-        teacher_hidden=teacher_hidden.to(dtype),
-        teacher_w=teacher_w.to(dtype),
+        target_hidden=target_hidden.to(dtype),
+        target_w=target_w.to(dtype),
         weights=weights.to(dtype),
         shifts=shifts,
         targets=None if full else targets,
@@ -46,12 +46,12 @@ def problem(steps=3, full=False, dtype=torch.float64, seed=0, shifts=None):
     )
     at = torch.randint(V, (M,), generator=gen)
     made.tokens = torch.where(read(made), at, torch.where(at % 2 == 0, -1, V))
-    made.teacher_head = lambda x: x @ made.teacher_w.T
+    made.target_head = lambda x: x @ made.target_w.T
     return made
 
 
 def read(one):
-    """The teacher's rows [M] that some step is held against."""
+    """The target's rows [M] that some step is held against."""
     return torch.stack([F.pad(one.weights[k] > 0, (shift, 0))[:M] for k, shift in enumerate(one.shifts)]).any(0)
 
 
@@ -63,8 +63,8 @@ def chunked(one, loss, head=None, **more):
     return draft_losses.chunked_draft_loss(
         one.hidden,
         one.w if head is None else head,
-        one.teacher_hidden,
-        one.teacher_head,
+        one.target_hidden,
+        one.target_head,
         one.weights,
         one.shifts,
         one.targets,
@@ -76,12 +76,12 @@ def chunked(one, loss, head=None, **more):
 
 
 def plain_position(p, q, targets, tokens, loss):
-    """The loss at positions [n] and α, for p [n,V] of the teacher and q [n,V] of the drafter, which is 0 at OOV tokens."""
+    """The loss at positions [n] and α, for p [n,V] of the target and q [n,V] of the drafter, which is 0 at OOV tokens."""
     inside = torch.zeros(V, dtype=torch.bool)
     inside[targets] = True
     known = inside[p.argmax(-1)]
     q_all, p_all, q = q, p, q[:, inside]
-    p = torch.where(known[:, None], p[:, inside], 1)  # any law: where the best token is OOV it is not used
+    p = torch.where(known[:, None], p[:, inside], 1)  # any distribution: where the best token is OOV it is not used
     p = p / p.sum(-1, keepdim=True)
     alpha = torch.minimum(p_all, q_all).sum(-1)
 
@@ -112,7 +112,7 @@ def plain(one, loss, function=None, temperature=1.0, top_k=0):
     logits = (function or (lambda w: lambda x: x @ w.T))(w)(hidden)
     targets = torch.arange(V) if one.targets is None else one.targets
     q = torch.zeros(*logits.shape[:2], V, dtype=torch.float64).index_copy(2, targets, (logits / temperature).softmax(-1))
-    raw = one.teacher_hidden.double() @ one.teacher_w.double().T
+    raw = one.target_hidden.double() @ one.target_w.double().T
     p = (raw / temperature).softmax(-1)
     if top_k:
         p = torch.where(p >= p.sort(descending=True).values[:, top_k - 1 : top_k], p, 0)
@@ -173,9 +173,9 @@ def test_softened_and_cut(monkeypatch, temperature, top_k, full, loss):
     assert differences(one, loss, want, **more) == set()
     small = chunked(one, loss, budget=1, **more)
     monkeypatch.setattr(draft_losses, "chunk_rows", lambda *_: M)
-    whole = chunked(one, loss, **more)
-    of = [torch.autograd.grad(got.sum, [one.hidden, one.w]) for got in (small, whole)]
-    for a, b in zip((small.sums, small.overlap, *of[0]), (whole.sums, whole.overlap, *of[1]), strict=True):
+    undivided = chunked(one, loss, **more)
+    of = [torch.autograd.grad(got.sum, [one.hidden, one.w]) for got in (small, undivided)]
+    for a, b in zip((small.sums, small.overlap, *of[0]), (undivided.sums, undivided.overlap, *of[1]), strict=True):
         assert gap(a, b) < 1e-12
 
 
@@ -190,7 +190,7 @@ def test_top_k_keeps_all_that_tie_with_the_last():
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_jsd_lies_between_the_two_divergences(full):
+def test_jsd_is_between_the_two_divergences(full):
     one = problem(full=full)
     for near, limit in (({"jsd(0.000000001)": 1e9}, "kl"), ({"jsd(0.999999999)": 1e9}, "reverse_kl")):
         got, want = chunked(one, near), chunked(one, limit)
@@ -199,10 +199,10 @@ def test_jsd_lies_between_the_two_divergences(full):
             assert gap(a, b) < 1e-4
 
 
-def test_jsd_of_laws_without_common_tokens():
-    hidden, teacher = torch.zeros(1, 1, V), torch.zeros(1, V)
-    hidden[..., 2], teacher[:, 5] = 3e3, 3e3
-    got = chunked_draft_loss(hidden.requires_grad_(), torch.eye(V), teacher, torch.eye(V), torch.ones(1, 1), [0], None, "jsd(0.1)")
+def test_jsd_of_distributions_without_common_tokens():
+    hidden, target = torch.zeros(1, 1, V), torch.zeros(1, V)
+    hidden[..., 2], target[:, 5] = 3e3, 3e3
+    got = chunked_draft_loss(hidden.requires_grad_(), torch.eye(V), target, torch.eye(V), torch.ones(1, 1), [0], None, "jsd(0.1)")
     got.sum.backward()
     assert abs(got.sum - (-0.1 * math.log(0.1) - 0.9 * math.log(0.9))) < 1e-6 and hidden.grad.isfinite().all()
 
@@ -241,16 +241,16 @@ def test_on_a_device_every_position_is_visited(monkeypatch, bad, kind):
     assert (~read(one)).sum() > 3
     with torch.no_grad():
         one.hidden[one.weights == 0] = bad
-        one.teacher_hidden[~read(one)] = bad
+        one.target_hidden[~read(one)] = bad
     monkeypatch.setattr(draft_losses, "rows_to_visit", lambda counts: torch.arange(len(counts)))
     assert differences(one, EVERYTHING, want, capped(one.w) if kind == "callable" else None, budget=4 * V) == set()
 
 
-def test_a_teacher_of_lower_precision():
+def test_a_target_of_lower_precision():
     one = problem()
     want_of = problem()
-    one.teacher_hidden = (one.teacher_hidden @ one.teacher_w.T).float()
-    want_of.teacher_hidden, want_of.teacher_w, one.teacher_head = one.teacher_hidden, torch.eye(V), lambda x: x
+    one.target_hidden = (one.target_hidden @ one.target_w.T).float()
+    want_of.target_hidden, want_of.target_w, one.target_head = one.target_hidden, torch.eye(V), lambda x: x
     assert differences(one, EVERYTHING, plain(want_of, EVERYTHING)) == set()
 
 
@@ -286,8 +286,8 @@ def test_an_oov_token_is_a_miss_for_tv_and_masked_for_kl():
 
 def test_identities():
     one = problem(full=True, shifts=[0, 0, 0])
-    one.hidden = one.teacher_hidden.expand(3, M, H + 2).clone().requires_grad_()
-    one.w = one.teacher_w.clone().requires_grad_()
+    one.hidden = one.target_hidden.expand(3, M, H + 2).clone().requires_grad_()
+    one.w = one.target_w.clone().requires_grad_()
     for name in set(LOSSES) - {"ce", "nll"}:  # q = p
         got = chunked(one, name)
         got.sum.backward()
@@ -297,8 +297,8 @@ def test_identities():
         one.hidden.grad = None
         assert gap(got.overlap, (one.weights > 0).double()) < 1e-12
     one = problem()
-    p = (one.teacher_hidden @ one.teacher_w.T)[:, one.targets].softmax(-1)
-    known = torch.isin((one.teacher_hidden @ one.teacher_w.T).argmax(-1), one.targets)
+    p = (one.target_hidden @ one.target_w.T)[:, one.targets].softmax(-1)
+    known = torch.isin((one.target_hidden @ one.target_w.T).argmax(-1), one.targets)
     assert 0 < known.sum() < M
     entropy = -(p * p.log()).sum(-1) * known
     lost = torch.stack([(one.weights[k, : M - k - 1] * entropy[k + 1 :]).sum() for k in range(3)])
@@ -329,10 +329,10 @@ def test_a_tiny_overlap_still_has_a_gradient():
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_masks_tokens(name):
     one = problem()
-    raw = one.teacher_hidden @ one.teacher_w.T
+    raw = one.target_hidden @ one.target_w.T
     raw[:, one.targets[::3]] = -torch.inf
     raw[7, one.targets] = -torch.inf
-    one.teacher_head = lambda x: raw[: len(x)]
+    one.target_head = lambda x: raw[: len(x)]
     got = chunked(one, name)
     got.sum.backward()
     assert got.sum.isfinite() and one.hidden.grad.isfinite().all() and one.w.grad.isfinite().all()
@@ -344,12 +344,12 @@ def test_no_tensor_near_the_logits_of_all_positions(kind):
     torch.manual_seed(0)
     hidden = torch.randn(steps, positions, size, requires_grad=True)
     w = torch.randn(draft, size, requires_grad=True)
-    teacher_hidden, teacher_w = torch.randn(positions, size), torch.randn(vocab, size)
+    target_hidden, target_w = torch.randn(positions, size), torch.randn(vocab, size)
     targets = torch.randperm(vocab)[:draft].sort().values
     with Largest() as full:
         (hidden @ w.T).log_softmax(-1).sum().backward()
     assert full.elements >= steps * positions * draft  # the watch sees what it should
-    arguments = (teacher_hidden, lambda x: x @ teacher_w.T, torch.ones(steps, positions), [1, 2, 3], targets)
+    arguments = (target_hidden, lambda x: x @ target_w.T, torch.ones(steps, positions), [1, 2, 3], targets)
     head, tokens = w if kind == "weight" else capped(w), torch.randint(vocab, (positions,))
     for loss, more in [(loss, {}) for loss in (*LOSSES, EVERYTHING)] + [(FINITE, {"temperature": 0.7, "top_k": 50})]:
         with Largest() as seen:
@@ -370,10 +370,10 @@ def test_autocast_is_obeyed_and_sums_stay_in_float32(loss):
     one = problem(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = chunked(one, loss)
-        logits, raw = (one.hidden @ one.w.T).float(), one.teacher_head(one.teacher_hidden).float()
+        logits, raw = (one.hidden @ one.w.T).float(), one.target_head(one.target_hidden).float()
     same = problem(dtype=torch.float32)
     same.hidden, same.w = logits.detach(), torch.eye(D)
-    same.teacher_hidden, same.teacher_w = raw, torch.eye(V)
+    same.target_hidden, same.target_w = raw, torch.eye(V)
     want, exact = plain(same, loss), plain(one, loss)
     assert gap(got.sums, want.sums) < 1e-5 and gap(got.overlap, want.overlap) < 1e-5 and torch.equal(got.hits, want.hits)
     (got.sum * 0.7).backward()
@@ -446,7 +446,7 @@ def test_no_grad_and_a_second_backward():
         ({"weights": torch.ones(M)}, r"expected \[K,M,H\]"),
         ({"targets": None}, "none where D = V"),
         ({"targets": torch.arange(D - 1)}, "a target id for each token"),
-        ({"teacher_hidden": torch.ones(M - 1, H + 2).double()}, "as many positions"),
+        ({"target_hidden": torch.ones(M - 1, H + 2).double()}, "as many positions"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, words):
@@ -507,7 +507,7 @@ def test_chain_of_nothing():
 
 FAULTY = problem()
 FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
-plain_law, plain_ids, plain_named = draft_losses._target_law, draft_losses._draft_ids, draft_losses._named
+plain_log_probs, plain_ids, plain_named = draft_losses._target_log_probs, draft_losses._draft_ids, draft_losses._named
 plain_aligned, plain_by_row = chunked_losses.aligned, chunked_losses.by_row
 plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked_losses.ChunkedHead.backward, chunked_draft_loss
 
@@ -518,8 +518,8 @@ def best_of_the_known(logits, count):
     return plain_ranked(logits, count)
 
 
-def targets_off_by_one(hidden, head, teacher_hidden, teacher_head, weights, shifts, targets, *rest, **more):
-    return plain_loss(hidden, head, teacher_hidden, teacher_head, weights, shifts, (targets + 1) % V, *rest, **more)
+def targets_off_by_one(hidden, head, target_hidden, target_head, weights, shifts, targets, *rest, **more):
+    return plain_loss(hidden, head, target_hidden, target_head, weights, shifts, (targets + 1) % V, *rest, **more)
 
 
 def head_gradient_of_every_step(self, index, dlogits):
@@ -541,12 +541,12 @@ def what_is_dropped_counts(weights, shifts):
 
 
 FAULTS = {
-    "p is renormalised in tv": (draft_losses._Laws, "p", property(lambda self: self.covered), "tv", "sum"),
-    "p is renormalised in lk": (draft_losses, "_target_law", lambda *a: plain_law(*a).log_softmax(-1), "lk", "sum"),
-    "p is not renormalised in kl": (draft_losses._Laws, "log_covered", property(lambda self: self.log_p), "kl", "hidden"),
+    "p is renormalised in tv": (draft_losses._Distributions, "p", property(lambda self: self.covered), "tv", "sum"),
+    "p is renormalised in lk": (draft_losses, "_target_log_probs", lambda *a: plain_log_probs(*a).log_softmax(-1), "lk", "sum"),
+    "p is not renormalised in kl": (draft_losses._Distributions, "log_covered", property(lambda self: self.log_p), "kl", "hidden"),
     "an OOV token counts as a hit": (draft_losses, "ranked", best_of_the_known, "tv", "hits"),
     "OOV positions are not masked": (draft_losses, "_draft_ids", lambda *a: plain_ids(*a).clamp(min=0), "kl", "sum"),
-    "d2t is off by one: the law": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "sum"),
+    "d2t is off by one: the distribution": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "sum"),
     "d2t is off by one: the hits": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "hits"),
     "the shift is off by one": (draft_losses, "aligned", one_further(plain_aligned), "kl", "sum"),
     "pairs past the last row count": (draft_losses, "aligned", what_is_dropped_counts, "kl", "sum"),

@@ -87,9 +87,18 @@ def private_words(text: str) -> list[tuple[int, str, str]]:
 
 
 def empty_names(text: str) -> list[tuple[int, str]]:
-    """(line, name) of variables, arguments and functions whose name says nothing; strings and comments are not looked at."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.NAME and token.string.strip("_") in EMPTY_NAMES]
+    """(line, name) of variables, arguments and functions whose name says nothing.
+
+    Strings, comments, and keywords of calls (`tl.load(x, other=0)`) do not count.
+    """
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    names = []
+    for i, token in enumerate(tokens[:-1]):
+        before, after = tokens[max(i - 1, 0)], tokens[i + 1]
+        keyword = before.string in ("(", ",") and after.string == "="
+        if token.type == tokenize.NAME and token.string.strip("_") in EMPTY_NAMES and not keyword:
+            names.append((token.start[0], token.string))
+    return names
 
 
 def test_no_private_word_is_used():

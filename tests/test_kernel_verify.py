@@ -1,4 +1,4 @@
-"""The verification kernels against their plain twin, under Triton's interpreter; natively where there is a GPU."""
+"""The verification kernels against their reference implementation, under Triton's interpreter; natively where there is a GPU."""
 
 import importlib
 import random
@@ -19,7 +19,7 @@ from triton.runtime import JITFunction, interpreter
 
 from draftsmith.inference import rules, sampler
 from draftsmith.inference.kernels import verify as kernels
-from draftsmith.inference.kernels.verify import _kept, _noise, _scores, reciprocal, supported, verify
+from draftsmith.inference.kernels.verify import _keep_mask, _noise, _scores, reciprocal, supported, verify
 from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
@@ -162,7 +162,7 @@ def check(arguments: tuple, **options) -> Verdict:
 
 @pytest.mark.parametrize("vocab", BLOCKS)
 @pytest.mark.parametrize("nodes", NODES)
-def test_equals_the_twin(nodes, vocab):
+def test_equals_the_reference(nodes, vocab):
     place = NODES.index(nodes) * 5 + list(BLOCKS).index(vocab)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[place % 3]
     cases = [(Sampling(), KINDS[place % 4]), (PLAIN[place % 3], KINDS[place // 2 % 4])]
@@ -249,7 +249,7 @@ def _record(
     block, row, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     index = block * BLOCK + tl.arange(0, BLOCK)
     x = _scores(logits, row * row_stride, index, vocab, scale, True, MULTIPLY)
-    keep = _kept(x, row, block, splits, best, state, bins, top_k, rest, min_p, TOP_K, TOP_P, MIN_P, SPLITS)
+    keep = _keep_mask(x, row, block, splits, best, state, bins, top_k, rest, min_p, TOP_K, TOP_P, MIN_P, SPLITS)
     tl.store(kept + row * vocab + index, keep.to(tl.int8), mask=index < vocab)
 
 
@@ -379,8 +379,8 @@ def test_supported():
         ({"logits": torch.zeros(2, 3, 1).expand(2, 3, 2**19 + 1)}, "524289"),
         ({"logits": torch.zeros(1, 1, 5).expand(2, 257, 5)}, "N <= 256"),
         ({"logits": torch.zeros(2, 4, 5)}, "got tokens .2, 3."),
-        ({"request": torch.zeros(2, dtype=torch.int32)}, "got request .2. torch.int32"),
-        ({"position": torch.zeros(2, dtype=torch.int64, device="meta")}, "got position .* on meta"),
+        ({"noise_keys": torch.zeros(2, dtype=torch.int32)}, "got noise_keys .2. torch.int32"),
+        ({"positions": torch.zeros(2, dtype=torch.int64, device="meta")}, "got positions .* on meta"),
         ({"max_depth": -1}, "max_depth -1"),
         ({"block": 48}, "block 48"),
         ({"block": 2}, "block 2"),
@@ -390,7 +390,7 @@ def test_supported():
 def test_refusals(change, message):
     tree = DraftTree.build(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[-1, 0, 0]] * 2), torch.tensor([3, 3]))
     zero = torch.zeros(2, dtype=torch.int64)
-    given = {"tree": tree, "logits": torch.zeros(2, 3, 5), "sampling": Sampling(), "request": zero, "position": zero}
+    given = {"tree": tree, "logits": torch.zeros(2, 3, 5), "sampling": Sampling(), "noise_keys": zero, "positions": zero}
     verify(**given)
     with pytest.raises(ValueError, match=message):
         verify(**given | change)
@@ -413,8 +413,8 @@ for how in (Sampling(), Sampling(0.7, top_k=9, top_p=0.8, min_p=0.1, seed=2**64 
 
 def test_compiles_for_hopper(tmp_path):
     """One kernel for all levels, digits and seeds."""
-    found = compiled("draftsmith.inference.kernels.verify", ("_best", "_search", "_draw", "_finish"), CALLS, tmp_path)
-    assert found == ["_best", "_draw", "_draw", "_draw", "_finish", "_search", "_search", "_search", "_search"]
+    names = compiled("draftsmith.inference.kernels.verify", ("_best", "_search", "_draw", "_finish"), CALLS, tmp_path)
+    assert names == ["_best", "_draw", "_draw", "_draw", "_finish", "_search", "_search", "_search", "_search"]
 
 
 class TestNatively:
@@ -425,7 +425,7 @@ class TestNatively:
         ("nodes", "vocab"),
         [*((nodes, vocab) for nodes in NODES for vocab in (3, 257, 5003)), (1, 151_936), (33, 151_936), (6, 262_144), (256, 2048)],
     )
-    def test_equals_the_twin(self, nodes, vocab, dtype):
+    def test_equals_the_reference(self, nodes, vocab, dtype):
         for how in (Sampling(), *PLAIN, *FILTERED):
             for kind in KINDS:
                 verdict = check(case(nodes, vocab, how, kind, dtype, "cuda"))

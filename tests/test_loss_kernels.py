@@ -16,11 +16,12 @@ from test_loop import new_model, new_recipe, objective
 
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.train import loop, setup
+from draftsmith.train.losses import chunked as chunked_module
 from draftsmith.train.losses import draft as draft_losses
 from draftsmith.train.losses import kernels as loss_kernels
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl, chunked_kl_heads
 from draftsmith.train.losses.draft import LOSSES, chunked_draft_loss
-from draftsmith.train.losses.kernels import law, with_gradients
+from draftsmith.train.losses.kernels import target_distribution, with_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of −inf less −inf and of NaN
 SIZES = [(1, 1), (2, 2), (31, 31), (33, 20), (33, 1), (1000, 1000), (1000, 130)]  # V, D
@@ -36,9 +37,9 @@ def _many_blocks(monkeypatch):
 
 
 def chunk(vocab, size, steps=3, rows=5, kind="wide", dtype=torch.float32, seed=0):
-    """What a chunk's losses take: teacher's logits [m,V], drafter's [K,m,D] that resemble them, draft ids of the text, weight and pull.
+    """What a chunk's losses take: target's logits [m,V], drafter's [K,m,D] that resemble them, draft ids of the text, weight and pull.
 
-    ties: few values · holes: the teacher masks half of its tokens. Of the rows that count, some have their best token outside the draft
+    ties: few values · holes: the target masks half of its tokens. Of the rows that count, some have their best token outside the draft
     vocabulary, as has the text; the last row counts in no step.
     """
     gen = torch.Generator().manual_seed(seed)
@@ -68,21 +69,21 @@ def chunk(vocab, size, steps=3, rows=5, kind="wide", dtype=torch.float32, seed=0
 def plainly(one, loss, temperature=1.0, top_k=0):
     """loss, α, hits and pull · gradient, by the plain path in float64."""
     shares, terms = draft_losses._terms(loss)
-    whole = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, True)
-    return whole.plain(one.raw, one.logits, one.text, one.weight.double(), one.pull.double())
+    steps_of_chunk = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, True)
+    return steps_of_chunk.plain(one.raw, one.logits, one.text, one.weight.double(), one.pull.double())
 
 
 def fused(one, loss, temperature=1.0, top_k=0, wanted=True):
     """The same by the kernels; what nobody weighs is NaN."""
     shares, terms = draft_losses._terms(loss)
-    whole = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, wanted)
+    steps_of_chunk = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, wanted)
     raw, logits = one.raw.clone(), one.logits.clone()
     raw[(one.weight == 0).all(0)], logits[one.weight == 0] = torch.nan, torch.nan
-    return whole.fused(raw, logits, one.text, one.weight, one.pull)
+    return steps_of_chunk.fused(raw, logits, one.text, one.weight, one.pull)
 
 
 def near(got, want, dtype=torch.float32):
-    """Equal for float32, whose sums lose 1e-7 where laws agree; what was rounded to a shorter type, to one place of it."""
+    """Equal for float32, whose sums lose 1e-7 where distributions agree; what was rounded to a shorter type, to one place of it."""
     rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
     return bool(((got.double() - want).abs() <= 1e-5 * want.abs().amax() + 5e-7 + rounding * want.abs()).all())
 
@@ -131,7 +132,7 @@ def test_what_is_compared_occurs():
 
 @pytest.mark.parametrize("loss", ["tv", FINITE], ids=str)
 @pytest.mark.parametrize(("top_k", "kind"), [(1, "wide"), (7, "ties"), (7, "holes"), (99, "wide")])
-def test_a_cut_law(top_k, kind, loss):
+def test_a_cut_distribution(top_k, kind, loss):
     check(chunk(33, 20, kind=kind, dtype=TYPES[top_k % 3]), loss, top_k=top_k, temperature=0.8)
 
 
@@ -152,7 +153,7 @@ def test_tokens_that_neither_law_holds_might_as_well_not_be_there(vocab, size, l
     one = chunk(vocab, size, dtype=torch.float32)
     few = chunk(vocab, size, dtype=torch.float32)
     gone = torch.arange(size) % 3 == 2
-    gone[0] = False  # whole blocks, too
+    gone[0] = False  # complete blocks, too
     gone[16:] |= size == 33
     tokens = torch.arange(vocab) if one.targets is None else one.targets
     one.raw[:, tokens[gone]], one.logits[..., gone] = -torch.inf, -torch.inf
@@ -216,21 +217,21 @@ def test_without_a_gradient_the_logits_stay(loss):
 
 
 FAULTS = {
-    "the teacher's best is another": lambda held: held._replace(best=held.best + 1),
-    "no best is known": lambda held: held._replace(best=torch.full_like(held.best, -1)),
-    "p is of another mass": lambda held: held._replace(total=held.total + 1e-3),
-    "p̃ is p": lambda held: held._replace(covered=torch.zeros_like(held.covered)),
-    "another temperature": lambda held: held._replace(scale=held.scale * 1.001),
-    "d2t is off by one": lambda held: held._replace(targets=(held.targets + 1) % 33),
-    "rows are off by one": lambda held: held._replace(logits=held.logits.roll(1, 0)),
+    "the target's best is another": lambda shared: shared._replace(best=shared.best + 1),
+    "no best is known": lambda shared: shared._replace(best=torch.full_like(shared.best, -1)),
+    "p is of another mass": lambda shared: shared._replace(total=shared.total + 1e-3),
+    "p̃ is p": lambda shared: shared._replace(covered=torch.zeros_like(shared.covered)),
+    "another temperature": lambda shared: shared._replace(scale=shared.scale * 1.001),
+    "d2t is off by one": lambda shared: shared._replace(target_ids=(shared.target_ids + 1) % 33),
+    "rows are off by one": lambda shared: shared._replace(logits=shared.logits.roll(1, 0)),
 }
 
 
 def test_every_fault_is_seen(monkeypatch):
-    one, made = chunk(33, 20), law
+    one, made = chunk(33, 20), target_distribution
     assert not differ(one, "kl")
     for name, fault in FAULTS.items():
-        monkeypatch.setattr(loss_kernels, "law", lambda *given, fault=fault: fault(made(*given)))
+        monkeypatch.setattr(loss_kernels, "target_distribution", lambda *given, fault=fault: fault(made(*given)))
         assert differ(one, "kl"), name
     assert len(FAULTS) == 7
 
@@ -240,18 +241,18 @@ def test_every_fault_is_seen(monkeypatch):
     [
         ({"logits": torch.zeros(1, 4, 20, dtype=torch.float64)}, "got logits .* torch.float64"),
         ({"logits": torch.zeros(20, 4, 1).transpose(0, 2)}, "got logits"),
-        ({"logits": torch.zeros(1, 4, 19)}, "a law of 4 rows and 20 tokens; expected 4 and 19"),
+        ({"logits": torch.zeros(1, 4, 19)}, "a target distribution of 4 rows and 20 tokens; expected 4 and 19"),
         ({"text": None}, "got kl, nll without"),
-        ({"teacher": None}, "a teacher for others"),
+        ({"target": None}, "a target distribution for others"),
         ({"text": torch.zeros(4)}, "got text"),
-        ({"pull": torch.ones(2, 4)}, r"got pull .2, 4. .*expected .1, 4."),
+        ({"gradient_scale": torch.ones(2, 4)}, r"got gradient_scale .2, 4. .*expected .1, 4."),
         ({"weight": torch.ones(1, 4, dtype=torch.bool)}, "got weight .* torch.bool"),
     ],
 )
 def test_refusals(change, message):
     one = chunk(33, 20, 1, 4)
-    teacher = law(one.raw, one.weight, one.targets, one.ids)
-    given = {"logits": one.logits, "teacher": teacher, "text": one.text, "weight": one.weight, "pull": one.pull}
+    target = target_distribution(one.raw, one.weight, one.targets, one.ids)
+    given = {"logits": one.logits, "target": target, "text": one.text, "weight": one.weight, "gradient_scale": one.pull}
     given["shares"] = {"kl": 1.0, "nll": 1.0}
     with_gradients(**given | {"logits": one.logits.clone()})
     with pytest.raises(ValueError, match=message):
@@ -262,64 +263,64 @@ def test_refusals(change, message):
     ("change", "message"),
     [
         ({"weight": torch.ones(1, 3)}, "got weight"),
-        ({"ids": None}, "targets or ids alone"),
+        ({"ids": None}, "target_ids or ids alone"),
         ({"ids": torch.zeros(32, dtype=torch.int64)}, r"got ids .32.*expected .33."),
-        ({"targets": torch.zeros(20)}, "got targets"),
+        ({"target_ids": torch.zeros(20)}, "got target_ids"),
         ({"least": torch.zeros(4, 1)}, "got least"),
     ],
 )
-def test_refusals_of_a_teacher(change, message):
+def test_refusals_of_a_target(change, message):
     one = chunk(33, 20, 1, 4)
-    given = {"logits": one.raw, "weight": one.weight, "targets": one.targets, "ids": one.ids}
-    law(**given)
+    given = {"logits": one.raw, "weight": one.weight, "target_ids": one.targets, "ids": one.ids}
+    target_distribution(**given)
     with pytest.raises(ValueError, match=message):
-        law(**given | change)
+        target_distribution(**given | change)
 
 
 def problem(dtype=torch.float32, positions=17, vocab=70, size=40, width=5, steps=2):
     """Hidden states, heads and what they are held against, with rows that nobody weighs and that hold NaN."""
     gen = torch.Generator().manual_seed(0)
-    one = SimpleNamespace(teacher=torch.randn(positions, width, generator=gen), teacher_w=2 * torch.randn(vocab, width, generator=gen))
+    one = SimpleNamespace(target=torch.randn(positions, width, generator=gen), target_w=2 * torch.randn(vocab, width, generator=gen))
     one.targets = torch.randperm(vocab, generator=gen)[:size].sort().values
     one.tokens = torch.randint(vocab, (positions,), generator=gen)
-    one.x, one.full, one.w = one.teacher + torch.zeros(steps, 1, 1), one.teacher_w.clone(), one.teacher_w[one.targets]
+    one.x, one.full, one.w = one.target + torch.zeros(steps, 1, 1), one.target_w.clone(), one.target_w[one.targets]
     for tensor in (one.x, one.full, one.w):
         tensor += 0.5 * torch.randn(tensor.shape, generator=gen)
     one.weights = torch.rand(steps, positions, generator=gen)
     one.weights[:, ::4], one.weights[0, 5:9] = 0, 0
     one.x[one.weights == 0] = torch.nan
     one.__dict__.update({name: tensor.to(DEVICE) for name, tensor in vars(one).items()})
-    for name in ("x", "full", "w", "teacher", "teacher_w"):
-        setattr(one, name, getattr(one, name).to(dtype).requires_grad_(not name.startswith("teacher")))
+    for name in ("x", "full", "w", "target", "target_w"):
+        setattr(one, name, getattr(one, name).to(dtype).requires_grad_(not name.startswith("target")))
     return one
 
 
 def cross_entropy(one):
-    found = chunked_cross_entropy(one.x[0], one.full, one.tokens, one.weights[0], budget=5 * 70)
-    return found.sum, [found.hits]
+    result = chunked_cross_entropy(one.x[0], one.full, one.tokens, one.weights[0], budget=5 * 70)
+    return result.sum, [result.hits]
 
 
 def kl(one):
-    found = chunked_kl(one.x[0], one.full, one.teacher, one.teacher_w, one.weights[0], 1.7, budget=5 * 70)
-    return found.sum, [found.hits]
+    result = chunked_kl(one.x[0], one.full, one.target, one.target_w, one.weights[0], 1.7, budget=5 * 70)
+    return result.sum, [result.hits]
 
 
 def kl_heads(one):
-    given = list(one.x), [one.full, one.full], one.teacher, lambda x: x @ one.teacher_w.T, list(one.weights), [1, 3]
-    found = chunked_kl_heads(*given, budget=5 * 70)
-    return found[0].sum + 0.5 * found[1].sum, [loss.hits for loss in found]
+    given = list(one.x), [one.full, one.full], one.target, lambda x: x @ one.target_w.T, list(one.weights), [1, 3]
+    result = chunked_kl_heads(*given, budget=5 * 70)
+    return result[0].sum + 0.5 * result[1].sum, [loss.hits for loss in result]
 
 
 def draft(one, loss=FINITE, head=None, **how):
-    given = one.x, one.w if head is None else head, one.teacher, one.teacher_w, one.weights, [1, 2], one.targets, loss, [1.0, 0.6]
-    found = chunked_draft_loss(*given, tokens=one.tokens, budget=5 * 80, **how)
-    return found.sum, [found.hits, found.overlap, found.sums]
+    given = one.x, one.w if head is None else head, one.target, one.target_w, one.weights, [1, 2], one.targets, loss, [1.0, 0.6]
+    result = chunked_draft_loss(*given, tokens=one.tokens, budget=5 * 80, **how)
+    return result.sum, [result.hits, result.overlap, result.sums]
 
 
-def student(one):
-    given = one.x, one.full, one.teacher, one.teacher_w, one.weights, [0, 0], None, "0.9 tv + 0.1 ce"
-    found = chunked_draft_loss(*given, budget=5 * 140)
-    return found.sum, [found.hits, found.overlap, found.sums]
+def distilled(one):
+    given = one.x, one.full, one.target, one.target_w, one.weights, [0, 0], None, "0.9 tv + 0.1 ce"
+    result = chunked_draft_loss(*given, budget=5 * 140)
+    return result.sum, [result.hits, result.overlap, result.sums]
 
 
 def capped(one):
@@ -331,7 +332,7 @@ def cut(one):
     return draft(one, temperature=0.7, top_k=9)
 
 
-CHUNKED = (cross_entropy, kl, kl_heads, draft, student, capped, cut)
+CHUNKED = (cross_entropy, kl, kl_heads, draft, distilled, capped, cut)
 
 
 def outcome(one, function, on):
@@ -354,7 +355,7 @@ def test_on_equals_off(monkeypatch, everywhere, function):
     monkeypatch.setattr(loss_kernels, "_BLOCK", 32)
     one = problem()
     if everywhere:
-        for module in (chunked_losses, draft_losses):
+        for module in (chunked_module, draft_losses):
             monkeypatch.setattr(module, "rows_to_visit", lambda counts: torch.arange(len(counts), device=counts.device))
     calls = taken(monkeypatch)
     want = outcome(one, function, False)
@@ -389,7 +390,7 @@ def test_what_keeps_to_the_plain_path(monkeypatch):
 
 
 def test_nothing_of_the_drafters_logits_is_made_in_float32(monkeypatch):
-    """Of a chunk [m,D] in bfloat16; the teacher's rows stay as they are, too."""
+    """Of a chunk [m,D] in bfloat16; the target's rows stay as they are, too."""
     one = problem(torch.bfloat16, positions=256, vocab=1500, size=1500, width=3, steps=1)
     one.weights[:, 20:] = 0
     rows = int((one.weights > 0).sum())
@@ -405,14 +406,14 @@ def test_nothing_of_the_drafters_logits_is_made_in_float32(monkeypatch):
     largest = {}
     for on in (False, True):
         with Wide() as seen, use(on):
-            chunked_draft_loss(one.x, one.full, one.teacher, one.teacher_w, one.weights, [0], None, "ce", budget=16 * 1500).sum.backward()
+            chunked_draft_loss(one.x, one.full, one.target, one.target_w, one.weights, [0], None, "ce", budget=16 * 1500).sum.backward()
         assert seen.seen > 20
         largest[on] = seen.elements
     # The head's gradient [D,3] is summed in float32.
     assert largest[False] == rows * 1500 > 3 * 1500 == largest[True]
 
 
-def test_a_run_takes_them_when_told(tmp_path, monkeypatch):
+def test_a_run_takes_them_when_asked(tmp_path, monkeypatch):
     seen = []
 
     def noting(model, batch):
@@ -437,8 +438,8 @@ CALLS = """
 def run(vocab, size, steps, rows, shares, least=False):
     raw, weight, text = torch.empty(rows, vocab, dtype=torch.bfloat16), torch.ones(steps, rows), torch.zeros(rows, dtype=torch.int64)
     part = (None, None) if size == vocab else (torch.arange(size), torch.zeros(vocab, dtype=torch.int64))
-    teacher = None if set(shares) == {"nll"} else kernels.law(raw, weight, *part, 0.7, text.float() if least else None)
-    kernels.with_gradients(torch.empty(steps, rows, size, dtype=torch.bfloat16), teacher, text, weight, weight, shares)
+    target = None if set(shares) == {"nll"} else kernels.target_distribution(raw, weight, *part, 0.7, text.float() if least else None)
+    kernels.with_gradients(torch.empty(steps, rows, size, dtype=torch.bfloat16), target, text, weight, weight, shares)
 
 for rows in (1, 37, 64):
     run(128_256, 32_000, 7, rows, {"ce": 1.0})
@@ -450,7 +451,8 @@ run(1, 1, 1, 1, {"kl": 1.0})
 
 def test_compiles_for_hopper(tmp_path):
     """One kernel for chunks of any length."""
-    assert compiled("draftsmith.train.losses.kernels", ("_law", "_steps"), CALLS, tmp_path) == 3 * ["_law"] + 4 * ["_steps"]
+    names = compiled("draftsmith.train.losses.kernels", ("_target_distribution_kernel", "_steps"), CALLS, tmp_path)
+    assert names == 4 * ["_steps"] + 3 * ["_target_distribution_kernel"]
 
 
 class TestNatively:
@@ -477,5 +479,5 @@ class TestNatively:
     @pytest.mark.parametrize("loss", [*LOSSES, EVERYTHING], ids=str)
     @pytest.mark.parametrize("where", ["raw", "logits"])
     def test_nan_where_it_counts_is_not_hidden(self, where, loss):
-        """Not so under the interpreter: a GPU's minimum of NaN and a number is the number, unless told."""
+        """Not so under the interpreter: a GPU's minimum of NaN and a number is the number, by default."""
         nan_is_seen(where, loss)

@@ -41,8 +41,8 @@ def plain_ce(logits, targets, weight):
     return (F.cross_entropy(logits, targets, reduction="none") * weight).sum()
 
 
-def plain_kl(student, teacher, weight, temperature):
-    terms = F.kl_div((student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1), reduction="none", log_target=True)
+def plain_kl(draft, target, weight, temperature):
+    terms = F.kl_div((draft / temperature).log_softmax(-1), (target / temperature).log_softmax(-1), reduction="none", log_target=True)
     return (terms.sum(-1) * weight).sum() * temperature**2
 
 
@@ -84,32 +84,32 @@ def test_on_a_device_every_position_is_visited(monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_kl_equals_the_plain_form(kind, temperature):
     x, w, _, weight = problem(45, 203)
-    teacher_x, teacher_w, _, _ = problem(45, 203, hidden=9, seed=1)
+    target_x, target_w, _, _ = problem(45, 203, hidden=9, seed=1)
     head, function = heads(kind, w)
-    teacher_head, teacher_function = heads(kind, teacher_w)
-    loss = chunked_kl(x, head, teacher_x, teacher_head, weight, temperature, budget=500)
+    target_head, target_function = heads(kind, target_w)
+    loss = chunked_kl(x, head, target_x, target_head, weight, temperature, budget=500)
     got = torch.autograd.grad(loss.sum, [x, w])
-    plain = plain_kl(function(x), teacher_function(teacher_x).detach(), weight, temperature)
+    plain = plain_kl(function(x), target_function(target_x).detach(), weight, temperature)
     want = torch.autograd.grad(plain, [x, w])
     assert abs(loss.sum - plain) < 1e-10
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-10
-    assert torch.equal(loss.hits, (function(x).argmax(-1) == teacher_function(teacher_x).argmax(-1)) & (weight > 0))
+    assert torch.equal(loss.hits, (function(x).argmax(-1) == target_function(target_x).argmax(-1)) & (weight > 0))
 
 
-def test_kl_heads_share_the_teacher_rows_that_they_predict():
-    teacher_x, teacher_w, _, _ = problem(41, 97, hidden=5, seed=9)
+def test_kl_heads_share_the_target_rows_that_they_predict():
+    target_x, target_w, _, _ = problem(41, 97, hidden=5, seed=9)
     parts = [problem(41, 97, seed=k) for k in range(3)]
     shifts = [1, 2, 3]
-    shared = chunked_kl_heads([p[0] for p in parts], [p[1] for p in parts], teacher_x, teacher_w, [p[3] for p in parts], shifts, budget=300)
+    shared = chunked_kl_heads([p[0] for p in parts], [p[1] for p in parts], target_x, target_w, [p[3] for p in parts], shifts, budget=300)
     inputs = [t for p in parts for t in p[:2]]
     got = torch.autograd.grad(sum(0.8**k * loss.sum for k, loss in enumerate(shared)), inputs)
-    teacher = (teacher_x @ teacher_w.T).detach()
+    target = (target_x @ target_w.T).detach()
     plain, hits = [], []
     for (x, w, _, weight), shift in zip(parts, shifts, strict=True):
         logits = (x @ w.T)[:-shift]
-        plain.append(plain_kl(logits, teacher[shift:], weight[:-shift], 1.0))
-        hits.append(F.pad((logits.argmax(-1) == teacher[shift:].argmax(-1)) & (weight[:-shift] > 0), (0, shift)))
+        plain.append(plain_kl(logits, target[shift:], weight[:-shift], 1.0))
+        hits.append(F.pad((logits.argmax(-1) == target[shift:].argmax(-1)) & (weight[:-shift] > 0), (0, shift)))
     want = torch.autograd.grad(sum(0.8**k * loss for k, loss in enumerate(plain)), inputs)
     for loss, value, hit in zip(shared, plain, hits, strict=True):
         assert abs(loss.sum - value) < 1e-10
@@ -122,17 +122,17 @@ def test_kl_heads_share_the_teacher_rows_that_they_predict():
 @pytest.mark.parametrize("kind", ["weight", "callable"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_what_rows_without_weight_hold_does_not_matter(monkeypatch, bad, kind, everywhere):
-    """Also where another head supervises the teacher's row, or a head has no row left; on a device all rows are visited."""
-    teacher_x, teacher_w, _, _ = problem(41, 97, seed=9)
+    """Also where another head supervises the target's row, or a head has no row left; on a device all rows are visited."""
+    target_x, target_w, _, _ = problem(41, 97, seed=9)
     shifts = [0, 2, 41, 60]
     xs, ws, targets, weights = zip(*(problem(41, 97, seed=k) for k in range(4)), strict=True)
     weights[0][::2] = 0
     outputs = [heads(kind, w) for w in ws]
     plain = [plain_ce(outputs[0][1](xs[0]), targets[0], weights[0])]
-    teacher = (teacher_x @ teacher_w.T).detach()
+    target = (target_x @ target_w.T).detach()
     for x, (_, function), weight, shift in zip(xs, outputs, weights, shifts, strict=True):
         n = max(41 - shift, 0)
-        plain.append(plain_kl(function(x[:n]), teacher[41 - n :], weight[:n], 1.0))
+        plain.append(plain_kl(function(x[:n]), target[41 - n :], weight[:n], 1.0))
     want = torch.autograd.grad(sum(plain), [*xs, *ws])
     if everywhere:
         monkeypatch.setattr(chunked, "rows_to_visit", lambda counts: torch.arange(len(counts)))
@@ -141,13 +141,13 @@ def test_what_rows_without_weight_hold_does_not_matter(monkeypatch, bad, kind, e
         for x, weight, shift in zip(xs, weights, shifts, strict=True):
             used |= F.pad(weight > 0, (shift, 0))[:41]
             x[weight == 0] = bad
-        teacher_x[~used] = bad
+        target_x[~used] = bad
     assert 0 < used.sum() < 41
     head, *_ = zip(*outputs, strict=True)
-    shared = chunked_kl_heads(xs, head, teacher_x, teacher_w, weights, shifts, budget=300)
-    found = [chunked_cross_entropy(xs[0], head[0], targets[0], weights[0]), *shared]
-    got = torch.autograd.grad(sum(loss.sum for loss in found), [*xs, *ws])
-    for loss, value in zip(found, plain, strict=True):
+    shared = chunked_kl_heads(xs, head, target_x, target_w, weights, shifts, budget=300)
+    losses = [chunked_cross_entropy(xs[0], head[0], targets[0], weights[0]), *shared]
+    got = torch.autograd.grad(sum(loss.sum for loss in losses), [*xs, *ws])
+    for loss, value in zip(losses, plain, strict=True):
         assert abs(loss.sum - value) < 1e-10
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-10

@@ -1,13 +1,14 @@
 """Verification from logits without a softmax or a sort over them: one draw at each visited node, all on the device.
 
-For greedy decoding and the rules of one draw. The plain twin is `draftsmith.inference.verify.verify`.
+For greedy decoding and target-sample matching. The reference implementation is `draftsmith.inference.verify.verify`.
 
-Rows walk in step, a depth at a time, so that K+1 of N nodes are read. A node's vocabulary is split over programs. Each leaves what it
-found of its part; every program of the next launch merges these for itself, which costs less than a launch for the merge. With filters a
-depth takes 1 + 8 · [top_k] + 8 · [top_p] launches more, of reads that the L2 cache serves: the least score kept is found from its bits,
-four at a time, by counting or weighing what begins with those found so far.
+All rows of the batch descend together, one depth at a time, so K+1 of N nodes are read. The vocabulary of a node is split over programs; each
+writes the partial result of its split, and every program of the next launch merges these itself, which costs less than a launch for the
+merge. With filters a depth takes 1 + 8 · [top_k] + 8 · [top_p] more launches, whose reads the L2 cache serves: the least score that is kept
+is determined four bits at a time, by counting or weighing the scores that begin with the bits so far.
 
-Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth · P = min(K+1, N) path entries · S = ⌈V / block⌉ splits.
+Letters: B rows of a batch, N tree nodes with the root, V vocabulary, K draft depth, P = min(K+1, N) path entries. A vocabulary has
+⌈V / block⌉ splits.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ __all__ = ["supported", "verify"]
 
 _PURPOSE = tl.constexpr(PURPOSE_TOKEN)
 _NEVER = tl.constexpr(float("-inf"))
-_UNIT = tl.constexpr(2.0**43)  # of mass: 2^19 tokens of mass 1 fit into an int64
+_UNIT = tl.constexpr(2.0**43)  # unit of mass: 2^19 tokens of mass 1 fit into an int64
 _MAX_NODES, _MAX_VOCAB = 256, 2**19
 
 
@@ -33,7 +34,7 @@ _MAX_NODES, _MAX_VOCAB = 256, 2**19
 def _scores(logits, start, index, vocab, scale, SAMPLED: tl.constexpr, MULTIPLY: tl.constexpr):
     """float32 [BLOCK] with temperature, rounded as torch rounds `logits.float() / temperature`.
 
-    What lies past the vocabulary is −inf: no mass, no draw that a lower id does not win, no count that changes the k-th best.
+    Entries past the vocabulary are −inf: they have no mass, lose every draw to a lower id, and do not change the k-th best.
     """
     x = tl.load(logits + start + index, mask=index < vocab, other=_NEVER).to(tl.float32)
     if SAMPLED:
@@ -54,7 +55,7 @@ def _order(x):
 
 @triton.jit
 def _noise(seed, request, position, block, BLOCK: tl.constexpr):
-    """float32 [BLOCK]: `sampler.gumbel` of the tokens of this block; float64 until the end, as there."""
+    """`sampler.gumbel` of the tokens of this block, float32 [BLOCK]; computed in float64, as there."""
     counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), request.to(tl.uint32), _PURPOSE)  # pyright: ignore[reportGeneralTypeIssues]
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a b c d of the first counter, then of the second, …
@@ -63,7 +64,7 @@ def _noise(seed, request, position, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(x, best):
-    """exp(x − best) as an integer: sums of these are exact, hence the same in any order and for any split."""
+    """exp(x − best) as an integer. Integer sums are exact, so they do not depend on order or split."""
     return (tl.where(x > _NEVER, tl.exp(x - best), 0.0) * _UNIT).to(tl.int64)
 
 
@@ -74,11 +75,11 @@ def _peak(best, row, splits, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _token(draws, slot, live, splits, SPLITS: tl.constexpr):
-    """What was drawn at a slot: row · P + depth. A token that no vocabulary has where it is not live."""
+def _token(draws, entry, active, splits, SPLITS: tl.constexpr):
+    """The token drawn at entry row · P + depth; a token outside every vocabulary where the mask is False."""
     index = tl.arange(0, SPLITS)
-    found = tl.load(draws + slot * splits + index, mask=live & (index < splits), other=0)
-    return 0x7FFFFFFF - (tl.max(found, 0) & 0x7FFFFFFF)
+    ranked = tl.load(draws + entry * splits + index, mask=active & (index < splits), other=0)
+    return 0x7FFFFFFF - (tl.max(ranked, 0) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -86,10 +87,10 @@ def _enter(
     tokens, token_stride, parents, parent_stride, size, nodes, path, width, draws, row, block, level, splits,
     NODES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The node of this row at this depth: the first child that carries what its parent drew; −1 where there is none."""
-    slot = row * width + level
-    parent = tl.load(path + slot - 1, mask=level > 0, other=-1)
-    y = _token(draws, slot - 1, parent >= 0, splits, SPLITS)
+    """The node of this row at this depth: the first child with the token that its parent drew; −1 where there is none."""
+    entry = row * width + level
+    parent = tl.load(path + entry - 1, mask=level > 0, other=-1)
+    y = _token(draws, entry - 1, parent >= 0, splits, SPLITS)
     count = tl.load(size + row)
     index = tl.arange(0, NODES)
     inside = (index > 0) & (index < nodes) & (index < count)
@@ -99,40 +100,40 @@ def _enter(
     node = tl.where(child < NODES, child, -1)
     node = tl.where((level == 0) & (count > 0), 0, node).to(tl.int64)
     if block == 0:
-        tl.store(path + slot, node)
+        tl.store(path + entry, node)
     return node
 
 
 @triton.jit
 def _bins(bins, row, splits, SPLITS: tl.constexpr):
-    """int64 [SPLITS,16]: what each split found under each next digit."""
+    """Count or mass of each split under each next digit, int64 [SPLITS,16]."""
     split = tl.arange(0, SPLITS)[:, None]
     return tl.load(bins + (row * splits + split) * 16 + tl.arange(0, 16)[None, :], mask=split < splits, other=0)
 
 
 @triton.jit
 def _limit(total, rest):
-    """The mass up to which top-p drops, of all that there is; the likeliest token always stays."""
+    """The mass that top-p drops, of the total; the likeliest token always stays."""
     return tl.minimum((total.to(tl.float64) * rest).to(tl.int64), total - 1)
 
 
 @triton.jit
-def _narrow(found, state, row, top_k, rest, MASS: tl.constexpr):
-    """One hexadecimal digit further towards the greatest t with at least `need` of count or mass in {order >= t}.
+def _narrow(counts, state, row, top_k, rest, MASS: tl.constexpr):
+    """One more hexadecimal digit of the greatest t with a count or mass of at least `need` in {order >= t}.
 
-    -> the digits of t so far, what lies above all that begins with them, and the total.
+    Returns the digits of t so far, the count or mass above everything that begins with them, and the total.
     """
     prefix, above, total = tl.load(state + row * 4), tl.load(state + row * 4 + 1), tl.load(state + row * 4 + 2)
-    here = tl.sum(found, 0)
-    inside = tl.sum(here, 0)
+    by_digit = tl.sum(counts, 0)
+    inside = tl.sum(by_digit, 0)
     total = tl.where(total > 0, total, inside)  # known after the first digit
     if MASS:
         need = total - _limit(total, rest)
     else:
         need = top_k
-    reached = above + inside - tl.cumsum(here, 0) + here  # [16], falling
+    reached = above + inside - tl.cumsum(by_digit, 0) + by_digit  # [16], falling
     digit = tl.maximum(tl.sum((reached >= need).to(tl.int64), 0) - 1, 0)
-    above += tl.sum(tl.where(tl.arange(0, 16) > digit, here, 0), 0)
+    above += tl.sum(tl.where(tl.arange(0, 16) > digit, by_digit, 0), 0)
     return prefix * 16 + digit, above, total
 
 
@@ -141,7 +142,7 @@ def _best(
     logits, row_stride, node_stride, vocab, scale, tokens, token_stride, parents, parent_stride, size, nodes, path, width, draws, best, level,
     MULTIPLY: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Enter a depth, and find the greatest score of its node."""
+    """Enter a depth and compute the greatest score of its node."""
     block, row, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     node = _enter(tokens, token_stride, parents, parent_stride, size, nodes, path, width, draws, row, block, level, splits, NODES, SPLITS)
     if node >= 0:
@@ -155,18 +156,21 @@ def _search(
     logits, row_stride, node_stride, vocab, scale, path, width, best, state, bins, next_state, next_bins, top_k, rest, level, shift,
     MULTIPLY: tl.constexpr, PAST: tl.constexpr, MASS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count, or weigh, what has the digits found so far, by its next digit. PAST: what the launch before found; 0 nothing, 1 counts, 2 mass."""
+    """Count, or weigh, by its next digit, every score that begins with the digits so far.
+
+    PAST says what the launch before computed: 0 nothing, 1 counts, 2 mass.
+    """
     block, row, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     node = tl.load(path + row * width + level)
     if node >= 0:
         prefix, above, total, floor = 0, 0, 0, 0
         if PAST:
-            found = _bins(bins, row, splits, SPLITS)
-            prefix, above, total = _narrow(found, state, row, top_k, rest, PAST == 2)  # pyright: ignore[reportGeneralTypeIssues]
+            counts = _bins(bins, row, splits, SPLITS)
+            prefix, above, total = _narrow(counts, state, row, top_k, rest, PAST == 2)  # pyright: ignore[reportGeneralTypeIssues]
             if PAST == 1 + MASS:
                 floor = tl.load(state + row * 4 + 3)
             else:
-                prefix, above, total, floor = 0, 0, 0, prefix  # top-p begins: among what top-k left
+                prefix, above, total, floor = 0, 0, 0, prefix  # top-p begins, among the tokens that top-k left
         if block == 0:
             tl.store(next_state + row * 4, prefix)
             tl.store(next_state + row * 4 + 1, above)
@@ -186,22 +190,22 @@ def _search(
 
 
 @triton.jit
-def _kept(
+def _keep_mask(
     x, row, block, splits, best, state, bins, top_k, rest, min_p,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """bool [BLOCK]: what `sampler.warp` keeps of this block."""
+    """The tokens of this block that `sampler.warp` keeps, bool [BLOCK]."""
     keep = x == x
     if TOP_K or TOP_P:
-        order, found = _order(x), _bins(bins, row, splits, SPLITS)
-        least, above, total = _narrow(found, state, row, top_k, rest, TOP_P)
+        order, counts = _order(x), _bins(bins, row, splits, SPLITS)
+        least, above, total = _narrow(counts, state, row, top_k, rest, TOP_P)
         keep = order >= least
-        if TOP_P:  # Of those that equal the least kept the lowest ids go, as many as the limit allows.
+        if TOP_P:  # Among the scores that tie at the least kept one, the lowest ids go first, as many as the limit allows.
             equal = order == least
-            each = tl.sum(tl.where(tl.arange(0, 16)[None, :] == (least & 15), found, 0), 1)  # [SPLITS], their mass in each split
-            one = tl.maximum(tl.max(tl.where(equal, _mass(x, _peak(best, row, splits, SPLITS)), 0), 0), 1)
-            gone = (_limit(total, rest) - (total - above - tl.sum(each, 0))) // one
-            before = tl.sum(tl.where(tl.arange(0, SPLITS) < block, each, 0), 0) // one
+            each = tl.sum(tl.where(tl.arange(0, 16)[None, :] == (least & 15), counts, 0), 1)  # [SPLITS], their mass in each split
+            mass = tl.maximum(tl.max(tl.where(equal, _mass(x, _peak(best, row, splits, SPLITS)), 0), 0), 1)
+            gone = (_limit(total, rest) - (total - above - tl.sum(each, 0))) // mass
+            before = tl.sum(tl.where(tl.arange(0, SPLITS) < block, each, 0), 0) // mass
             keep = keep & ((order > least) | (before + tl.cumsum(equal.to(tl.int32), 0) > gone))
     if MIN_P:
         keep = keep & (tl.exp(x - _peak(best, row, splits, SPLITS)) >= min_p)
@@ -215,7 +219,7 @@ def _draw(
     SAMPLED: tl.constexpr, MULTIPLY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
     NODES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best token of each split: score and id in one integer, the lower id the greater."""
+    """The best token of each split: score and id in one integer, in which the lower id of a tie is greater."""
     block, row, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if TOP_K or TOP_P or MIN_P:
         node = tl.load(path + row * width + level)
@@ -227,7 +231,7 @@ def _draw(
         index = block * BLOCK + tl.arange(0, BLOCK)
         x = _scores(logits, row * row_stride + node * node_stride, index, vocab, scale, SAMPLED, MULTIPLY)
         if TOP_K or TOP_P or MIN_P:
-            x = tl.where(_kept(x, row, block, splits, best, state, bins, top_k, rest, min_p, TOP_K, TOP_P, MIN_P, SPLITS), x, _NEVER)
+            x = tl.where(_keep_mask(x, row, block, splits, best, state, bins, top_k, rest, min_p, TOP_K, TOP_P, MIN_P, SPLITS), x, _NEVER)
         if SAMPLED:
             x += _noise(seed, tl.load(request + row), tl.load(position + row) + level + 1, block, BLOCK)
         ranked = (_order(x) << 31) | (0x7FFFFFFF - index)
@@ -236,7 +240,7 @@ def _draw(
 
 @triton.jit
 def _finish(path, width, draws, length, next_token, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """length [B], and what was drawn where the walk ended; token 0 for an idle row."""
+    """length [B], and the token drawn where the walk ended; 0 for an idle row."""
     row, index = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     count = tl.sum((tl.load(path + row * width + index, mask=index < width, other=-1) >= 0).to(tl.int64), 0)
     y = _token(draws, row * width + count - 1, count > 0, splits, SPLITS)
@@ -249,7 +253,7 @@ def reciprocal(temperature: float) -> float:
 
 
 def supported(sampling: Sampling) -> str:
-    """Why these kernels cannot take a Sampling, in one line; "" where they can."""
+    """One line that says why these kernels do not support a Sampling; "" if they do."""
     if sampling.repetition_penalty != 1.0:
         return f"repetition_penalty {sampling.repetition_penalty}: it needs the tokens before each node"
     if not sampling.greedy and sampling.rule not in ("target-sample", "shared-noise"):
@@ -261,25 +265,31 @@ def verify(
     tree: DraftTree,
     logits: Tensor,
     sampling: Sampling,
-    request: Tensor,
-    position: Tensor,
+    noise_keys: Tensor,
+    positions: Tensor,
     max_depth: int | None = None,
     *,
     block: int = 2048,
 ) -> Verdict:
-    """logits [B,N,V] of the tree's nodes, request [B] and position [B] (absolute index of the root) int64 -> Verdict.
+    """Path, length and next_token of the reference implementation (next_token is 0 for an idle row).
 
-    The twin's path, length and next_token (0 for an idle row). Nothing is read by the host, and the launches follow from the arguments'
-    shapes, sampling and max_depth alone, so that a CUDA graph can hold them. A score whose mass ends within 1e-6 of top_p's limit, or
-    whose probability is that near to min_p's, may be kept by one and not by the other. Undefined under filters: NaN and +inf among logits.
+    The host reads nothing, and the launches depend on shapes, sampling and max_depth alone, so that a CUDA graph can hold them. A score
+    whose mass ends within 1e-6 of top_p's limit, or whose probability is that near to min_p's, may be kept here and dropped by the
+    reference, or the reverse. With filters, the result is undefined for NaN and +inf logits.
 
-    logits: float32, bfloat16 or float16, last stride 1, N <= 256, V <= 2^19. max_depth: K, an upper bound on the depth of the trees;
-    N − 1 where it is not known. block: tokens of one program, a power of two.
+    Args:
+        tree: the draft trees.
+        logits: [B,N,V] of the nodes, float32, bfloat16 or float16, last stride 1, N ≤ 256, V ≤ 2^19.
+        sampling: greedy, or rule target-sample or shared-noise.
+        noise_keys: [B] int64.
+        positions: [B] int64, absolute position of node 0.
+        max_depth: K, an upper bound on the depth of the trees; None means N − 1.
+        block: tokens of one program, a power of two.
 
     Raises:
         ValueError: a Sampling that is not `supported`, or tensors or numbers out of these bounds.
     """
-    _check(tree, logits, sampling, request, position, max_depth, block)
+    _check(tree, logits, sampling, noise_keys, positions, max_depth, block)
     (rows, nodes, vocab), device, multiply = logits.shape, logits.device, logits.is_cuda
     width, splits = nodes if max_depth is None else min(max_depth + 1, nodes), -(-vocab // block)
     sampled = not sampling.greedy
@@ -290,38 +300,38 @@ def verify(
 
     path, length, next_token, draws = empty(rows, width), empty(rows), empty(rows), empty(rows, width, splits)
     best = empty(rows, splits, dtype=torch.float32)
-    state, bins = empty(2, rows, 4).unbind(), empty(2, rows, splits, 16).unbind()  # each pass reads one and writes the other
+    state, bins = empty(2, rows, 4).unbind(), empty(2, rows, splits, 16).unbind()  # each pass reads one buffer and writes its partner
 
-    # torch divides by a number on a CPU, but on a GPU multiplies by its reciprocal: that of the float32.
+    # torch divides by a number on a CPU; on a GPU it multiplies by the reciprocal of the float32.
     scale = 1.0 if not sampled else reciprocal(sampling.temperature) if multiply else sampling.temperature
     node = (logits, logits.stride(0), logits.stride(1), vocab, scale)
     tokens, parents = (x if x.stride(1) == 1 else x.contiguous() for x in (tree.tokens, tree.parents))
     edges = (tokens, tokens.stride(0), parents, parents.stride(0), tree.size.contiguous(), nodes, path, width, draws)
-    keys = (request.contiguous(), position.contiguous(), (sampling.seed + 2**63) % 2**64 - 2**63)  # the seed as an int64
+    keys = (noise_keys.contiguous(), positions.contiguous(), (sampling.seed + 2**63) % 2**64 - 2**63)  # the seed as an int64
     cut, rest = sampling.top_k if top_k else 0, 1.0 - sampling.top_p
     flags = {"MULTIPLY": multiply, "SPLITS": triton.next_power_of_2(splits), "BLOCK": block, "num_warps": min(8, max(1, block // 128))}
     flags["enable_fp_fusion"] = False  # torch rounds score · 1/T before it adds the noise
-    whole = {**flags, "NODES": triton.next_power_of_2(nodes)}
-    kinds = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p, **whole}
+    tree_flags = {**flags, "NODES": triton.next_power_of_2(nodes)}
+    kinds = {"SAMPLED": sampled, "TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p, **tree_flags}
     grid = (splits, rows)
     with torch.cuda.device_of(logits):
         for level in range(width):
-            turn = past = 0
+            current = past = 0
             if top_k or top_p or min_p:
-                _best[grid](*node, *edges, best, level, **whole)
+                _best[grid](*node, *edges, best, level, **tree_flags)
             for mass in [False] * top_k + [True] * top_p:
                 for shift in range(28, -1, -4):
-                    arrays = (best, state[turn], bins[turn], state[1 - turn], bins[1 - turn])
+                    arrays = (best, state[current], bins[current], state[1 - current], bins[1 - current])
                     _search[grid](*node, path, width, *arrays, cut, rest, level, shift, **{"PAST": past, "MASS": mass, **flags})
-                    turn, past = 1 - turn, 1 + mass
-            _draw[grid](*node, *edges, best, state[turn], bins[turn], *keys, cut, rest, sampling.min_p, level, **kinds)
+                    current, past = 1 - current, 1 + mass
+            _draw[grid](*node, *edges, best, state[current], bins[current], *keys, cut, rest, sampling.min_p, level, **kinds)
         ends = {"WIDTH": triton.next_power_of_2(width), "SPLITS": flags["SPLITS"]}
         _finish[(rows,)](path, width, draws, length, next_token, splits, **ends)
     return Verdict(path, length, next_token)
 
 
 def _check(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int | None, block: int
+    tree: DraftTree, logits: Tensor, sampling: Sampling, noise_keys: Tensor, positions: Tensor, max_depth: int | None, block: int
 ) -> None:
     if reason := supported(sampling):
         raise ValueError(f"got {reason}; use draftsmith.inference.verify")
@@ -334,7 +344,7 @@ def _check(
             "use draftsmith.inference.verify"
         )
     wide = {"tokens": tree.tokens, "parents": tree.parents}
-    for name, x in {**wide, "size": tree.size, "request": request, "position": position}.items():
+    for name, x in {**wide, "size": tree.size, "noise_keys": noise_keys, "positions": positions}.items():
         expected = [rows, nodes] if name in wide else [rows]
         if list(x.shape) != expected or x.dtype != torch.int64 or x.device != logits.device:
             raise ValueError(

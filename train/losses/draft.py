@@ -1,10 +1,10 @@
-"""Losses between a drafter's law over its draft vocabulary and the target's, over K draft steps with one head and one teacher pass.
+"""Losses between the draft distribution and the target distribution, over K draft steps that share one head and one target pass.
 
-As in `losses`, positions go through the heads in chunks, no [M,V] ever exists, and gradients are made in the forward. The gradient of the
-shared head is one buffer [D,H] for all K steps, hence their decay is an argument here and not the caller's business afterwards.
+As in `chunked`, positions go through the heads in chunks, no [M,V] ever exists, and gradients are computed in the forward. The gradient of
+the shared head is one buffer [D,H] for all K steps; their decay is therefore an argument here.
 
-p is the target's law over V, q the drafter's over D, p̃ = p over D, renormalised, x the text's own token, and α = Σ_{v∈D} min(p, q), OOV
-being a miss:
+p is the target distribution over V, q the draft distribution over D, p̃ = p over D, renormalised, x the text's own token, and
+α = Σ_{v∈D} min(p, q), an OOV token being a miss:
 
   kl          Σ p̃ log(p̃ / q)                 ce less the entropy of p̃
   ce          −Σ p̃ log q                     EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840)
@@ -15,17 +15,16 @@ being a miss:
   lk          −log α                         Samarin et al. 2026, https://arxiv.org/abs/2602.23881; of each position, not of the mean α
   lk_hybrid   w · kl + (1 − w) · tv          the same; w = exp(−ηα), η = 3, is a constant to the gradient
 
-Those against p̃ are 0 where the target's best token is OOV (EAGLE-3's position mask), so is the kl in lk_hybrid; tv and lk are not.
-Where α = 0, since a cut p may have no token in D, lk is infinite and without a gradient: it counts as 0.
+The losses against p̃, and the kl in lk_hybrid, are 0 where the target's best token is OOV (EAGLE-3's position mask); tv and lk are not.
+Where α = 0, since a top-k cut may leave p no token in D, lk is infinite and has no gradient: it used as 0.
 
-A temperature T softens p and q in all of them, nll and α included; the gradient has the chain rule's 1/T, and no T² makes up for it as in
-`losses.chunked_kl`. top_k cuts p to its k likeliest tokens of V, all that tie with the k-th included, and renormalises it.
+A temperature T softens p and q in all losses, nll and α included. The gradient has the chain rule's 1/T; unlike `chunked_kl`, no T² makes
+up for it. top_k cuts p to its k likeliest tokens of V, with all that tie with the k-th, and renormalises it.
 
-Letters: K draft steps · M positions (rows and sequence flattened) · m of them in a chunk · V target vocabulary · D draft vocabulary · H hidden.
+Letters: K draft steps, M positions (batch and sequence flattened), m of them in a chunk, V target vocabulary, D draft vocabulary, H hidden.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -47,15 +46,20 @@ from draftsmith.train.losses.chunked import (
     softened,
     summed_in_chunks,
 )
+from draftsmith.train.losses.mixture import ETA, EXPECTED, FLOOR, beta_of, mix
 
-ETA = 3.0  # how fast lk_hybrid goes over from KL to acceptance (Samarin et al. 2026)
-FLOOR = -1e4  # least log-probability of the target: a token that is masked or cut has −inf, and 0 · inf is not a number
+__all__ = ["LOSSES", "Chain", "DraftLosses", "chain", "chunked_draft_loss", "feature_loss", "mix"]
 
 
 class DraftLosses(NamedTuple):
-    """sum: Σ_k decay[k] · sums[k], a scalar to call backward on (once) · sums [K]: Σ weight · loss of each step, without a graph ·
-    hits [K,M] bool: the drafter's best token is the target's best · overlap [K,M]: α, without a graph. Both are by row of hidden, and 0
-    where weight is 0 or the teacher has no row."""
+    """The loss of K steps, and how well each position did. `hits` and `overlap` are 0 where the weight is 0 or the target has no row.
+
+    Attributes:
+        sum: Σ_k decay[k] · sums[k], a scalar to call backward on, once.
+        sums: [K], Σ weight · loss of each step, without a graph.
+        hits: [K,M] bool by row of hidden: the drafter's best token is the target's best.
+        overlap: [K,M] by row of hidden: α, without a graph.
+    """
 
     sum: Tensor
     sums: Tensor
@@ -64,7 +68,12 @@ class DraftLosses(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """accepted [K] int64: anchors whose steps 0..k all hit · anchors: scalar int64, their number."""
+    """Greedy chains over training positions.
+
+    Attributes:
+        accepted: [K] int64, the number of anchors whose steps 0..k all hit.
+        anchors: scalar int64, the number of anchors.
+    """
 
     accepted: Tensor
     anchors: Tensor
@@ -73,11 +82,11 @@ class Chain(NamedTuple):
 def chunked_draft_loss(
     hidden: Tensor,
     head: Head,
-    teacher_hidden: Tensor,
-    teacher_head: Head,
+    target_hidden: Tensor,
+    target_head: Head,
     weights: Tensor,
     shifts: Sequence[int],
-    targets: Tensor | None,
+    target_ids: Tensor | None,
     loss: str | Mapping[str, float],
     decay: Sequence[float] | None = None,
     *,
@@ -86,14 +95,23 @@ def chunked_draft_loss(
     top_k: int = 0,
     budget: int = BUDGET,
 ) -> DraftLosses:
-    """Σ_k decay[k] · Σ_t weights[k,t] · loss(p_{t + shifts[k]}, q_{k,t}); loss is what `mix` reads, or what it returns.
+    """Σ_k decay[k] · Σ_t weights[k,t] · loss(p_{t + shifts[k]}, q_{k,t}).
 
-    hidden [K,M,H] with head: weight [D,H] or callable -> logits [m,D] · teacher_hidden [M,·] with teacher_head -> logits [m,V] · weights
-    [K,M] >= 0; a pair past the last row is dropped, and one that crosses from one document into another must have weight 0 · targets [D]
-    int64: target ids in the order of the draft ids; None where D = V · decay: K factors, 1 by default · tokens [M] int64, for nll: the
-    target's id of the token after each teacher row, any value where no weight asks for it · temperature, top_k (0: off): see above.
-    Gradients go to hidden and to the head's weight, or to whatever leaves a callable head uses. Softmax and sums are in fp32 (fp64 for
-    fp64 inputs).
+    Gradients go to `hidden` and to the head's weight, or to the leaf tensors that a callable head uses. Softmax and sums are in fp32
+    (fp64 for fp64 inputs).
+
+    Args:
+        hidden: [K,M,H], with `head`: weight [D,H], or a callable to logits [m,D].
+        target_hidden: [M,·], with `target_head` to logits [m,V].
+        weights: [K,M] ≥ 0. A pair past the last row is dropped; a pair that crosses into another document must have weight 0.
+        shifts: K numbers ≥ 0. Row t of step k is compared with the target's row t + shifts[k].
+        target_ids: [D] int64, target ids in the order of the draft ids; None where D = V.
+        loss: what `mix` reads, or what it returns.
+        decay: K factors, 1 by default.
+        tokens: [M] int64, for nll: the token after each row of the target. Any value where no weight needs it.
+        temperature: T, see above.
+        top_k: see above; 0 is off.
+        budget: logits in one chunk, at most.
 
     Raises:
         ValueError: shapes, lengths or vocabularies that do not fit, a negative shift, an unknown loss or a share that is not above 0, nll
@@ -103,50 +121,39 @@ def chunked_draft_loss(
     decay = [1.0] * len(hidden) if decay is None else decay
     part = ChunkedHead(hidden.flatten(0, 1), head)
     with torch.no_grad():
-        teacher = ChunkedHead(teacher_hidden, teacher_head)
-    _check(hidden, teacher_hidden, weights, shifts, decay, targets, part.vocab_size, teacher.vocab_size)
-    _check_laws([one for one, _ in terms], weights, tokens, temperature, top_k)
+        target = ChunkedHead(target_hidden, target_head)
+    _check(hidden, target_hidden, weights, shifts, decay, target_ids, part.vocab_size, target.vocab_size)
+    _check_options([divergence for divergence, _ in terms], weights, tokens, temperature, top_k)
     rows, weight = aligned(weights.to(part.sum_dtype), shifts)
     rows = rows + weights.shape[1] * torch.arange(len(rows), device=rows.device)[:, None]
-    counts = weight > 0
+    used = weight > 0
     factor = torch.tensor(decay, dtype=weight.dtype, device=weight.device)
-    draft_ids = _draft_ids(targets, teacher.vocab_size, weight.device)
-    text = None if tokens is None else draft_ids.index_select(0, torch.where(counts.any(0), tokens, 0))
-    chunk = _Chunk(targets, draft_ids, temperature, top_k, shares, terms, part.wanted)
+    draft_ids = _draft_ids(target_ids, target.vocab_size, weight.device)
+    text = None if tokens is None else draft_ids.index_select(0, torch.where(used.any(0), tokens, 0))
+    chunk = _Chunk(target_ids, draft_ids, temperature, top_k, shares, terms, part.needs_grad)
     losses_of = chunk.fused if part.fused else chunk.plain
-    pull = weight * factor[:, None] / temperature
-    hits, overlap = torch.zeros_like(counts), torch.zeros_like(weight)
+    gradient_scale = weight * factor[:, None] / temperature
+    hits, overlap = torch.zeros_like(used), torch.zeros_like(weight)
     sums = torch.zeros_like(factor)
 
     def step(index: Tensor) -> Tensor:
-        at, scale, used = rows[:, index], weight[:, index], counts[:, index]
+        row, scale, supervised = rows[:, index], weight[:, index], used[:, index]
         with torch.no_grad():
-            raw = teacher.raw(index, used.any(0))
-        logits = part.raw(at.flatten(), used.flatten()).unflatten(0, at.shape)
-        values, alpha, hit, gradient = losses_of(raw, logits, None if text is None else text[index], scale, pull[:, index])
-        hits[:, index], overlap[:, index] = hit & used, alpha * used
-        found = (values * scale).sum(1)
-        sums.add_(found)
-        if part.wanted:
-            part.backward(at.flatten(), gradient.flatten(0, 1))
-        return (found * factor).sum()[None]
+            raw = target.raw(index, supervised.any(0))
+        logits = part.raw(row.flatten(), supervised.flatten()).unflatten(0, row.shape)
+        values, alpha, hit, gradient = losses_of(raw, logits, None if text is None else text[index], scale, gradient_scale[:, index])
+        hits[:, index], overlap[:, index] = hit & supervised, alpha * supervised
+        step_sums = (values * scale).sum(1)
+        sums.add_(step_sums)
+        if part.needs_grad:
+            part.backward(row.flatten(), gradient.flatten(0, 1))
+        return (step_sums * factor).sum()[None]
 
-    # A chunk holds [m,V] of the teacher and [K,m,D] of the drafter.
-    wide = max(teacher.vocab_size, len(hidden) * part.vocab_size)
-    size = chunk_rows(weight.shape[1] * teacher.vocab_size // wide, wide, budget)
-    total = summed_in_chunks([part], rows_to_visit(counts.any(0)), size, step)
+    # A chunk holds [m,V] of the target and [K,m,D] of the drafter.
+    wide = max(target.vocab_size, len(hidden) * part.vocab_size)
+    size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, budget)
+    total = summed_in_chunks([part], rows_to_visit(used.any(0)), size, step)
     return DraftLosses(total[0], sums, by_row(hits, shifts), by_row(overlap, shifts))
-
-
-def mix(text: str, key: str = "loss") -> dict[str, float]:
-    """`kl`, `0.9 tv + 0.1 ce`, `0.5 jsd(0.1) + 0.5 tv` -> the share of each loss. Raises ValueError, naming the key, for anything else."""
-    shares: dict[str, float] = {}
-    for term in text.split("+"):
-        found = re.fullmatch(r"\s*(?:(\d*\.?\d+)\s+)?(\S+)\s*", term)
-        if not found or not _named(found[2]) or found[2] in shares or not float(found[1] or 1):
-            raise ValueError(f"{key}={text!r}: expected {EXPECTED}")
-        shares[found[2]] = float(found[1] or 1)
-    return shares
 
 
 def feature_loss(predicted: Tensor, actual: Tensor, weight: Tensor) -> Tensor:
@@ -160,10 +167,14 @@ def feature_loss(predicted: Tensor, actual: Tensor, weight: Tensor) -> Tensor:
 
 
 def chain(hits: Tensor, weights: Tensor) -> Chain:
-    """How far each chain of drafts survives: hits [K,M] bool, weights [K,M], row t of every step belonging to the chain of anchor t.
+    """Length of each greedy chain of drafts along the text: row t of every step belongs to the chain of anchor t.
 
-    Anchors are the rows that are supervised (weight > 0) in every step; weights of pairs past the last row must be 0. Survival is
-    S_k = accepted[k] / anchors, and the simulated τ = 1 + Σ S_k: greedy and along the target's own text, OOV a miss.
+    Anchors are the rows that are supervised (weight > 0) in every step. Survival is S_k = accepted[k] / anchors, and the simulated
+    τ = 1 + Σ S_k; an OOV token is a miss.
+
+    Args:
+        hits: [K,M] bool.
+        weights: [K,M], 0 for pairs past the last row.
     """
     anchors = (weights > 0).all(0)
     return Chain((hits.cumprod(0).bool() & anchors).sum(1), anchors.sum())
@@ -171,40 +182,49 @@ def chain(hits: Tensor, weights: Tensor) -> Chain:
 
 @dataclass(eq=False)
 class _Chunk:
-    """What the chunks of one call have in common. Its methods take the teacher's logits [m,V], the drafter's [K,m,D], the draft ids of the
-    text [m], weight and pull [K,m] -> the loss of each position, not weighted, α, hits, and pull · the gradient by logits / T [K,m,D]."""
+    """What the chunks of one call have in common.
 
-    targets: Tensor | None
+    Both methods take the target's logits [m,V], the drafter's logits [K,m,D], the draft ids of the text [m], weight and gradient_scale
+    [K,m]. They return the unweighted loss [K,m], α [K,m], hits [K,m], and gradient_scale · the gradient by logits / T [K,m,D].
+    """
+
+    target_ids: Tensor | None
     draft_ids: Tensor
     temperature: float
     top_k: int
     shares: Mapping[str, float]
     terms: Sequence[tuple["Divergence", float]]
-    wanted: bool
+    needs_grad: bool
 
-    def plain(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
+    def plain(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, gradient_scale: Tensor) -> tuple[Tensor, ...]:
         raw, logits = raw.to(weight.dtype), logits.to(weight.dtype)
         best = self.draft_ids[ranked(raw, 1).squeeze(1)]
         hits = ranked(logits, 1).squeeze(2) == best
-        log_p = _target_law(raw, self.targets, self.temperature, self.top_k)
-        laws = _Laws(log_p, softened(logits, self.temperature), best >= 0, text)
-        values, gradient = _mixed(laws, pull, self.terms)
-        return values, laws.overlap, hits, gradient
+        log_p = _target_log_probs(raw, self.target_ids, self.temperature, self.top_k)
+        pair = _Distributions(log_p, softened(logits, self.temperature), best >= 0, text)
+        values, gradient = _mixed(pair, gradient_scale, self.terms)
+        return values, pair.overlap, hits, gradient
 
-    def fused(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, pull: Tensor) -> tuple[Tensor, ...]:
-        """In two launches; the gradient takes the place of the drafter's logits."""
-        from draftsmith.train.losses.kernels import law, with_gradients
+    def fused(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, gradient_scale: Tensor) -> tuple[Tensor, ...]:
+        """The same in two kernel launches; the gradient overwrites the drafter's logits."""
+        from draftsmith.train.losses.kernels import target_distribution, with_gradients
 
         least = _least(raw, self.top_k).squeeze(1) if self.top_k else None
-        ids = None if self.targets is None else self.draft_ids
-        teacher = law(raw, weight, self.targets, ids, self.temperature, least)
-        return *with_gradients(logits, teacher, text, weight, pull, self.shares, self.wanted), logits
+        ids = None if self.target_ids is None else self.draft_ids
+        target = target_distribution(raw, weight, self.target_ids, ids, self.temperature, least)
+        return *with_gradients(logits, target, text, weight, gradient_scale, self.shares, self.needs_grad), logits
 
 
 @dataclass(eq=False)
-class _Laws:
-    """The two laws of a chunk over the draft vocabulary: log p [m,D], not renormalised · log q [K,m,D] · whether the target's best token
-    is of that vocabulary [m] · the draft id of the text's token [m], −1 where it has none."""
+class _Distributions:
+    """The two distributions of a chunk over the draft vocabulary.
+
+    Attributes:
+        log_p: [m,D], not renormalised.
+        log_q: [K,m,D].
+        known: [m] bool, whether the target's best token is in the draft vocabulary.
+        text: [m], the draft id of the text's token, −1 where it has none.
+    """
 
     log_p: Tensor
     log_q: Tensor
@@ -235,57 +255,57 @@ class _Laws:
         return torch.minimum(self.p, self.q).sum(-1)
 
 
-# Laws and scale [K,m] -> the loss of each position [K,m], and scale · its gradient with respect to the drafter's logits [K,m,D].
-Divergence = Callable[[_Laws, Tensor], tuple[Tensor, Tensor]]
+# (distributions, scale [K,m]) -> the loss of each position [K,m], and scale · its gradient by the drafter's logits [K,m,D].
+Divergence = Callable[[_Distributions, Tensor], tuple[Tensor, Tensor]]
 
 
-def _cross_entropy(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    # A product and a sum: autocast would take an einsum to half precision.
-    values = -(laws.covered * laws.log_q).sum(-1)
-    return values * laws.known, (laws.q - laws.covered).mul_((scale * laws.known)[..., None])
+def _cross_entropy(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    # Multiply and sum: autocast would run an einsum in half precision.
+    values = -(pair.covered * pair.log_q).sum(-1)
+    return values * pair.known, (pair.q - pair.covered).mul_((scale * pair.known)[..., None])
 
 
-def _kl(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    values, gradient = _cross_entropy(laws, scale)
-    return values + (laws.covered * laws.log_covered).sum(-1) * laws.known, gradient
+def _kl(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    values, gradient = _cross_entropy(pair, scale)
+    return values + (pair.covered * pair.log_covered).sum(-1) * pair.known, gradient
 
 
-def _nll(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    assert laws.text is not None
-    known, right = laws.text >= 0, laws.text.clamp(min=0).expand(scale.shape)[..., None]
+def _nll(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    assert pair.text is not None
+    known, right = pair.text >= 0, pair.text.clamp(min=0).expand(scale.shape)[..., None]
     scale = (scale * known)[..., None]
-    return -laws.log_q.gather(-1, right).squeeze(-1) * known, (laws.q * scale).scatter_add_(-1, right, -scale)
+    return -pair.log_q.gather(-1, right).squeeze(-1) * known, (pair.q * scale).scatter_add_(-1, right, -scale)
 
 
-def _reverse_kl(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _kl_of_q(laws, laws.log_covered, scale)
+def _reverse_kl(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _kl_of_q(pair, pair.log_covered, scale)
 
 
-def _jensen_shannon(laws: _Laws, scale: Tensor, beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    log_m = torch.logaddexp(laws.log_covered + math.log(beta), laws.log_q + math.log1p(-beta))
-    of_p = (laws.covered * (laws.log_covered - log_m)).sum(-1) * laws.known
-    # That m moves with q cancels between the two.
-    of_q, gradient = _kl_of_q(laws, log_m, scale * (1 - beta))
+def _jensen_shannon(pair: _Distributions, scale: Tensor, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+    log_m = torch.logaddexp(pair.log_covered + math.log(beta), pair.log_q + math.log1p(-beta))
+    of_p = (pair.covered * (pair.log_covered - log_m)).sum(-1) * pair.known
+    # The derivative of m by q cancels between the two terms.
+    of_q, gradient = _kl_of_q(pair, log_m, scale * (1 - beta))
     return beta * of_p + (1 - beta) * of_q, gradient
 
 
-def _total_variation(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    # Only entries below p move α.
-    moved = torch.where(laws.log_q < laws.log_p, laws.q, 0)
-    return 1 - laws.overlap, _through_softmax(laws.q, moved).mul_(scale[..., None])
+def _total_variation(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    # α depends only on the entries of q below p.
+    below = torch.where(pair.log_q < pair.log_p, pair.q, 0)
+    return 1 - pair.overlap, _through_softmax(pair.q, below).mul_(scale[..., None])
 
 
-def _lk(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    # By logarithms: α may be below the least float, and the gradient, tv's divided by α, is between −1 and 1 all the same.
-    overlap = torch.minimum(laws.log_p, laws.log_q).logsumexp(-1, keepdim=True)
-    moved = torch.where(laws.log_q < laws.log_p, (laws.log_q - overlap).exp_(), 0)
+def _lk(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    # In logarithms: α may underflow, while the gradient (tv's divided by α) stays between −1 and 1.
+    overlap = torch.minimum(pair.log_p, pair.log_q).logsumexp(-1, keepdim=True)
+    below = torch.where(pair.log_q < pair.log_p, (pair.log_q - overlap).exp_(), 0)
     values = torch.where(overlap > FLOOR / 2, -overlap, 0).squeeze(-1)
-    return values, _through_softmax(laws.q, moved).mul_(scale[..., None])
+    return values, _through_softmax(pair.q, below).mul_(scale[..., None])
 
 
-def _lk_hybrid(laws: _Laws, scale: Tensor) -> tuple[Tensor, Tensor]:
-    share = (-ETA * laws.overlap).exp()
-    return _mixed(laws, scale, [(_kl, share), (_total_variation, 1 - share)])
+def _lk_hybrid(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
+    share = (-ETA * pair.overlap).exp()
+    return _mixed(pair, scale, [(_kl, share), (_total_variation, 1 - share)])
 
 
 LOSSES: dict[str, Divergence] = {
@@ -298,70 +318,63 @@ LOSSES: dict[str, Divergence] = {
     "lk": _lk,
     "lk_hybrid": _lk_hybrid,
 }
-EXPECTED = f"one of {', '.join(LOSSES)}, jsd(β) with 0 < β < 1, or a mix such as `0.9 tv + 0.1 ce`"
 
 
 def _named(name: str) -> Divergence | None:
-    """The loss of that name, the parameter of `jsd(0.1)` included."""
+    """The loss of that name, with the parameter of `jsd(0.1)` applied."""
     beta = beta_of(name)
     return LOSSES.get(name) if beta is None else partial(_jensen_shannon, beta=beta)
 
 
-def beta_of(name: str) -> float | None:
-    """β of `jsd` and `jsd(0.1)`; None for what is not one of these."""
-    found = re.fullmatch(r"jsd\((\d*\.?\d+)\)", "jsd(0.5)" if name == "jsd" else name)
-    return float(found[1]) if found and 0 < float(found[1]) < 1 else None
-
-
-def _mixed(laws: _Laws, scale: Tensor, terms: Sequence[tuple[Divergence, Tensor | float]]) -> tuple[Tensor, Tensor]:
-    """Σ share · loss, itself a Divergence of the laws and the scale; a share is a number or [K,m], a constant to the gradient."""
+def _mixed(pair: _Distributions, scale: Tensor, terms: Sequence[tuple[Divergence, Tensor | float]]) -> tuple[Tensor, Tensor]:
+    """Σ share · loss, itself a Divergence; a share is a number or [K,m], and a constant to the gradient."""
     (first, share), *rest = terms
-    values, gradient = first(laws, scale * share)
+    values, gradient = first(pair, scale * share)
     values = values * share
-    for one, share in rest:
-        more, its_gradient = one(laws, scale * share)
+    for divergence, share in rest:
+        more, its_gradient = divergence(pair, scale * share)
         values += more * share
         gradient += its_gradient
     return values, gradient
 
 
-def _kl_of_q(laws: _Laws, log_other: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q ‖ other) as a Divergence has it, masked like those against p̃; other [K,m,D] is a constant to the gradient."""
-    gap = laws.log_q - log_other
-    values = (laws.q * gap).sum(-1)
-    gradient = gap.sub_(values[..., None]).mul_(laws.q).mul_((scale * laws.known)[..., None])
-    return values * laws.known, gradient
+def _kl_of_q(pair: _Distributions, log_reference: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q ‖ reference) as a Divergence, masked like those against p̃; the reference [K,m,D] is a constant to the gradient."""
+    gap = pair.log_q - log_reference
+    values = (pair.q * gap).sum(-1)
+    gradient = gap.sub_(values[..., None]).mul_(pair.q).mul_((scale * pair.known)[..., None])
+    return values * pair.known, gradient
 
 
-def _through_softmax(q: Tensor, moved: Tensor) -> Tensor:
-    """−d/dlogits of Σ c·q, for moved = c·q with c constant: q · Σ moved − moved."""
-    return (q * moved.sum(-1, keepdim=True)).sub_(moved)
+def _through_softmax(q: Tensor, below: Tensor) -> Tensor:
+    """−d/dlogits of Σ c·q, for below = c·q with c constant: q · Σ below − below."""
+    return (q * below.sum(-1, keepdim=True)).sub_(below)
 
 
-def _target_law(raw: Tensor, targets: Tensor | None, temperature: float, top_k: int) -> Tensor:
-    """The teacher's logits [m,V] -> its softened and cut log-probabilities at the draft vocabulary [m,D], not renormalised there."""
+def _target_log_probs(raw: Tensor, target_ids: Tensor | None, temperature: float, top_k: int) -> Tensor:
+    """Softened and cut log-probabilities of the target at the draft vocabulary [m,D], not renormalised, from its logits [m,V]."""
     if top_k:
         raw = raw.masked_fill(raw < _least(raw, top_k), -torch.inf)
     raw = raw if temperature == 1 else raw / temperature
-    kept = raw if targets is None else raw.index_select(1, targets)
-    return (kept - raw.logsumexp(-1, keepdim=True)).clamp_(min=FLOOR)
+    drafted = raw if target_ids is None else raw.index_select(1, target_ids)
+    return (drafted - raw.logsumexp(-1, keepdim=True)).clamp_(min=FLOOR)
 
 
 def _least(raw: Tensor, top_k: int) -> Tensor:
-    """[m,1]: the k-th best logit of each row, the least that a cut keeps."""
+    """The k-th best logit of each row [m,1], the least that the cut keeps."""
     return raw.gather(1, ranked(raw, min(top_k, raw.shape[1]))[:, -1:])
 
 
-def _draft_ids(targets: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
-    """[V]: the draft id of each token, −1 where it has none."""
+def _draft_ids(target_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
+    """Draft id of each target token [V], −1 where it has none."""
     ids = torch.arange(vocab_size, device=device)
-    return ids if targets is None else torch.full_like(ids, -1).index_copy_(0, targets, ids[: len(targets)])
+    return ids if target_ids is None else torch.full_like(ids, -1).index_copy_(0, target_ids, ids[: len(target_ids)])
 
 
 def _terms(loss: str | Mapping[str, float]) -> tuple[Mapping[str, float], list[tuple[Divergence, float]]]:
-    """The share of each loss, by name and by function."""
+    """The share of each loss, by name and by function. Raises ValueError for an unknown loss or a share that is not positive."""
     shares = mix(loss) if isinstance(loss, str) else loss
-    terms = [(one, share) for name, share in shares.items() if share > 0 and (one := _named(name))]
+    terms = [(divergence, share) for name, share in shares.items() if share > 0 and (divergence := _named(name))]
     if not terms or len(terms) < len(shares):
         raise ValueError(f"got the loss {loss!r}; expected {EXPECTED}, with shares above 0")
     return shares, terms
@@ -369,11 +382,11 @@ def _terms(loss: str | Mapping[str, float]) -> tuple[Mapping[str, float], list[t
 
 def _check(
     hidden: Tensor,
-    teacher_hidden: Tensor,
+    target_hidden: Tensor,
     weights: Tensor,
     shifts: Sequence[int],
     decay: Sequence[float],
-    targets: Tensor | None,
+    target_ids: Tensor | None,
     draft_size: int,
     vocab_size: int,
 ) -> None:
@@ -382,20 +395,20 @@ def _check(
             f"got hidden {list(hidden.shape)}, weights {list(weights.shape)}, shifts {list(shifts)} and decay {list(decay)}; "
             "expected [K,M,H], [K,M], and K of each with shifts >= 0"
         )
-    if len(teacher_hidden) != hidden.shape[1] or draft_size != (vocab_size if targets is None else len(targets)):
+    if len(target_hidden) != hidden.shape[1] or draft_size != (vocab_size if target_ids is None else len(target_ids)):
         raise ValueError(
-            f"got {hidden.shape[1]} positions and {len(teacher_hidden)} of the teacher, a head of {draft_size} tokens, "
-            f"{'no' if targets is None else len(targets)} target ids and V = {vocab_size}; expected as many positions, and a target id "
+            f"got {hidden.shape[1]} positions and {len(target_hidden)} of the target, a head of {draft_size} tokens, "
+            f"{'no' if target_ids is None else len(target_ids)} target ids and V = {vocab_size}; expected as many positions, and a target id "
             "for each token of the head (none where D = V)"
         )
 
 
-def _check_laws(divergences: Sequence[Divergence], weights: Tensor, tokens: Tensor | None, temperature: float, top_k: int) -> None:
+def _check_options(divergences: Sequence[Divergence], weights: Tensor, tokens: Tensor | None, temperature: float, top_k: int) -> None:
     if temperature <= 0 or top_k < 0:
         raise ValueError(f"got temperature {temperature} and top_k {top_k}; expected one above 0, and 0 (off) or more")
     if top_k and _reverse_kl in divergences:
         raise ValueError(f"got reverse_kl with top_k {top_k}; it is infinite where p is cut and q is not: take jsd, or top_k 0")
     if tokens is None and _nll in divergences:
-        raise ValueError("got nll without tokens; expected [M], the token that follows each teacher row")
+        raise ValueError("got nll without tokens; expected [M], the token that follows each target row")
     if tokens is not None and tokens.shape != weights.shape[1:]:
         raise ValueError(f"got tokens {list(tokens.shape)} for weights {list(weights.shape)}; expected one for each position")
