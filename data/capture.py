@@ -1,6 +1,6 @@
-"""Capture: run the frozen target over a corpus once and keep its features in a store.
+"""Capture: run the frozen target over a corpus once and write its features into a store.
 
-Letters: n tokens of a sample · T taps · H hidden size.
+Letters: n tokens of a sample, T taps, H hidden size.
 """
 
 import hashlib
@@ -34,10 +34,18 @@ def capture(
     world: int = 1,
     wait: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run `target` over every sample of `corpora` that the store lacks, longest first, and keep its features.
+    """Run `target` over every sample of `corpora` that the store lacks, longest first, and store its features.
 
-    Each rank of `world` takes every world-th shard; `wait` is a barrier between ranks. What a kill leaves is whole shards; the same call
-    goes on from there, and the result is the same to the last byte, whatever the world size.
+    A kill leaves complete shards; the same call continues from there, and the result is the same to the last byte at any world size.
+
+    Args:
+        target, corpora: what is run over what.
+        folder: the store.
+        precision: a name of `feature_codec.FORMATS`.
+        taps: the layers that are stored beside the last hidden state.
+        batch_tokens: tokens of one forward, padding included.
+        rank, world: this process captures every world-th shard.
+        wait: a barrier between ranks.
 
     Raises:
         ValueError: a store of another target, other taps or another precision.
@@ -56,14 +64,14 @@ def capture(
         (folder / f"{name}.json").unlink()
     wait()
     there = sidecars(folder)
-    # Samples in shards of an earlier, other corpus are not captured twice. Those shards do not change meanwhile: neither does the plan.
+    # Samples in shards of an earlier corpus are not captured twice. Those shards do not change during this call, so neither does the plan.
     elsewhere = {key for name, facts in there.items() if name not in plan for key in facts["keys"]}
     todo = {name: [key for key in keys if key not in elsewhere] for name, keys in plan.items() if name not in there}
     todo = {name: keys for name, keys in todo.items() if keys}
     tokens = sum(len(samples[key]) for keys in todo.values() for key in keys)
     if rank == 0:
-        _check_room(folder, index, tokens, len(samples))
-    wait()  # all have read what is there before any adds to it
+        _check_free_disk(folder, index, tokens, len(samples))
+    wait()  # every rank has read the shards before any rank adds one
     own = [(name, todo[name]) for name in list(plan)[rank::world] if name in todo]
     total = sum(len(samples[key]) for _, keys in own for key in keys)
     seen = 0
@@ -74,11 +82,11 @@ def capture(
             bar.update(seen, f"tokens  shard {name}")
     wait()
     if rank == 0:
-        _say(folder, index)
+        _report(folder, index)
 
 
 def shards(samples: dict[str, Tensor], index: Index) -> dict[str, list[str]]:
-    """name -> sample keys, longest samples first, about SHARD_BYTES each."""
+    """The sample keys of each shard by name: longest samples first, about SHARD_BYTES each."""
     most = max(1, features.SHARD_BYTES // index.bytes_per_token)
     order = sorted(samples, key=lambda key: (-len(samples[key]), key))
     ends = list(accumulate(len(samples[key]) for key in order))
@@ -89,12 +97,12 @@ def shards(samples: dict[str, Tensor], index: Index) -> dict[str, list[str]]:
 
 
 def shard_name(keys: Iterable[str]) -> str:
-    """A shard is named by what is in it."""
+    """A shard is named by a hash of its keys."""
     return hashlib.blake2b("".join(keys).encode(), digest_size=8).hexdigest()
 
 
 def begin(folder: Path, index: Index, target: Target) -> None:
-    """Make an empty store, or take up the one that is there. Raises ValueError for one of another target, other taps or precision."""
+    """Create an empty store, or check the existing one. Raises ValueError if that has another target, other taps or another precision."""
     folder.mkdir(parents=True, exist_ok=True)
     before = Index.read(folder)
     if before is None:
@@ -107,11 +115,11 @@ def begin(folder: Path, index: Index, target: Target) -> None:
             f"feature store {folder} is of precision {before.precision}, taps {list(before.taps)} and a {before.target.dtype} target; this run "
             f"would add {index.precision}, taps {list(index.taps)}, {index.target.dtype}; give another features.store, or delete that one"
         )
-    for left in folder.glob(".*.part"):  # by a killed process
-        left.unlink()
+    for remains in folder.glob(".*.part"):  # of a killed process
+        remains.unlink()
 
 
-def _check_room(folder: Path, index: Index, tokens: int, samples: int) -> None:
+def _check_free_disk(folder: Path, index: Index, tokens: int, samples: int) -> None:
     needed, free = tokens * index.bytes_per_token, shutil.disk_usage(folder).free
     print(
         f"{folder}: {samples:,} samples, {tokens:,} tokens to capture × {index.bytes_per_token:,} bytes ({index.precision}, hidden + {len(index.taps)} "
@@ -127,16 +135,16 @@ def _check_room(folder: Path, index: Index, tokens: int, samples: int) -> None:
 
 
 def _capture_shard(target: Target, path: Path, samples: dict[str, Tensor], index: Index, batch_tokens: int) -> None:
-    found = {
+    features_of = {
         key: rows
         for keys in _batches(samples, batch_tokens)
         for key, rows in compute(target, {key: samples[key] for key in keys}, index.taps)
     }
-    features.write_shard(path, [(key, samples[key], *found[key]) for key in samples], index, target.logits)
+    features.write_shard(path, [(key, samples[key], *features_of[key]) for key in samples], index, target.logits)
 
 
 def _batches(samples: dict[str, Tensor], batch_tokens: int) -> Iterator[list[str]]:
-    """Keys in order, as many at a time as fit into `batch_tokens` when padded to the longest."""
+    """Batches of keys in order, each as large as `batch_tokens` allows, with padding to its longest sample."""
     keys: list[str] = []
     longest = 0
     for key, ids in samples.items():
@@ -149,7 +157,7 @@ def _batches(samples: dict[str, Tensor], batch_tokens: int) -> Iterator[list[str
 
 
 def compute(target: Target, samples: dict[str, Tensor], taps: tuple[int, ...]) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """key -> (hidden [n,H], taps [n,T,H] or None) of each sample, in one forward. Padding behind a sample is never seen by it."""
+    """(key, (hidden [n,H], taps [n,T,H] or None)) of each sample, from one forward. A sample does not see the padding after it."""
     ids = pad_sequence([ids.long() for ids in samples.values()], batch_first=True).to(target.device)
     out = target.forward(ids, taps=taps)
     for row, (key, sample) in enumerate(samples.items()):
@@ -157,7 +165,7 @@ def compute(target: Target, samples: dict[str, Tensor], taps: tuple[int, ...]) -
         yield key, (out.hidden[row, :n].cpu(), None if out.taps is None else out.taps[row, :n].cpu())
 
 
-def _say(folder: Path, index: Index) -> None:
+def _report(folder: Path, index: Index) -> None:
     shards = sidecars(folder).values()
     error = feature_codec.Error().merge(*(feature_codec.Error(**facts["error"]) for facts in shards if facts["error"]))
     size = sum(facts["bytes"] for facts in shards)

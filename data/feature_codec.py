@@ -1,11 +1,11 @@
-"""Feature rows in a quarter of fp32's bytes (fp8 or int8, one fp32 scale a row), and what that does to the head's output.
+"""Feature rows in a quarter of fp32's bytes (fp8 or int8, one fp32 scale per row), and the error that this causes at the head.
 
-Letters: M rows (all leading dimensions) · H hidden size · V vocabulary.
+Letters: M rows (all leading dimensions), H hidden size, V vocabulary.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,29 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# The largest value of each scaled format: a row's largest magnitude becomes this.
+# The largest value of each scaled format; a row's largest magnitude is scaled to it.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-# Values worked on at once: on a CPU what is between input and output stays in the cache, on a GPU one launch does much.
+# Values per block: on a CPU intermediate values stay in the cache, on a GPU a launch has enough work.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Elements of one chunk of logits in the error report: 32 MiB in fp32.
 BUDGET = 1 << 23
 
 
 class EncodedRows(NamedTuple):
-    """values [..., H] in the stored format · scale [...] float32, None where the format has none."""
+    """values [..., H] in the stored format; scale [...] float32, None if the format has none."""
 
     values: Tensor
     scale: Tensor | None
 
 
 def pack(rows: Tensor, name: str) -> EncodedRows:
-    """Rows [..., H] of any floating type -> the format `name` of FORMATS, on the same device.
+    """Encode rows [..., H] of any floating type in the format `name` of FORMATS, on the same device.
 
     A row's scale is its largest magnitude / 448 (fp8) or / 127 (int8). Errors are at most scale/2 in int8, and in fp8 2^-4 of the
-    value or 2^-10 of the scale, whichever is more; a row of zeros stays one.
+    value or 2^-10 of the scale, whichever is more. A row of zeros is exact.
 
     Raises:
-        ValueError: an unknown format, rows that are not floating or have no values, and the first row that holds an inf or a NaN.
+        ValueError: an unknown format; rows that are not floating or have no values; an inf or a NaN, with the first such row.
     """
     _check_name(name)
     if not rows.is_floating_point() or rows.ndim == 0 or rows.shape[-1] == 0:
@@ -49,7 +49,9 @@ def pack(rows: Tensor, name: str) -> EncodedRows:
         highest = part.abs().amax(-1).float()
         if not highest.isfinite().all():
             row = block.start + int(highest.isfinite().logical_not().nonzero()[0])
-            raise ValueError(f"row {_place(row, rows.shape)} of {list(rows.shape)} holds an inf or a NaN; find out which layer made it")
+            raise ValueError(
+                f"row {_index_of(row, rows.shape)} of {list(rows.shape)} has an inf or a NaN; look for the layer that computed it"
+            )
         if scale is None:
             to[block] = part
             continue
@@ -61,13 +63,17 @@ def pack(rows: Tensor, name: str) -> EncodedRows:
 
 
 def unpack(values: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
-    """What `pack` made, as rows [..., H] of `dtype`; `values` and `scale` may be memory-mapped.
+    """Decode what `pack` returned to rows [..., H]; `values` and `scale` may be memory-mapped.
 
-    `out` [..., H] (contiguous, any floating type, which then counts instead of `dtype`) is written to and returned. For large
-    batches it pays: on a CPU most of the time otherwise goes into the system's giving out fresh memory.
+    Args:
+        values: [..., H] in a stored format.
+        scale: [...] float32, None if the format has none.
+        dtype: of the result.
+        out: [..., H], contiguous; written to and returned, in its own dtype. It saves most of the time of large batches on a CPU, which
+            otherwise goes into allocating memory.
 
     Raises:
-        ValueError: values of no known format, a scale that is missing, superfluous or of another shape, an `out` that does not fit.
+        ValueError: values of an unknown format; a scale that is missing, superfluous or of another shape; an `out` that does not fit.
     """
     scaled = values.dtype in LARGEST
     if values.dtype not in FORMATS.values() or (scale is not None) != scaled or (scale is not None and scale.shape != values.shape[:-1]):
@@ -81,7 +87,7 @@ def unpack(values: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.floa
     source, to, factor = values.reshape(-1, values.shape[-1]), out.view(-1, values.shape[-1]), scale.reshape(-1, 1)
     for block in _blocks(source):
         part, target = source[block], to[block]
-        # Copying, then scaling in place is several times faster on a CPU than a product of mixed types.
+        # Copying, then scaling in place is several times faster on a CPU than multiplying mixed types.
         wide = target if target.dtype == torch.float32 else torch.empty(part.shape, dtype=torch.float32, device=part.device)
         if values.dtype == torch.int8:
             wide.copy_(part).mul_(factor[block])
@@ -93,22 +99,22 @@ def unpack(values: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.floa
 
 
 def bytes_per_row(hidden_size: int, name: str) -> int:
-    """Bytes that one row of H values takes in the store, its scale included. Raises ValueError for an unknown format."""
+    """Bytes of one row of H values in the store, with its scale. Raises ValueError for an unknown format."""
     _check_name(name)
     return hidden_size * FORMATS[name].itemsize + (4 if FORMATS[name] in LARGEST else 0)
 
 
 def _as_half(values: Tensor) -> Tensor:
-    """fp8 values / 256 in float16, exactly, subnormals too: sign, exponent and mantissa only move to their places there.
+    """fp8 values / 256 in float16, exactly, subnormals too, by shifting sign, exponent and mantissa.
 
-    torch's own conversion takes nine times as long on a CPU. The NaN code, which `pack` never writes, comes out as a number.
+    torch's own conversion takes nine times as long on a CPU. The NaN code, which `pack` never writes, becomes a number.
     """
     bits = values.view(torch.int8).to(torch.int16)  # sign-extended: bits 7 to 15 are the sign
     return bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
 
 
 def _scale(highest: Tensor, largest: float) -> Tensor:
-    """Largest magnitude [M] -> scale [M]: never 0, and never so large that scale · largest overflows by rounding."""
+    """Scale [M] from the largest magnitudes [M]: never 0, and never so large that scale · largest overflows by rounding."""
     limits = torch.finfo(torch.float32)
     return (highest / largest).clamp(limits.tiny, limits.max / largest * (1 - limits.eps))
 
@@ -118,13 +124,13 @@ def _blocks(rows: Tensor) -> list[slice]:
     return [slice(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
 
 
-def _place(row: int, shape: torch.Size) -> int | tuple[int, ...]:
-    """The index of flat row number `row` in rows of `shape` [..., H]."""
-    place = []
+def _index_of(row: int, shape: torch.Size) -> int | tuple[int, ...]:
+    """Index of flat row number `row` in rows of `shape` [..., H]."""
+    position = []
     for size in reversed(shape[:-1]):
         row, index = divmod(row, size)
-        place.append(index)
-    return place[0] if len(place) == 1 else tuple(reversed(place))
+        position.append(index)
+    return position[0] if len(position) == 1 else tuple(reversed(position))
 
 
 def _check_name(name: str) -> None:
@@ -134,9 +140,9 @@ def _check_name(name: str) -> None:
 
 @dataclass
 class Error:
-    """How far stored rows are from the rows, summed up over batches (and ranks: plain numbers, ready to be gathered).
+    """Error of stored rows, summed over batches and ranks (plain numbers, ready to be gathered).
 
-    A pair of zero rows has cosine 1, a zero row beside another one 0. KL is KL(softmax(logits(row)) ‖ softmax(logits(stored row))).
+    Two zero rows have cosine 1; a zero and a non-zero row have cosine 0. KL is KL(softmax(logits(row)) ‖ softmax(logits(stored row))).
     """
 
     rows: int = 0
@@ -150,65 +156,64 @@ class Error:
 
     @torch.no_grad()
     def add(self, rows: Tensor, restored: Tensor, logits: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Rows [..., H] and their round trip [..., H]; `logits`, hidden [m,H] -> [m,V], is asked for few rows at a time.
+        """Add rows [..., H] and their round trip [..., H]; `logits`, from hidden [m,H] to [m,V], is called for few rows at a time.
 
         Raises:
-            ValueError: shapes that differ, and rows, round trips or logits from which no number can be made (NaN).
+            ValueError: the shapes differ, or rows, round trips or logits have an inf or a NaN.
         """
         if rows.shape != restored.shape:
             raise ValueError(f"got rows {list(rows.shape)} and round trips {list(restored.shape)}; expected equal shapes")
         rows, restored = rows.reshape(-1, rows.shape[-1]), restored.reshape(-1, rows.shape[-1])
-        found = Error()
+        batch = Error()
         for block in _blocks(rows):
-            found._add_distance(rows[block].double(), restored[block].double())
+            batch._add_distance(rows[block].double(), restored[block].double())
         if logits is not None and len(rows):
             vocab_size = logits(rows[:1]).shape[-1]
-            for part, other in zip(*(x.split(max(1, BUDGET // vocab_size)) for x in (rows, restored)), strict=True):
-                found._add_kl(logits(part), logits(other.to(part.dtype)))
-        # Checked before anything is kept: min and max pass over a NaN without a word.
-        if math.isnan(found.cosine_sum + found.squared_error + found.kl_sum):
-            raise ValueError("the rows, their round trip or the logits hold an inf or a NaN; pack the rows first, which names the row")
-        merged = self.merge(found)
-        for field in fields(self):
-            setattr(self, field.name, getattr(merged, field.name))
+            for exact, stored in zip(*(x.split(max(1, BUDGET // vocab_size)) for x in (rows, restored)), strict=True):
+                batch._add_kl(logits(exact), logits(stored.to(exact.dtype)))
+        # Checked before the merge: min and max ignore a NaN.
+        if math.isnan(batch.cosine_sum + batch.squared_error + batch.kl_sum):
+            raise ValueError("the rows, their round trip or the logits have an inf or a NaN; pack the rows first, which names the row")
+        self.__dict__.update(asdict(self.merge(batch)))
 
     def merge(self, *others: "Error") -> "Error":
-        """One report for all, as though each batch had been added to it: `Error().merge(*gathered)`."""
-        all_of, merged = (self, *others), Error()
-        for field in fields(Error):
-            combine = {"cosine_min": min, "kl_max": max}.get(field.name, sum)
-            setattr(merged, field.name, combine([getattr(one, field.name) for one in all_of]))
-        return merged
+        """One report of all batches: `Error().merge(*gathered)`."""
+        reports = [asdict(report) for report in (self, *others)]
+        combine = {"cosine_min": min, "kl_max": max}
+        return Error(**{name: combine.get(name, sum)([report[name] for report in reports]) for name in reports[0]})
 
     def summary(self) -> dict[str, float]:
-        """rows, cosine_mean, cosine_min, relative_rms (√(Σ error² / Σ value²)), and, where logits were given, kl_mean and kl_max.
+        """rows, cosine_mean, cosine_min, relative_rms (√(Σ error² / Σ value²)) and, if logits were given, kl_mean and kl_max.
 
-        Raises ValueError where no row was added.
+        Raises:
+            ValueError: no row was added.
         """
         if self.rows == 0:
             raise ValueError("the error report is empty; add rows before asking for a summary")
-        found = {
+        summary = {
             "rows": self.rows,
             "cosine_mean": self.cosine_sum / self.rows,
             "cosine_min": self.cosine_min,
             "relative_rms": math.sqrt(self.squared_error / self.squared) if self.squared else math.inf if self.squared_error else 0.0,
         }
-        return found | ({"kl_mean": self.kl_sum / self.kl_rows, "kl_max": self.kl_max} if self.kl_rows else {})
+        if self.kl_rows:
+            summary |= {"kl_mean": self.kl_sum / self.kl_rows, "kl_max": self.kl_max}
+        return summary
 
     def _add_distance(self, rows: Tensor, restored: Tensor) -> None:
-        long, other = rows.norm(dim=-1), restored.norm(dim=-1)
-        cosine = (rows * restored).sum(-1) / torch.where((long == 0) | (other == 0), 1, long * other)
-        cosine = torch.where((long == 0) & (other == 0), 1, cosine)
+        norm, restored_norm = rows.norm(dim=-1), restored.norm(dim=-1)
+        cosine = (rows * restored).sum(-1) / torch.where((norm == 0) | (restored_norm == 0), 1, norm * restored_norm)
+        cosine = torch.where((norm == 0) & (restored_norm == 0), 1, cosine)
         self.rows += len(rows)
         self.cosine_sum += cosine.sum().item()
         self.cosine_min = min(self.cosine_min, cosine.min().item())
         self.squared_error += (rows - restored).square().sum().item()
         self.squared += rows.square().sum().item()
 
-    def _add_kl(self, logits: Tensor, other: Tensor) -> None:
+    def _add_kl(self, logits: Tensor, stored_logits: Tensor) -> None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        logp, logq = (F.log_softmax(x.to(wide), -1) for x in (logits, other))
-        # where: a token at -inf in both takes no part. clamp: rounding can put equal rows a hair below 0.
+        logp, logq = (F.log_softmax(x.to(wide), -1) for x in (logits, stored_logits))
+        # where: a token at -inf in both does not count. clamp: rounding can give equal rows a KL just below 0.
         kl = torch.where(logp.isneginf(), 0, logp.exp() * (logp - logq)).sum(-1).clamp(min=0)
         self.kl_rows += len(kl)
         self.kl_sum += kl.double().sum().item()

@@ -1,6 +1,6 @@
-"""Rows of a corpus with the target's features from a store: all of them (offline), or computed and stored on a miss (cache).
+"""Packed sequences with the target's features from a store: all of them (offline), or computed and stored on a miss (cache).
 
-Letters: B rows of a batch · S positions · T taps · H hidden size.
+Letters: B rows of a batch, S positions, T taps, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,29 @@ from draftsmith.data.packing import PackedDataset
 
 
 def available(corpus: Corpus, store: FeatureStore, allow_missing: bool) -> Corpus:
-    """The corpus with those samples only that the store has. Raises ValueError where it lacks some and none may miss."""
-    have = torch.tensor([sample_key(corpus.sample(n)[0]) in store for n in range(len(corpus))], dtype=torch.bool)
-    lacking = int((~have).sum())
-    if lacking and not (allow_missing and have.any()):
+    """The corpus without the samples that the store lacks.
+
+    Raises:
+        ValueError: the store lacks samples and allow_missing is False, or it has none of them.
+    """
+    stored = torch.tensor([sample_key(corpus.sample(n)[0]) in store for n in range(len(corpus))], dtype=torch.bool)
+    lacking = int((~stored).sum())
+    if lacking and not (allow_missing and stored.any()):
         raise ValueError(
             f"feature store {store.folder}: lacks {lacking:,} of {len(corpus):,} samples of this data; run `draftsmith data capture` with this "
             "recipe, or take features.mode=cache, or features.allow_missing=true to leave them out"
         )
-    return replace(corpus, picks=corpus.picks[have[corpus.picks]]) if lacking else corpus
+    return replace(corpus, epoch_samples=corpus.epoch_samples[stored[corpus.epoch_samples]]) if lacking else corpus
 
 
 class FeatureDataset:
-    """Packed rows whose batches carry `hidden` [B,S,H] and, where taps are wanted, `taps` [B,S,T,H], in the target's dtype.
+    """Packed sequences whose batches have `hidden` [B,S,H] and, if taps are read, `taps` [B,S,T,H], in the target's dtype.
 
-    computing: what the store lacks is computed, and stored once SHARD_BYTES of it have come together (`close` stores the rest).
+    Args:
+        packed: the sequences without features.
+        store: the features.
+        taps: the target layers that the drafter reads.
+        computing: compute what the store lacks, and write a shard for each SHARD_BYTES of it; `close` writes the rest.
     """
 
     def __init__(self, packed: PackedDataset, store: FeatureStore, taps: Sequence[int] = (), computing: bool = False) -> None:
@@ -47,24 +55,24 @@ class FeatureDataset:
         return len(self.packed)
 
     def weight(self, rows: Tensor) -> float:
-        """Loss-bearing tokens of these rows."""
+        """Number of supervised tokens of these sequences."""
         return self.packed.weight(rows)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
-        """What `Packed.batch` gives, and the features; zero where there is padding."""
+        """The batch of `PackedDataset`, with features; zero at padding."""
         samples = [self.packed.samples(row) for row in rows.tolist()]
         if self.computing:
             self._compute({self.keys[sample]: sample for row in samples for sample in row}, int(rows.max()) // len(self))
         raw: dict[str, Tensor] = {}
         for b, row in enumerate(samples):
-            at = 0
+            start = 0
             for sample in row:
                 stored = self._stored(self.keys[sample])
                 for name, values in stored.items():
                     if name not in raw:
                         raw[name] = torch.zeros(len(rows), self.packed.seq_len, *values.shape[1:], dtype=values.dtype)
-                    raw[name][b, at : at + len(values)] = values
-                at += int(self.packed.corpus.lengths[sample])
+                    raw[name][b, start : start + len(values)] = values
+                start += int(self.packed.corpus.lengths[sample])
         dtype = self.store.target.dtype
         batch = self.packed.batch(rows) | {"hidden": feature_codec.unpack(raw["hidden"], raw.get("hidden_scale"), dtype)}
         if self.taps:
@@ -72,38 +80,38 @@ class FeatureDataset:
         return batch
 
     def close(self) -> None:
-        """Store what was computed and is not stored yet."""
+        """Write a shard of what was computed and is not stored yet."""
         if self.fresh:
-            rows = [(key, *found) for key, found in self.fresh.items()]
+            rows = [(key, *sample) for key, sample in self.fresh.items()]
             features.write_shard(self.store.folder / capture.shard_name(self.fresh), rows, self.store.index, self.store.target.logits)
             self.fresh = {}
             self.store.refresh()
 
     def _stored(self, key: str) -> dict[str, Tensor]:
-        """A sample's rows as the store has them, or would have them: an epoch that computes them must see what the next one reads."""
+        """A sample's features as the store encodes them, also when they were just computed: every epoch then sees the same values."""
         index = self.store.index
         if key in self.fresh:
             _, hidden, taps = self.fresh[key]
-            found = {}
+            encoded = {}
             for name, values in (("hidden", hidden), ("taps", taps)):
                 if values is not None:
-                    packed = feature_codec.pack(values, index.precision)
-                    found[name] = packed.values
-                    if packed.scale is not None:
-                        found[f"{name}_scale"] = packed.scale
+                    rows = feature_codec.pack(values, index.precision)
+                    encoded[name] = rows.values
+                    if rows.scale is not None:
+                        encoded[f"{name}_scale"] = rows.scale
         else:
-            found = self.store.stored(key)
-        chosen = self.store.taps
+            encoded = self.store.stored(key)
+        columns = self.store.taps
         return {
-            name: values[:, chosen] if name.startswith("taps") else values
-            for name, values in found.items()
+            name: values[:, columns] if name.startswith("taps") else values
+            for name, values in encoded.items()
             if self.taps or not name.startswith("taps")
         }
 
     def _compute(self, wanted: dict[str, int], epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch = epoch
-            self.store.refresh()  # other ranks' shards
+            self.store.refresh()  # shards of other ranks
         missing = {
             key: self.packed.corpus.sample(sample)[0] for key, sample in wanted.items() if key not in self.store and key not in self.fresh
         }

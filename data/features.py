@@ -1,11 +1,11 @@
-"""The feature store: what the frozen target computed, kept on disk, so that a drafter trains without running it.
+"""The feature store: the frozen target's hidden states and taps on disk, so that a drafter trains without running the target.
 
-A store is a folder: `index.json` says of which target, taps and precision it is; each shard is a safetensors file with the features of
-some samples beside a `.json` with its checksum, written after it. A shard without that is not there. Samples are known by a hash of
-their token ids: another mask, packing or draft vocabulary, or more data, need no new capture of what is there. Logits are not stored, the
-target's head makes them again.
+A store is a folder. `index.json` names the target, the taps and the precision. A shard is a safetensors file with the features of some
+samples, and a `.json` file with its checksum, which is written last: a shard without it does not exist. Samples are identified by a hash
+of their token ids, so another mask, packing or draft vocabulary, or more data, needs no new capture. Logits are not stored; the target's head
+recomputes them.
 
-Letters: n tokens of a sample · T taps · H hidden size.
+Letters: n tokens of a sample, T taps, H hidden size.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ MEASURED = 256  # rows of each shard whose error is measured
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a store holds: features of which target, after which layers (taps), and how they are stored."""
+    """What a store contains: features of which target, of which layers (taps), at which precision."""
 
     target: TargetIdentity
     taps: tuple[int, ...]
@@ -49,13 +49,13 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> "Index | None":
-        """The index of a store; None where there is none. Raises ValueError for a broken one."""
+        """The index of a store, None if the folder has none. Raises ValueError for a broken index."""
         file = folder / "index.json"
         if not file.is_file():
             return None
         try:
-            found = json.loads(file.read_text())
-            return cls(TargetIdentity.from_dict(found["target"]), tuple(found["taps"]), found["hidden_size"], found["precision"])
+            index = json.loads(file.read_text())
+            return cls(TargetIdentity.from_dict(index["target"]), tuple(index["taps"]), index["hidden_size"], index["precision"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is broken ({error}); delete the folder and capture again") from None
 
@@ -64,7 +64,7 @@ class Index:
         return (1 + len(self.taps)) * feature_codec.bytes_per_row(self.hidden_size, self.precision) + 4
 
     def check(self, folder: Path, target: Target, taps: Iterable[int]) -> None:
-        """Raises ValueError where the features are another target's, or lack a tap; says so where the target's precision differs."""
+        """Raise ValueError if the features are another target's or lack a tap; print a note if the target's precision differs."""
         try:
             warning = check_same(self.target, target.identity)
         except ValueError as error:
@@ -80,16 +80,23 @@ class Index:
 
 
 def sample_key(ids: Tensor) -> str:
-    """The name of a sample [n] int32: a hash of its token ids."""
+    """The key of a sample [n] int32: a hash of its token ids."""
     return hashlib.blake2b(ids.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def write_shard(
     path: Path, rows: list[tuple[str, Tensor, Tensor, Tensor | None]], index: Index, logits: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Write (key, ids [n], hidden [n,H], taps [n,T,H]) of some samples to `path`, then its checksum beside it.
+    """Write the features of some samples to `path`, then the checksum beside it.
 
-    With `logits` the error of storing is measured and kept. Raises OSError, saying what is whole, where it cannot be written.
+    Args:
+        path: the shard, without its ending.
+        rows: (key, ids [n], hidden [n,H], taps [n,T,H] or None) of each sample.
+        index: the store's.
+        logits: the target's head; with it, the error of the precision is measured and stored.
+
+    Raises:
+        OSError: the shard cannot be written. The message counts the complete shards.
     """
     packed = {"hidden": torch.cat([hidden for _, _, hidden, _ in rows])}
     if index.taps:
@@ -116,32 +123,35 @@ def write_shard(
         durable.replace(path.with_suffix(".safetensors"), lambda part: part.write_bytes(content))
         durable.replace(path.with_suffix(".json"), lambda part: part.write_text(text))
     except OSError as failure:
-        whole = len(list(path.parent.glob("*.json"))) - 1
+        complete = len(list(path.parent.glob("*.json"))) - 1
         raise OSError(
-            f"feature store {path.parent}: shard {path.name} could not be written ({failure.strerror or failure}); the {whole} shards before it "
-            "are whole; make room and run the same command again"
+            f"feature store {path.parent}: shard {path.name} could not be written ({failure.strerror or failure}); the {complete} shards before it "
+            "are complete; make room and run the same command again"
         ) from None
 
 
 def sidecars(folder: Path) -> dict[str, dict[str, Any]]:
-    """name -> facts of each shard that was finished, by name. Raises ValueError for broken ones."""
-    found = {}
+    """The checksum file of each finished shard, by name. Raises ValueError for a broken one."""
+    facts = {}
     for file in sorted(folder.glob("*.json")):
         if file.name not in ("index.json", "verified.json"):
             try:
-                found[file.stem] = json.loads(file.read_text())
+                facts[file.stem] = json.loads(file.read_text())
             except json.JSONDecodeError:
                 raise ValueError(
                     f"feature store {folder}: {file.name} is broken; delete it and run `draftsmith data capture` again"
                 ) from None
-    return found
+    return facts
 
 
 class FeatureStore:
-    """A store that is read: checked once, then memory-mapped. `places` maps a sample's key to its shard and rows there.
+    """A store open for reading: checked once, then memory-mapped.
+
+    Attributes:
+        locations: for each sample key, its shard and the first and last row there.
 
     Raises:
-        ValueError: no store there; another target's; a shard that is missing, cut off or damaged, by name, unless `allow_missing`.
+        ValueError: the folder is no store, or another target's; a shard is missing, cut off or damaged, unless `allow_missing`.
     """
 
     def __init__(
@@ -153,32 +163,32 @@ class FeatureStore:
             raise ValueError(f"no feature store in {str(folder)!r} (no index.json); make one with `draftsmith data capture`")
         index.check(self.folder, target, taps)
         self.index, self.taps = index, [index.taps.index(tap) for tap in taps]
-        self.places: dict[str, tuple[str, int, int]] = {}
+        self.locations: dict[str, tuple[str, int, int]] = {}
         self.known: set[str] = set()
         self.slices: dict[str, dict[str, Any]] = {}
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in the shards that were added since."""
+        """Read the shards that were added since the last call."""
         new = {name: facts for name, facts in sidecars(self.folder).items() if name not in self.known}
         wrong = damaged(self.folder, new, self.show)
         for name, problem in wrong.items():
-            told = f"feature store {self.folder}: shard {name}.safetensors ({len(new[name]['keys'])} samples) {problem}"
+            problem = f"feature store {self.folder}: shard {name}.safetensors ({len(new[name]['keys'])} samples) {problem}"
             if not self.allow_missing:
-                raise ValueError(f"{told}; run `draftsmith data capture` again, or go on without it: features.allow_missing=true")
-            print(f"note: {told}; its samples are left out", file=sys.stderr)
+                raise ValueError(f"{problem}; run `draftsmith data capture` again, or continue without it: features.allow_missing=true")
+            print(f"note: {problem}; its samples are left out", file=sys.stderr)
         for name in new.keys() - wrong.keys():
             facts = new[name]
             for key, (start, end) in zip(facts["keys"], pairwise([0, *accumulate(facts["lengths"])]), strict=True):
-                self.places[key] = name, start, end
+                self.locations[key] = name, start, end
         self.known |= new.keys()
 
     def __contains__(self, key: str) -> bool:
-        return key in self.places
+        return key in self.locations
 
     def stored(self, key: str) -> dict[str, Tensor]:
-        """A sample's rows as they are stored: hidden [n,H], taps [n,T,H] with all taps of the store, and their scales."""
-        name, start, end = self.places[key]
+        """The encoded features of a sample: hidden [n,H], taps [n,T,H] with all taps of the store, and their scales."""
+        name, start, end = self.locations[key]
         if name not in self.slices:
             file = safe_open(self.folder / f"{name}.safetensors", "pt")
             self.slices[name] = {tensor: file.get_slice(tensor) for tensor in file.keys() if tensor != "ids"}  # noqa: SIM118
@@ -186,9 +196,9 @@ class FeatureStore:
 
 
 def damaged(folder: Path, shards: dict[str, dict[str, Any]], show: bool = False) -> dict[str, str]:
-    """name -> what is wrong, of those of `shards` whose file has not the length or the checksum that were noted.
+    """What is wrong with each of `shards` whose file does not have the recorded length and checksum, by name.
 
-    A file that has not changed since it was found right is not read again (`verified.json`, where the folder may be written).
+    A file that passed once and has not changed since is not read again (`verified.json`, if the folder is writable).
     """
     notes = folder / "verified.json"
     before: dict[str, list[int]] = {}
@@ -216,16 +226,16 @@ def damaged(folder: Path, shards: dict[str, dict[str, Any]], show: bool = False)
 def _stamp(file: Path) -> list[int]:
     if not file.is_file():
         return []
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns]
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _wrong(file: Path, facts: dict[str, Any], stamp: list[int]) -> str:
-    """What is wrong with a shard's file; nothing: ''."""
+    """What is wrong with a shard's file; '' if nothing is."""
     if not stamp:
         return "is missing"
     if stamp[0] != facts["bytes"]:
         return f"has {stamp[0]:,} bytes where {facts['bytes']:,} were written"
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return "" if digest == facts["sha256"] else "is damaged (its checksum is not the one that was noted)"
+    return "" if digest == facts["sha256"] else "is damaged (its checksum is not the recorded one)"

@@ -1,4 +1,4 @@
-"""Rows of JSON in a file that grows: whatever stops a run, the same command goes on, and each row is there once."""
+"""A JSONL file that is appended to and resumed: whatever stops a run, the same command continues, and each row is written once."""
 
 import fcntl
 import json
@@ -12,19 +12,22 @@ from typing import Any
 
 from draftsmith.inference import durable
 
-OURS = "draftsmith"  # the fact `by` of rows that our own decoder made; else the address of a server
+OURS = "draftsmith"  # the fact `by` of rows from our own decoder; otherwise it is the address of a server
 INSTEAD = "give another output, or delete the file"
-BEGINNING = b'{"id": '  # of every row
+BEGINNING = b'{"id": '  # every row begins so
 
 
 class Output:
-    """The file, open to append and locked against a second run. rows: where the line of each id ends, in bytes.
+    """The output file, open for appending and locked against a second run.
 
-    A row begins with its id, which is one of `ids`; its `generation` holds `facts`, which say how all were made, and finish_reasons.
+    A row begins with its id, which is one of `ids`. Its `generation` has the `facts`, which say how every row was generated, and finish_reasons.
 
-    Raises, when it is opened:
-        ValueError: a line that is not such a row, by number; what follows the last line break is dropped if it began as one.
-        OSError: a file that cannot be read and written, or that another run writes.
+    Attributes:
+        rows: for each id, the byte at which its line ends.
+
+    Raises (when it is opened):
+        ValueError: a line is not such a row; the message has its number. An unfinished last line that began as a row is dropped.
+        OSError: the file cannot be read and written, or another run writes it.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any], ids: set[str]) -> None:
@@ -34,12 +37,12 @@ class Output:
     def __enter__(self) -> "Output":
         if self.path.is_dir():
             raise OSError(f"{self.path} is a folder; expected the name of a .jsonl file; add one")
-        with self._told():
+        with self._errors_with_advice():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             self._lock()
-            with self._told():
+            with self._errors_with_advice():
                 durable.sync(self.path.parent)
             self._load()
         except BaseException:
@@ -50,7 +53,7 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self.file)
         if kind is KeyboardInterrupt:
-            print(f"stopped with {len(self.rows)} rows in {self.path}; the same command goes on from there", file=sys.stderr)
+            print(f"stopped with {len(self.rows)} rows in {self.path}; the same command continues from there", file=sys.stderr)
 
     def _lock(self) -> None:
         try:
@@ -61,11 +64,11 @@ class Output:
             pass  # a network file system without locks
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_with_advice(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            remedy = "the rows in it are whole; make room or give another output, and run the same command again"
+            remedy = "the rows in it are complete; make room or give another output, and run the same command again"
             raise OSError(f"{self.path}: {error.strerror or error}; {remedy}") from None
 
     @property
@@ -73,11 +76,11 @@ class Output:
         return next(reversed(self.rows.values()), 0)
 
     def _load(self) -> None:
-        """Read what earlier runs wrote, and drop a last line that was not finished."""
-        with self._told(), self.path.open("rb") as lines:
+        """Read the rows of earlier runs, and drop an unfinished last line."""
+        with self._errors_with_advice(), self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 row = _parse(line)
-                # What has another beginning is not ours to drop.
+                # Only an unfinished row of this command is dropped.
                 if not line.endswith(b"\n") and (row or (row is None and BEGINNING.startswith(line[: len(BEGINNING)]))):
                     break
                 if not row:
@@ -96,22 +99,22 @@ class Output:
                 raise ValueError(f"{where}: made with {fact} {then!r}, now it is {now!r}; {INSTEAD}")
 
     def cut(self, rows: int) -> None:
-        """Keep the first rows only."""
+        """Truncate the file to its first `rows` rows."""
         self.rows = dict(list(self.rows.items())[:rows])
-        with self._told():
+        with self._errors_with_advice():
             if os.fstat(self.file).st_size != self.size:
                 os.ftruncate(self.file, self.size)
                 os.fsync(self.file)
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """All of them: on the disk when it returns or, if it is full (OSError), not at all."""
+        """Append all rows. They are on the disk when this returns; on an OSError (a full disk) none of them is."""
         ends, data = dict[str, int](), b""
         for row in rows:
-            # A lone surrogate, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+            # UTF-8 cannot encode a lone surrogate; JSON has an escape for it.
             data += json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
             ends[row["id"]] = self.size + len(data)
         if data:
-            with self._told():
+            with self._errors_with_advice():
                 self._write(data)
         self.rows |= ends
 
@@ -128,7 +131,7 @@ class Output:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row; {} for JSON that is none, None for what is no JSON."""
+    """The row of a line; {} for JSON that is not a row, None for text that is not JSON."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Asking a server that speaks OpenAI's protocol: what it refuses, what is tried again, and what it says."""
+"""A client of servers with OpenAI's API: what is refused, what is tried again, and what the server says."""
 
 import asyncio
 import json
@@ -15,24 +15,27 @@ import httpx
 Message = dict[str, Any]
 Job = TypeVar("Job")
 
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a request is repeated: doubled each time
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a request is repeated; doubled each time
 LONGEST_ASKED = 600.0  # seconds: a Retry-After beyond it is a mistake, or a night
-# What servers say of one request, not of all: too long (OpenAI and vLLM, SGLang, TGI), refused by the model's chat template.
-ITS_OWN = re.compile(r"context.?length|`inputs` (must have less|tokens \+)|roles? (must alternate|not supported)", re.IGNORECASE)
+# Errors of one request, not of all requests: too long (OpenAI and vLLM, SGLang, TGI), refused by the model's chat template.
+ONE_REQUEST = re.compile(r"context.?length|`inputs` (must have less|tokens \+)|roles? (must alternate|not supported)", re.IGNORECASE)
 
 
 class Refused(Exception):
-    """A request that this server cannot answer, though it can others; in its words."""
+    """This server cannot answer this request, but can answer others; the message is the server's."""
 
 
 class Failed(Exception):
-    """A request that failed as often as it may, and why."""
+    """A request failed as often as `retries` allows; the message says why."""
 
 
 class Server:
-    """A server that speaks OpenAI's protocol. `place` is its address without what may be secret in it.
+    """A server with OpenAI's API. `name` is its address without user and password.
 
-    A request may take `timeout` seconds, and is repeated up to `retries` times. Raises ValueError for numbers or an address that cannot be.
+    A request may take `timeout` seconds, and is repeated up to `retries` times.
+
+    Raises:
+        ValueError: a number out of range, or an address that is not one.
     """
 
     def __init__(self, base_url: str, timeout: float, retries: int, key: str) -> None:
@@ -42,25 +45,27 @@ class Server:
             address = httpx.URL(base_url)
         except httpx.InvalidURL as error:
             raise ValueError(f"got a server's address with {error}; expected one such as http://localhost:8000/v1; correct it") from None
-        self.place = f"{address.scheme}://{address.netloc.decode()}{address.path.rstrip('/')}"
+        self.name = f"{address.scheme}://{address.netloc.decode()}{address.path.rstrip('/')}"
         if address.scheme not in ("http", "https") or not address.host:
-            raise ValueError(f"got server {self.place!r}; expected an address such as http://localhost:8000/v1; correct it")
+            raise ValueError(f"got server {self.name!r}; expected an address such as http://localhost:8000/v1; correct it")
         self.address, self.timeout, self.retries, self.key = address, timeout, retries, key
         self.client: httpx.AsyncClient
 
     def connected(self, concurrency: int) -> httpx.AsyncClient:
-        """A context in which `post` works, with so many connections at most."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        """A context in which `post` works, with at most `concurrency` connections."""
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self.client = httpx.AsyncClient(base_url=self.address, headers=headers, limits=limits, timeout=None)
         return self.client
 
     def each(self, jobs: Iterable[Job], do: Callable[[Job], Awaitable[None]], concurrency: int) -> None:
-        """Do each job, at most `concurrency` at a time. The first error ends all, and is raised by itself."""
+        """Run `do` on each job, at most `concurrency` at a time. The first error cancels the rest and is raised."""
         waiting = iter(jobs)
 
         async def work() -> None:
-            for job in waiting:  # one iterator for all workers
+            for job in waiting:  # one iterator, shared by all workers
                 await do(job)
 
         async def work_together() -> None:
@@ -74,12 +79,14 @@ class Server:
             raise errors.exceptions[0] from None
 
     async def post(self, path: str, body: str) -> tuple[Message, str]:
-        """The answer to a request: its fields, and why it ended ("stop" or "length").
+        """The answer to a request: the message's fields, and its finish reason ("stop" or "length").
 
         Raises:
-            Refused: this request, by what it asks. Failed: after the last repetition. ValueError: a request that is wrong for this server.
+            Refused: the server refuses this request alone.
+            Failed: the last repetition failed too.
+            ValueError: the server refuses requests of this kind.
         """
-        told, pause = "", 0.0
+        problem, pause = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
                 wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
@@ -89,24 +96,25 @@ class Server:
                 async with asyncio.timeout(self.timeout):
                     response = await self.client.post(path, content=body)
             except TimeoutError:
-                told = f"no answer within {self.timeout:g} seconds"
+                problem = f"no answer within {self.timeout:g} seconds"
                 continue
             except httpx.RequestError as error:
-                told = f"{type(error).__name__} {error}".strip()
+                problem = f"{type(error).__name__} {error}".strip()
                 continue
-            status, words = response.status_code, self._words(response)
-            if status == 200 and (found := _read(response.text)):
-                return found
-            told = f"{status} {words}" if status != 200 else f"a broken answer: {words}"
+            status, message = response.status_code, self._message(response)
+            answer = _read(response.text) if status == 200 else None
+            if answer:
+                return answer
+            problem = f"{status} {message}" if status != 200 else f"a broken answer: {message}"
             if status < 500 and status not in (200, 408, 425, 429):
-                if ITS_OWN.search(told):
-                    raise Refused(told)
-                raise ValueError(f"{self.place}/{path}: {told}; correct it (omit leaves fields out), and run the same command again")
+                if ONE_REQUEST.search(problem):
+                    raise Refused(problem)
+                raise ValueError(f"{self.name}/{path}: {problem}; correct it (omit leaves fields out), and run the same command again")
             pause = _seconds(response.headers.get("Retry-After", ""))
-        raise Failed(f"{told} ({self.retries + 1} times)")
+        raise Failed(f"{problem} ({self.retries + 1} times)")
 
-    def _words(self, response: httpx.Response) -> str:
-        """What the server says, in one line, without the key."""
+    def _message(self, response: httpx.Response) -> str:
+        """The server's error message in one line, without the key."""
         said: Any = response.text
         with suppress(ValueError):
             said = json.loads(said)
@@ -117,7 +125,7 @@ class Server:
 
 
 def _read(text: str) -> tuple[Message, str] | None:
-    """The answer in a server's JSON; None for what is none, or was broken off."""
+    """The answer in a server's JSON; None if there is none or it is incomplete."""
     try:
         choice = json.loads(text)["choices"][0]
         message: Any = choice.get("message") or {"content": choice["text"]}
@@ -131,20 +139,22 @@ def _read(text: str) -> tuple[Message, str] | None:
     return {"content": content} | ({"reasoning_content": thought} if thought else {}), reason
 
 
-def wire(message: Message) -> Message:
-    """A message as the protocol has it: arguments of calls are text there, and calls have ids."""
-    kept = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if message.get(name) is not None}
+def to_api(message: Message) -> Message:
+    """A message in the API's format, in which arguments of calls are text and calls have ids."""
+    fields = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if message.get(name) is not None}
     calls = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function", call)
         arguments = function.get("arguments", {})
-        wired = {"name": function["name"], "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
-        calls.append({"id": call.get("id") or f"call_{number}", "type": "function", "function": wired})
-    return {"content": "", **kept} | ({"tool_calls": calls} if calls else {})
+        api_function = {"name": function["name"], "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+        calls.append({"id": call.get("id") or f"call_{number}", "type": "function", "function": api_function})
+    if calls:
+        fields["tool_calls"] = calls
+    return {"content": "", **fields}
 
 
 def _seconds(retry_after: str) -> float:
-    """Retry-After is a number of seconds, or a date; 0 for anything else."""
+    """Seconds of a Retry-After header, which is a number or a date; 0 for anything else."""
     try:
         seconds = float(retry_after)
     except ValueError:

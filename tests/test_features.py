@@ -57,19 +57,19 @@ def test_training_from_the_store_is_training_online(target, corpus, tmp_path, pr
     capture(target, [corpus], tmp_path / "s", precision, TAPS, batch_tokens=64)
     rows, section = rows_of(target, corpus, tmp_path / "s"), MedusaSection(heads=3, distill=0.5)
     every = torch.arange(len(rows))
-    found = {}
+    results = {}
     for name, batch in (("online", rows.packed.batch(every)), ("store", rows.batch(every))):
         torch.manual_seed(0)
         drafter = new_drafter("medusa", target, num_heads=3, num_layers=1, share_head=False, training={})
         out, real = target.features(batch, TAPS), batch["document"] >= 0
         loss = objective(drafter, batch, target=target, section=section)
-        found[name] = (loss.sum / loss.weight).item(), out.hidden[real], out.taps[real]
-    assert found["store"][1].shape[0] == sum(LENGTHS) and found["store"][2].shape[1:] == (2, target.hidden_size)
+        results[name] = (loss.sum / loss.weight).item(), out.hidden[real], out.taps[real]
+    assert results["store"][1].shape[0] == sum(LENGTHS) and results["store"][2].shape[1:] == (2, target.hidden_size)
     tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "fp8": 2**-4, "int8": 1 / 127}[precision]
-    for stored, online in zip(found["store"][1:], found["online"][1:], strict=True):
+    for stored, online in zip(results["store"][1:], results["online"][1:], strict=True):
         largest = online.abs().amax(-1, keepdim=True)
         assert ((stored - online).abs() / largest).max() <= (1e-5 if precision == "float32" else tolerance)
-    assert abs(found["store"][0] - found["online"][0]) <= {"float32": 1e-6}.get(precision, 0.05) * found["online"][0]
+    assert abs(results["store"][0] - results["online"][0]) <= {"float32": 1e-6}.get(precision, 0.05) * results["online"][0]
     sizes = [facts["bytes"] for facts in features.sidecars(tmp_path / "s").values()]
     assert len(sizes) >= 3 and sum(sizes) < sum(LENGTHS) * rows.store.index.bytes_per_token + 700 * len(sizes)
 
@@ -101,11 +101,11 @@ def test_any_world_size_captures_and_reads_the_same(target, corpus, tmp_path):
         capture(target, [corpus], tmp_path / "three", taps=TAPS, rank=rank, world=3)
     assert content(tmp_path / "one") == content(tmp_path / "three")
     rows = rows_of(target, corpus, tmp_path / "three")
-    whole = rows.batch(torch.arange(len(rows)))
+    complete = rows.batch(torch.arange(len(rows)))
     for rank in range(3):
         own = torch.arange(len(rows))[rank::3]
         part = rows.batch(own)
-        assert all(torch.equal(part[name], whole[name][own]) for name in whole)
+        assert all(torch.equal(part[name], complete[name][own]) for name in complete)
 
 
 def test_more_data_needs_only_what_is_new_and_other_masks_nothing(target, corpus, tmp_path):
@@ -148,11 +148,11 @@ class Faults:
 
 def test_a_fault_at_each_write_fsync_and_rename_loses_nothing(target, tmp_path, monkeypatch, capsys):
     corpus = corpus_of([9, 30, 12, 4, 21])
-    capture(target, [corpus], tmp_path / "whole", taps=TAPS)
-    expected = content(tmp_path / "whole")
+    capture(target, [corpus], tmp_path / "complete", taps=TAPS)
+    expected = content(tmp_path / "complete")
     faults = Faults(monkeypatch, tmp_path / "counted")
     capture(target, [corpus], tmp_path / "counted", taps=TAPS)
-    total, shards = faults.count, len(features.sidecars(tmp_path / "whole"))
+    total, shards = faults.count, len(features.sidecars(tmp_path / "complete"))
     assert shards >= 3 and total >= 4 * (1 + 2 * shards)  # a write, two fsyncs and a rename of each file
     for n in range(1, total + 1):
         folder = tmp_path / f"fault{n}"
@@ -207,11 +207,11 @@ print("kills", kills)
 
 @pytest.mark.slow
 def test_ten_kills_leave_the_same_bytes(tmp_path):
-    arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "whole"), str(tmp_path / "killed")]
+    arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "complete"), str(tmp_path / "killed")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "kills 10" in done.stdout
-    assert len(content(tmp_path / "whole")) > 20 and content(tmp_path / "whole") == content(tmp_path / "killed")
+    assert len(content(tmp_path / "complete")) > 20 and content(tmp_path / "complete") == content(tmp_path / "killed")
 
 
 def flip(file: Path) -> None:
@@ -232,7 +232,7 @@ def flip(file: Path) -> None:
 def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tmp_path, capsys, harm, says):
     capture(target, [corpus], tmp_path / "s")
     expected = content(tmp_path / "s")
-    FeatureStore(tmp_path / "s", target)  # found right once: the note of that must not hide what comes after
+    FeatureStore(tmp_path / "s", target)  # passed once: that record must not hide what comes after
     name, facts = list(features.sidecars(tmp_path / "s").items())[1]
     harm(tmp_path / "s" / f"{name}.safetensors")
     with pytest.raises(ValueError, match=rf"shard {name}\.safetensors .*{says}.*features.allow_missing=true"):
@@ -242,7 +242,7 @@ def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tm
     with pytest.raises(ValueError, match=f"lacks {len(facts['keys'])} of {len(corpus)} samples"):
         feature_dataset.available(corpus, store, allow_missing=False)
     rest = feature_dataset.available(corpus, store, allow_missing=True)
-    assert len(rest.picks) == len(corpus) - len(facts["keys"])
+    assert len(rest.epoch_samples) == len(corpus) - len(facts["keys"])
     rows = FeatureDataset(PackedDataset(rest, 32), store)
     assert rows.batch(torch.arange(len(rows)))["hidden"].abs().sum() > 0
     capture(target, [corpus], tmp_path / "s")
@@ -268,12 +268,12 @@ def test_a_store_of_something_else_is_refused_or_said(target, corpus, tmp_path, 
         capture(target, [corpus], folder, "fp8", taps=(1,))
     with pytest.raises(ValueError, match="made for 'small', got 'other'"):
         FeatureStore(folder, Target.wrap(tiny("qwen3"), name="other"))
-    told = Target.wrap(tiny("llama"), byte_tokenizer(), name="told")
-    capture(told, [corpus], tmp_path / "t")
+    stderr = Target.wrap(tiny("llama"), byte_tokenizer(), name="stderr")
+    capture(stderr, [corpus], tmp_path / "t")
     other = byte_tokenizer()
     other.add_tokens(["one more"])
     with pytest.raises(ValueError, match="differs in its tokenizer"):
-        FeatureStore(tmp_path / "t", Target.wrap(tiny("llama"), other, name="told"))
+        FeatureStore(tmp_path / "t", Target.wrap(tiny("llama"), other, name="stderr"))
     capsys.readouterr()
     FeatureStore(folder, Target.wrap(tiny("llama").bfloat16(), name="half"))
     assert "is in bfloat16, this was made with it in float32" in capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_a_store_of_something_else_is_refused_or_said(target, corpus, tmp_path, 
 
 def test_what_the_cache_lacks_is_computed_and_stored(target, corpus, tmp_path, monkeypatch):
     folder = tmp_path / "s"
-    half = replace(corpus, offsets=corpus.offsets[:8], domain=corpus.domain[:7], picks=torch.arange(7))
+    half = replace(corpus, offsets=corpus.offsets[:8], domain=corpus.domain[:7], epoch_samples=torch.arange(7))
     capture(target, [half], folder, "fp8", TAPS)
     rows = rows_of(target, corpus, folder, computing=True)
     ran = []

@@ -46,7 +46,7 @@ PRIVATE_WORDS = {
     r"lies": "is stored",
     r"on end": "in a row",
     r"at the most": "at most, or peak",
-    r"rooms?": "package",
+    r"(?<!make )(?<!no )(?<!little )rooms?": "package",
     r"doors?": "command line",
     r"frontiers?": "current level",
     r"grow|growth": "expand",

@@ -79,8 +79,8 @@ def test_every_fp8_code_is_what_torch_says():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     number = ~codes.float().isnan()
     assert number.sum() == 254
-    found = unpack(codes[number][None], torch.tensor([3.0]))
-    assert torch.equal(found, codes[number].float()[None] * 3) and torch.equal(found.signbit(), codes[number].float().signbit()[None])
+    unpacked = unpack(codes[number][None], torch.tensor([3.0]))
+    assert torch.equal(unpacked, codes[number].float()[None] * 3) and torch.equal(unpacked.signbit(), codes[number].float().signbit()[None])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -110,7 +110,7 @@ def test_a_row_with_inf_or_nan_is_named(name, bad, monkeypatch):
     monkeypatch.setattr(feature_codec, "BLOCK", {"cpu": 20})
     rows = features(3, 5, 10)
     rows[2, 1, 4] = rows[2, 3, 0] = bad
-    with pytest.raises(ValueError, match=r"row \(2, 1\) of \[3, 5, 10\] holds an inf or a NaN") as error:
+    with pytest.raises(ValueError, match=r"row \(2, 1\) of \[3, 5, 10\] has an inf or a NaN") as error:
         pack(rows, name)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="row 11 of"):
@@ -140,10 +140,10 @@ def test_values_from_a_memory_map(name, tmp_path):
 
 def test_blocks_change_nothing(monkeypatch):
     rows = features(37, 24)
-    whole = {name: (pack(rows, name), unpack(*pack(rows, name), torch.bfloat16)) for name in FORMATS}
+    complete = {name: (pack(rows, name), unpack(*pack(rows, name), torch.bfloat16)) for name in FORMATS}
     for block in (1, 50, 24 * 36):
         monkeypatch.setattr(feature_codec, "BLOCK", {"cpu": block})
-        for name, (packed, restored) in whole.items():
+        for name, (packed, restored) in complete.items():
             again = pack(rows, name)
             assert torch.equal(again.values.view(torch.uint8), packed.values.view(torch.uint8))
             assert torch.equal(unpack(*again, torch.bfloat16), restored)
@@ -182,12 +182,12 @@ def formulas(rows, restored, head=None):
     """The report in float64, all at once."""
     a, b = (x.double().view(-1, x.shape[-1]) for x in (rows, restored))
     cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1, eps=0)
-    found = {"rows": len(a), "cosine_mean": cosine.mean(), "cosine_min": cosine.min(), "relative_rms": (a - b).norm() / a.norm()}
+    expected = {"rows": len(a), "cosine_mean": cosine.mean(), "cosine_min": cosine.min(), "relative_rms": (a - b).norm() / a.norm()}
     if head is not None:
         p, q = ((x @ head.double()).log_softmax(-1) for x in (a, b))
         kl = (p.exp() * (p - q)).sum(-1)
-        found |= {"kl_mean": kl.mean(), "kl_max": kl.max()}
-    return {name: float(value) for name, value in found.items()}
+        expected |= {"kl_mean": kl.mean(), "kl_max": kl.max()}
+    return {name: float(value) for name, value in expected.items()}
 
 
 @pytest.mark.parametrize("name", SCALED)
