@@ -24,7 +24,7 @@ def available(corpus: Corpus, store: FeatureStore, allow_missing: bool) -> Corpu
             f"feature store {store.folder}: lacks {lacking:,} of {len(corpus):,} samples of this data; run `draftsmith data capture` with this "
             "recipe, or take features.mode=cache, or features.allow_missing=true to leave them out"
         )
-    return replace(corpus, picks=corpus.picks[have[corpus.picks]]) if lacking else corpus
+    return replace(corpus, epoch_samples=corpus.epoch_samples[have[corpus.epoch_samples]]) if lacking else corpus
 
 
 class FeatureDataset:

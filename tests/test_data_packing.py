@@ -101,7 +101,7 @@ def test_an_epoch_is_fixed_by_seed_and_number_and_differs_from_the_next():
     assert epoch(packed, 0) == epoch(again, 0) and epoch(packed, 3) == epoch(again, 3)
     assert epoch(packed, 0) != epoch(packed, 1) and epoch(packed, 0) != epoch(other, 0)
     for number in (0, 1):
-        assert sorted(n for row in epoch(packed, number) for n in row) == sorted(corpus.picks.tolist())
+        assert sorted(n for row in epoch(packed, number) for n in row) == sorted(corpus.epoch_samples.tolist())
         assert all(sum(int(corpus.lengths[n]) for n in row) <= 32 for row in epoch(packed, number))
     # The loop's order: each row of an epoch once, numbered on.
     order = sample_rows(len(packed), 0, len(packed) - 3, len(packed) + 3)
@@ -152,14 +152,14 @@ def test_the_loss_and_its_gradient_are_those_of_unpacked_rows(distill):
     corpus = corpus_of(LENGTHS)
     section = MedusaSection(heads=3, distill=distill)
     found = {}
-    for one_each in (False, True):
+    for one_sample_each in (False, True):
         torch.manual_seed(0)
         drafter = new_drafter("medusa", target, num_heads=3, num_layers=1, share_head=False, training={})
-        rows = PackedDataset(corpus, 32, one_each=one_each)
+        rows = PackedDataset(corpus, 32, one_sample_each=one_sample_each)
         loss = objective(drafter, rows.batch(torch.arange(len(rows))), target=target, section=section)
         loss.sum.backward()
-        found[one_each] = loss, [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
-    assert len(PackedDataset(corpus, 32)) < len(PackedDataset(corpus, 32, one_each=True)) == len(LENGTHS)
+        found[one_sample_each] = loss, [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+    assert len(PackedDataset(corpus, 32)) < len(PackedDataset(corpus, 32, one_sample_each=True)) == len(LENGTHS)
     assert found[True][0].weight == found[False][0].weight > 0
     torch.testing.assert_close(found[False][0].sum, found[True][0].sum, rtol=1e-6, atol=0)
     assert len(found[True][1]) > 0

@@ -242,7 +242,7 @@ def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tm
     with pytest.raises(ValueError, match=f"lacks {len(facts['keys'])} of {len(corpus)} samples"):
         feature_dataset.available(corpus, store, allow_missing=False)
     rest = feature_dataset.available(corpus, store, allow_missing=True)
-    assert len(rest.picks) == len(corpus) - len(facts["keys"])
+    assert len(rest.epoch_samples) == len(corpus) - len(facts["keys"])
     rows = FeatureDataset(PackedDataset(rest, 32), store)
     assert rows.batch(torch.arange(len(rows)))["hidden"].abs().sum() > 0
     capture(target, [corpus], tmp_path / "s")
@@ -284,7 +284,7 @@ def test_a_store_of_something_else_is_refused_or_said(target, corpus, tmp_path, 
 
 def test_what_the_cache_lacks_is_computed_and_stored(target, corpus, tmp_path, monkeypatch):
     folder = tmp_path / "s"
-    half = replace(corpus, offsets=corpus.offsets[:8], domain=corpus.domain[:7], picks=torch.arange(7))
+    half = replace(corpus, offsets=corpus.offsets[:8], domain=corpus.domain[:7], epoch_samples=torch.arange(7))
     capture(target, [half], folder, "fp8", TAPS)
     rows = rows_of(target, corpus, folder, computing=True)
     ran = []

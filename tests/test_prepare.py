@@ -147,9 +147,11 @@ def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
     a, b = write(tmp_path / "a.jsonl", short), write(tmp_path / "b.jsonl", long)
     sources = (a.model_copy(update={"weight": 3.0, "domain": "short"}), b.model_copy(update={"weight": 1.0, "domain": "long"}))
     made = load(Plan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
-    tokens = {name: int(made.lengths[made.picks[made.domain[made.picks] == n]].sum()) for n, name in enumerate(made.domains)}
+    tokens = {
+        name: int(made.lengths[made.epoch_samples[made.domain[made.epoch_samples] == n]].sum()) for n, name in enumerate(made.domains)
+    }
     assert abs(tokens["short"] / sum(tokens.values()) - 0.75) < 0.01
-    times = torch.bincount(made.picks, minlength=len(made))
+    times = torch.bincount(made.epoch_samples, minlength=len(made))
     assert (times[made.domain == made.domains.index("long")] == 1).all()  # the one that lasts longest is taken once
     assert int(times.max() - times[made.domain == made.domains.index("short")].min()) <= 1
     with pytest.raises(ValueError, match="1 of 2 sources have a weight"):

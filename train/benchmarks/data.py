@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare.load(plan, target.tokenizer, folder)["train"]
         n = min(len(corpus), options.samples)
-        some = replace(corpus, offsets=corpus.offsets[: n + 1], domain=corpus.domain[:n], picks=torch.arange(n))
+        some = replace(corpus, offsets=corpus.offsets[: n + 1], domain=corpus.domain[:n], epoch_samples=torch.arange(n))
         console.print(reading(target, PackedDataset(some, options.seq_len), options.batch, options.repeats, Path(folder)))
 
 
