@@ -102,9 +102,9 @@ def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
 def test_prepare_and_show_say_what_is_in_the_data(target_folder, chats, tmp_path, capsys):
     exit_on_error(data_cli.main, ["prepare", *words(target_folder, chats, tmp_path)])
     out = capsys.readouterr().out
-    for word in ("train: 57 samples", "valid: 3 samples", "ends", "sums", "D = 16", "τ at most", "60 rows read", "cut at 96 tokens"):
+    for word in ("train: 57 samples", "valid: 3 samples", "ends", "sums", "D = 16", "τ at most", "60 examples read", "cut at 96 tokens"):
         assert word in out, word
-    exit_on_error(data_cli.main, ["show", *words(target_folder, chats, tmp_path), "--rows", "2", "--domain", "sums"])
+    exit_on_error(data_cli.main, ["show", *words(target_folder, chats, tmp_path), "--examples", "2", "--domain", "sums"])
     out = capsys.readouterr().out
     shown = re.findall(r"User: (\d+)\+1\?\s+Assistant:⟦ (\d+) is next to (\d+)<\|endoftext\|>⟧", out)
     assert len(shown) == 2 and all(int(b) == int(a) + 1 and a == c and int(a) % 3 for a, b, c in shown)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from draftsmith.data.conversations import Conversation, Source, read
-from draftsmith.data.dedup import COPIED, EQUAL, HELD, PERMUTATIONS, DedupFilter, MinHasher, words
+from draftsmith.data.dedup import COPIED, EQUAL, CONTAINED, PERMUTATIONS, DedupFilter, MinHasher, words
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 VOCABULARY = [f"word{n}" for n in range(5000)]
@@ -29,9 +29,9 @@ def chat(*contents: str) -> Conversation:
     return Conversation("a", "all", [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)])
 
 
-def sieve(*rows: Conversation, signer: MinHasher = NONE, near: float = 0.8) -> list[str]:
-    keeper = DedupFilter(near)
-    return [keeper.keep(signer.sign(row)) for row in rows]
+def reasons(*rows: Conversation, minhasher: MinHasher = NONE, near: float = 0.8) -> list[str]:
+    dedup = DedupFilter(near)
+    return [dedup.keep(minhasher.sign(row)) for row in rows]
 
 
 def shingles(found: list[str]) -> set[tuple[str, ...]]:
@@ -53,7 +53,7 @@ def test_words_are_the_same_by_either_way():
 
 
 def test_exact_duplicates_are_of_words_and_of_turns():
-    found = sieve(chat("Two?", "2"), chat("two", " 2!"), chat("Two? 2"), chat("2", "two"), text("two 2"), text("TWO: 2."), text("two ２"))
+    found = reasons(chat("Two?", "2"), chat("two", " 2!"), chat("Two? 2"), chat("2", "two"), text("two 2"), text("TWO: 2."), text("two ２"))
     assert found == ["", "exact duplicate", "", "", "exact duplicate", "exact duplicate", "exact duplicate"]
 
 
@@ -63,12 +63,12 @@ def test_calls_and_thoughts_tell_rows_apart():
 
     one, two = ([{"function": {"name": "go", "arguments": {"to": place}}}] for place in ("north", "south"))
     rows = [called(tool_calls=one), called(tool_calls=two), called(tool_calls=one), called(reasoning_content="Hm."), called()]
-    assert sieve(*rows) == ["", "", "exact duplicate", "", ""]
-    assert sieve(called(name="x"), called(name="y")) == ["", "exact duplicate"], "a name is not said"
+    assert reasons(*rows) == ["", "", "exact duplicate", "", ""]
+    assert reasons(called(name="x"), called(name="y")) == ["", "exact duplicate"], "a name is not said"
 
 
 def test_empty_rows_are_duplicates_of_each_other_only():
-    assert sieve(chat(), text("a"), text("?!"), chat("", "")) == ["", "", "exact duplicate", ""]
+    assert reasons(chat(), text("a"), text("?!"), chat("", "")) == ["", "", "exact duplicate", ""]
 
 
 def test_short_texts_are_duplicates_only_if_equal():
@@ -80,11 +80,11 @@ def test_short_texts_are_duplicates_only_if_equal():
         ("a b", "a b a b"),
     ]
     for one, other in pairs:
-        assert sieve(text(one), text(other), text(one), near=0.1) == ["", "", "exact duplicate"]
-        assert sieve(chat("Capital?", one), chat("Capital?", other)) == ["", ""]
+        assert reasons(text(one), text(other), text(one), near=0.1) == ["", "", "exact duplicate"]
+        assert reasons(chat("Capital?", one), chat("Capital?", other)) == ["", ""]
     template = "What is {} plus 7? Think step by step, and then give the answer as a number."
     assert jaccard(words(template.format(12)), words(template.format(13))) < 0.8
-    assert sieve(text(template.format(12)), text(template.format(13))) == ["", ""]
+    assert reasons(text(template.format(12)), text(template.format(13))) == ["", ""]
 
 
 def edited(rng: random.Random, found: list[str], edits: int) -> list[str]:
@@ -101,7 +101,7 @@ def test_near_duplicates_agree_with_brute_force():
         base = rng.choices(VOCABULARY, k=rng.randint(60, 400))
         for edits in (1, 2, 4, 8, 16, 32):
             other = edited(rng, base, edits)
-            true, found = jaccard(base, other), sieve(text(base), text(other))[1]
+            true, found = jaccard(base, other), reasons(text(base), text(other))[1]
             if true >= 0.95:
                 assert found == "near duplicate"
                 counted["caught"] += 1
@@ -121,16 +121,16 @@ def test_the_table_finds_what_comparing_all_pairs_finds(near):
     rows = bases + [edited(rng, base, min(len(base) - 1, edits)) for base in bases for edits in (1, 2, 3, 8, 20)]
     rng.shuffle(rows)
     signed = [NONE.sign(text(row)) for row in rows]
-    keeper, kept, missed, dropped = DedupFilter(near), np.empty((0, PERMUTATIONS), np.uint32), 0, 0
+    dedup, kept, missed, dropped = DedupFilter(near), np.empty((0, PERMUTATIONS), np.uint32), 0, 0
     for signature in signed:
         truth = ((kept == signature.minhash).mean(1) >= near).any()
-        found = keeper.keep(signature)
+        found = dedup.keep(signature)
         dropped += found == "near duplicate"
         assert truth or not found, "never dropped without a like row among those kept"
         missed += truth and not found
         if not found:
             kept = np.vstack([kept, signature.minhash])
-    assert keeper.kept == len(kept) > 299 and missed <= 0.01 * dropped
+    assert dedup.kept_count == len(kept) > 299 and missed <= 0.01 * dropped
     assert dropped > (50 if near < 1 else -1)
 
 
@@ -155,65 +155,65 @@ def test_a_long_text_is_signed_in_pieces_as_in_one():
 def test_a_template_shared_by_all_hides_no_copy_and_costs_no_more():
     rng = random.Random(4)
     template, own = rng.choices(VOCABULARY, k=100), [rng.choices(VOCABULARY, k=60) for _ in range(3000)]
-    keeper = DedupFilter()
-    assert {keeper.keep(NONE.sign(text(template + row))) for row in own} == {""}
-    copies = [keeper.keep(NONE.sign(text(template + edited(rng, row, 1)))) for row in own[::30]]
+    dedup = DedupFilter()
+    assert {dedup.keep(NONE.sign(text(template + row))) for row in own} == {""}
+    copies = [dedup.keep(NONE.sign(text(template + edited(rng, row, 1)))) for row in own[::30]]
     assert copies.count("near duplicate") >= 99
-    slots = [len(set(keeper._table[band].ravel().tolist()) - {-1}) for band in keeper._bands]
-    assert keeper._table.shape[2] == 4 and min(slots) < 2500 < max(slots), "crowded slots were met, and pushed rows out"
+    slots = [len(set(dedup._table[band].ravel().tolist()) - {-1}) for band in dedup._bands]
+    assert dedup._table.shape[2] == 4 and min(slots) < 2500 < max(slots), "crowded slots were met, and pushed rows out"
 
 
 def test_memory_for_a_hundred_thousand_rows_is_tens_of_megabytes():
     signature = NONE.sign(text("a"))
     rng = np.random.default_rng(0)
     tracemalloc.start()
-    keeper = DedupFilter()
+    dedup = DedupFilter()
     for row in range(10_000):
-        keeper.keep(signature._replace(digest=row.to_bytes(16), minhash=rng.integers(1 << 32, size=PERMUTATIONS, dtype=np.uint32)))
+        dedup.keep(signature._replace(digest=row.to_bytes(16), minhash=rng.integers(1 << 32, size=PERMUTATIONS, dtype=np.uint32)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert keeper.kept == 10_000 and peak * 10 < 200e6
+    assert dedup.kept_count == 10_000 and peak * 10 < 200e6
 
 
 def test_what_is_kept_depends_on_the_order_alone():
     rng = random.Random(5)
     base = rng.choices(VOCABULARY, k=100)
     rows = [text(edited(rng, base, rng.randint(0, 12))) for _ in range(200)] + [text(rng.choices(VOCABULARY, k=9)) for _ in range(2000)]
-    assert sieve(*rows) == sieve(*rows, signer=MinHasher([]))
+    assert reasons(*rows) == reasons(*rows, minhasher=MinHasher([]))
     one, other = text(base), text(edited(rng, base, 1))
-    assert sieve(one, other) == sieve(other, one) == ["", "near duplicate"]
+    assert reasons(one, other) == reasons(other, one) == ["", "near duplicate"]
 
 
 def test_signatures_agree_between_processes():
-    signer, row = MinHasher(["one two three four five"]), chat("Who counts one, two, three, four, five?", "I do. " * 40)
+    minhasher, row = MinHasher(["one two three four five"]), chat("Who counts one, two, three, four, five?", "I do. " * 40)
     code = (
-        "import pickle, sys; signer, row = pickle.load(sys.stdin.buffer); sign = signer.sign(row);"
-        "print(sign.digest.hex(), sign.minhash.tobytes().hex(), sign.leak, sep='|')"
+        "import pickle, sys; minhasher, row = pickle.load(sys.stdin.buffer); sign = minhasher.sign(row);"
+        "print(sign.digest.hex(), sign.minhash.tobytes().hex(), sign.contamination, sep='|')"
     )
-    found = subprocess.run([sys.executable, "-c", code], input=pickle.dumps((signer, row)), capture_output=True, check=True).stdout
-    own = signer.sign(row)
-    assert own.leak == HELD
-    assert found.decode().strip() == f"{own.digest.hex()}|{own.minhash.tobytes().hex()}|{own.leak}"
+    found = subprocess.run([sys.executable, "-c", code], input=pickle.dumps((minhasher, row)), capture_output=True, check=True).stdout
+    own = minhasher.sign(row)
+    assert own.contamination == CONTAINED
+    assert found.decode().strip() == f"{own.digest.hex()}|{own.minhash.tobytes().hex()}|{own.contamination}"
     again = pickle.loads(pickle.dumps(own))
     assert again.digest == own.digest and (again.minhash == own.minhash).all() and again.minhash.dtype == np.uint32
 
 
 def test_counts_are_by_reason():
-    keeper = DedupFilter()
-    signer = MinHasher(["Name the capital of France."])
+    dedup = DedupFilter()
+    minhasher = MinHasher(["Name the capital of France."])
     long = " ".join(VOCABULARY[:100])
     for row in (text(long), text(long), text(long + " more"), text("Name the capital of France"), text("other"), text("other")):
-        keeper.keep(signer.sign(row))
-    assert keeper.counts == {"exact duplicate": 2, "near duplicate": 1, f"evaluation prompt: {EQUAL}": 1} and keeper.kept == 2
+        dedup.keep(minhasher.sign(row))
+    assert dedup.counts == {"exact duplicate": 2, "near duplicate": 1, f"evaluation prompt: {EQUAL}": 1} and dedup.kept_count == 2
     for near in (0, -1, 1.01):
         with pytest.raises(ValueError, match=re.escape(f"near is {near}, expected a similarity above 0 and at most 1")):
             DedupFilter(near)
 
 
-def test_a_row_that_leaks_is_no_original():
-    signer = MinHasher(["Name the capital of France."])
-    leaking, fine = chat("Name the capital of France.", "Paris"), chat("Capital of France", "Paris")
-    assert sieve(leaking, fine, leaking, signer=signer)[::2] == [f"evaluation prompt: {EQUAL}"] * 2
+def test_a_contaminated_example_is_no_original():
+    minhasher = MinHasher(["Name the capital of France."])
+    contaminated, fine = chat("Name the capital of France.", "Paris"), chat("Capital of France", "Paris")
+    assert reasons(contaminated, fine, contaminated, minhasher=minhasher)[::2] == [f"evaluation prompt: {EQUAL}"] * 2
 
 
 PROMPT = VOCABULARY[:40]
@@ -221,9 +221,9 @@ BEFORE, AFTER = ["before"] * 7, ["after"] * 7
 
 
 @pytest.mark.parametrize("start", [0, 11, 27])
-@pytest.mark.parametrize(("run", "leak"), [(12, ""), (13, COPIED), (14, COPIED)])
-def test_thirteen_words_in_a_row(start, run, leak):
-    signer = MinHasher([" ".join(PROMPT), "another prompt that is not there"])
+@pytest.mark.parametrize(("run", "contamination"), [(12, ""), (13, COPIED), (14, COPIED)])
+def test_thirteen_words_in_a_row(start, run, contamination):
+    minhasher = MinHasher([" ".join(PROMPT), "another prompt that is not there"])
     shared = PROMPT[start : start + run]
     assert len(shared) == min(run, 40 - start) >= 12
     inside = " ".join(BEFORE + shared + AFTER)
@@ -234,58 +234,58 @@ def test_thirteen_words_in_a_row(start, run, leak):
         text(shared),
         chat("x", " ".join(shared)),
     ):
-        assert signer.sign(row).leak == (leak if len(shared) >= 13 else "")
+        assert minhasher.sign(row).contamination == (contamination if len(shared) >= 13 else "")
 
 
-@pytest.mark.parametrize(("length", "leak"), [(1, ""), (4, ""), (5, HELD), (12, HELD), (13, COPIED)])
-def test_a_short_prompt_held_whole(length, leak):
-    signer = MinHasher([" ".join(PROMPT[:length])])
-    assert signer.sign(text(BEFORE + PROMPT[:length] + AFTER)).leak == leak
-    assert signer.sign(text(BEFORE + PROMPT[: length - 1] + AFTER)).leak == ""
-    assert signer.sign(text(BEFORE + PROMPT[1:length] + AFTER)).leak == ""
-    assert signer.sign(text(PROMPT[:length])).leak == EQUAL, "at any length"
-    assert signer.sign(chat("Hello.", "Hi.", " ".join(PROMPT[:length]).upper() + "!")).leak == EQUAL
+@pytest.mark.parametrize(("length", "contamination"), [(1, ""), (4, ""), (5, CONTAINED), (12, CONTAINED), (13, COPIED)])
+def test_a_short_prompt_held_whole(length, contamination):
+    minhasher = MinHasher([" ".join(PROMPT[:length])])
+    assert minhasher.sign(text(BEFORE + PROMPT[:length] + AFTER)).contamination == contamination
+    assert minhasher.sign(text(BEFORE + PROMPT[: length - 1] + AFTER)).contamination == ""
+    assert minhasher.sign(text(BEFORE + PROMPT[1:length] + AFTER)).contamination == ""
+    assert minhasher.sign(text(PROMPT[:length])).contamination == EQUAL, "at any length"
+    assert minhasher.sign(chat("Hello.", "Hi.", " ".join(PROMPT[:length]).upper() + "!")).contamination == EQUAL
 
 
 def test_no_run_crosses_the_turns_but_in_the_text():
-    signer = MinHasher([" ".join(PROMPT[:5]), " ".join(PROMPT[10:30])])
+    minhasher = MinHasher([" ".join(PROMPT[:5]), " ".join(PROMPT[10:30])])
     halves = [" ".join(part) for part in (PROMPT[:3], PROMPT[3:5], PROMPT[10:20], PROMPT[20:30])]
-    assert signer.sign(chat(*halves)).leak == ""
-    for asked, answered, leak in (
+    assert minhasher.sign(chat(*halves)).contamination == ""
+    for asked, answered, contamination in (
         (halves[0], halves[1], EQUAL),
-        ("so " + halves[0], halves[1], HELD),
+        ("so " + halves[0], halves[1], CONTAINED),
         (halves[2], halves[3] + " so", COPIED),
     ):
         row = chat(asked, answered)
-        assert signer.sign(row).leak == ""
+        assert minhasher.sign(row).contamination == ""
         both = Conversation("a", "all", row.messages, text=f"{asked} {answered}", prompt=len(asked))
-        assert signer.sign(both).leak == leak
-        assert (signer.sign(both).minhash == signer.sign(row).minhash).all(), "the text beside messages is the same row"
+        assert minhasher.sign(both).contamination == contamination
+        assert (minhasher.sign(both).minhash == minhasher.sign(row).minhash).all(), "the text beside messages is the same row"
 
 
 def test_prompts_that_begin_alike_are_all_found():
-    signer = MinHasher(
+    minhasher = MinHasher(
         [" ".join(PROMPT[:6]), " ".join([*PROMPT[:5], "else", "again"]), " ".join([*PROMPT[:5], *VOCABULARY[100:120]]), "", "?!"]
     )
-    assert signer.sign(text(["so", *PROMPT[:6]])).leak == HELD
-    assert signer.sign(text(["so", *PROMPT[:5], "else", "again"])).leak == HELD
-    assert signer.sign(text(["so", *PROMPT[:5], *VOCABULARY[100:108]])).leak == COPIED
-    assert signer.sign(text(["so", *PROMPT[:5], *VOCABULARY[100:107]])).leak == ""
-    assert signer.sign(text("")).leak == "", "a prompt without words equals nothing"
+    assert minhasher.sign(text(["so", *PROMPT[:6]])).contamination == CONTAINED
+    assert minhasher.sign(text(["so", *PROMPT[:5], "else", "again"])).contamination == CONTAINED
+    assert minhasher.sign(text(["so", *PROMPT[:5], *VOCABULARY[100:108]])).contamination == COPIED
+    assert minhasher.sign(text(["so", *PROMPT[:5], *VOCABULARY[100:107]])).contamination == ""
+    assert minhasher.sign(text("")).contamination == "", "a prompt without words equals nothing"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
 def test_real_rows_were_cleared_and_planted_prompts_are_caught():
     tasks = read(Source(path=str(SHARED / "eval" / "spec_tasks.jsonl.gz")))
     prompts = [message["content"] for row in tasks for message in row.messages or ()]
-    signer, rows = MinHasher(prompts), list(read(Source(path=str(SHARED / "chat" / "valid.jsonl.gz"))))
+    minhasher, rows = MinHasher(prompts), list(read(Source(path=str(SHARED / "chat" / "valid.jsonl.gz"))))
     assert len(prompts) == 724 and len(rows) == 1534
-    keeper = DedupFilter()
+    dedup = DedupFilter()
     for row in rows:
-        keeper.keep(signer.sign(row))
-    assert keeper.counts.keys() <= {"near duplicate"} and keeper.kept > 0.97 * len(rows), keeper.counts
+        dedup.keep(minhasher.sign(row))
+    assert dedup.counts.keys() <= {"near duplicate"} and dedup.kept_count > 0.97 * len(rows), dedup.counts
     for prompt in prompts:
-        assert signer.sign(chat("Hello.", prompt)).leak == EQUAL
+        assert minhasher.sign(chat("Hello.", prompt)).contamination == EQUAL
         if len(words(prompt)) >= 5:
-            assert signer.sign(chat(f"Please: {prompt} Thanks.", "No.")).leak in (COPIED, HELD)
+            assert minhasher.sign(chat(f"Please: {prompt} Thanks.", "No.")).contamination in (COPIED, CONTAINED)
     assert sum(len(words(prompt)) >= 5 for prompt in prompts) > 700

@@ -12,9 +12,10 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 
-from draftsmith.data import chat, prepare
+from draftsmith.data import chat, encoding, prepare
 from draftsmith.data.conversations import Source, read
-from draftsmith.data.prepare import Encoder, Plan, encoded, load, mix
+from draftsmith.data.encoding import Encoder, encoded
+from draftsmith.data.prepare import CorpusPlan, load, mix
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,7 +32,7 @@ def tokenizer():
     return fast
 
 
-def talk(n, **more) -> dict:
+def conversation(n, **more) -> dict:
     answer = f"{n} and {n * 7919 % 1009} make {n + n * 7919 % 1009}, of course; the next is row{n * n}"
     return {"messages": [{"role": "user", "content": f"Add up row {n}?"}, {"role": "assistant", "content": answer}], **more}
 
@@ -44,8 +45,8 @@ def write(path: Path, rows) -> Source:
 
 
 def test_conversations_become_samples_with_their_masks(tokenizer, tmp_path):
-    rows = [talk(n, category="even" if n % 2 == 0 else "odd") for n in range(40)]
-    plan = Plan((write(tmp_path / "chats.jsonl.gz", rows),), seq_len=256)
+    rows = [conversation(n, category="even" if n % 2 == 0 else "odd") for n in range(40)]
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl.gz", rows),), seq_len=256)
     made = load(plan, tokenizer, tmp_path / "cache")
     assert (len(made["train"]), len(made["valid"])) == (38, 2)
     template = chat.Template(tokenizer)
@@ -60,22 +61,22 @@ def test_conversations_become_samples_with_their_masks(tokenizer, tmp_path):
 
 
 def test_what_was_made_is_kept_and_made_again_when_broken(tokenizer, tmp_path, monkeypatch):
-    plan = Plan((write(tmp_path / "chats.jsonl", map(talk, range(40))),), seq_len=256)
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", map(conversation, range(40))),), seq_len=256)
     made = load(plan, tokenizer, tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "prepare", None)
+        patch.setattr(prepare, "prepare_corpora", None)
         again = load(plan, tokenizer, tmp_path / "cache")
     for part in made:
         assert again[part].report == made[part].report and again[part].domains == made[part].domains
-        assert all(torch.equal(getattr(again[part], name), getattr(made[part], name)) for name in ("ids", "mask", "offsets", "picks"))
+        assert all(torch.equal(getattr(again[part], name), getattr(made[part], name)) for name in ("ids", "mask", "offsets", "epoch_samples"))
     stored = sorted((tmp_path / "cache").iterdir())
     assert len(stored) == 2
     stored[0].write_bytes(stored[0].read_bytes()[:100])
     assert torch.equal(load(plan, tokenizer, tmp_path / "cache")["train"].ids, made["train"].ids)
-    keys = {Plan(plan.train, seq_len=255).key(tokenizer), Plan(plan.train, seq_len=256, last_turn=True).key(tokenizer), plan.key(tokenizer)}
+    keys = {CorpusPlan(plan.train, seq_len=255).key(tokenizer), CorpusPlan(plan.train, seq_len=256, last_turn=True).key(tokenizer), plan.key(tokenizer)}
     assert len(keys) == 3
     with open(tmp_path / "chats.jsonl", "a") as file:
-        file.write(json.dumps(talk(99)) + "\n")
+        file.write(json.dumps(conversation(99)) + "\n")
     assert plan.key(tokenizer) not in keys
 
 
@@ -83,7 +84,7 @@ def test_texts_are_cut_without_loss_and_ended(tokenizer, tmp_path):
     file = tmp_path / "book.txt"
     tales = [" ".join(f"tale{i}-{j}" for j in range(9)) for i in range(40)]
     file.write_text("<|endoftext|>".join(tales))
-    made = load(Plan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
+    made = load(CorpusPlan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
     text = {part: tokenizer.decode(found.ids) for part, found in made.items()}
     assert text["train"] == "".join(tale + "<|endoftext|>" for i, tale in enumerate(tales) if i % 20 != 19)
     assert text["valid"] == "".join(tale + "<|endoftext|>" for i, tale in enumerate(tales) if i % 20 == 19)
@@ -93,7 +94,7 @@ def test_texts_are_cut_without_loss_and_ended(tokenizer, tmp_path):
 def test_a_single_book_holds_out_its_end(tokenizer, tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("".join(f"line {i}\n" for i in range(300)))
-    made = load(Plan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
+    made = load(CorpusPlan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
     joined = tokenizer.decode(made["train"].ids) + tokenizer.decode(made["valid"].ids)
     assert joined == file.read_text() + "<|endoftext|>"
     assert len(made["valid"]) == (len(made["train"]) + len(made["valid"])) // 20
@@ -117,7 +118,7 @@ def test_a_tokenizer_with_bos_gets_it_before_each_piece_and_once(tmp_path):
 def test_a_completion_is_learnt_and_its_prompt_is_not(tmp_path):
     tokenizer = byte_tokenizer()  # no template: the raw text
     source = write(tmp_path / "c.jsonl", [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}!"} for n in range(30)])
-    made = load(Plan((source,), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
+    made = load(CorpusPlan((source,), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
     ids, mask = made["train"].sample(7)
     assert tokenizer.decode(ids[mask]) == "14!<|endoftext|>" and tokenizer.decode(ids[~mask]) == "7+7="
 
@@ -125,9 +126,9 @@ def test_a_completion_is_learnt_and_its_prompt_is_not(tmp_path):
 def test_evaluation_prompts_and_duplicates_are_dropped_and_counted(tokenizer, tmp_path):
     asked = "Please tell me in one short and friendly sentence why the sky above us looks so very blue today."
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": asked, "domain": "x"}) + "\n")
-    leak = {"messages": [{"role": "user", "content": "Hello! " + asked}, {"role": "assistant", "content": "It scatters."}]}
-    rows = [talk(n) for n in range(60)] + [talk(3), leak]
-    plan = Plan((write(tmp_path / "chats.jsonl", rows),), seq_len=256, exclude=(str(tmp_path / "eval.jsonl"),))
+    contaminated = {"messages": [{"role": "user", "content": "Hello! " + asked}, {"role": "assistant", "content": "It scatters."}]}
+    rows = [conversation(n) for n in range(60)] + [conversation(3), contaminated]
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", rows),), seq_len=256, exclude=(str(tmp_path / "eval.jsonl"),))
     made = load(plan, tokenizer, tmp_path / "cache")
     dropped = made["train"].report["dropped"]
     assert sum(count for count, _ in dropped.values()) == 2 and made["train"].report["read"] == 62
@@ -136,17 +137,17 @@ def test_evaluation_prompts_and_duplicates_are_dropped_and_counted(tokenizer, tm
 
 
 def test_of_equal_rows_the_held_out_one_stays(tokenizer, tmp_path):
-    train, valid = write(tmp_path / "a.jsonl", map(talk, range(30))), write(tmp_path / "b.jsonl", map(talk, range(25, 28)))
-    made = load(Plan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
+    train, valid = write(tmp_path / "a.jsonl", map(conversation, range(30))), write(tmp_path / "b.jsonl", map(conversation, range(25, 28)))
+    made = load(CorpusPlan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
     assert len(made["valid"]) == 3 and len(made["train"]) == 27
 
 
 def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
-    short = [talk(n) for n in range(100)]
+    short = [conversation(n) for n in range(100)]
     long = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"w{n} " * 60}]} for n in range(100, 150)]
     a, b = write(tmp_path / "a.jsonl", short), write(tmp_path / "b.jsonl", long)
     sources = (a.model_copy(update={"weight": 3.0, "domain": "short"}), b.model_copy(update={"weight": 1.0, "domain": "long"}))
-    made = load(Plan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
+    made = load(CorpusPlan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
     tokens = {
         name: int(made.lengths[made.epoch_samples[made.domain[made.epoch_samples] == n]].sum()) for n, name in enumerate(made.domains)
     }
@@ -161,22 +162,22 @@ def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", "", "no rows to train on; the source is empty"),
-        ("a.txt", "", "no rows to train on; the source is empty"),
+        ("a.jsonl", "", "no examples to train on; the source is empty"),
+        ("a.txt", "", "no examples to train on; the source is empty"),
         ("a.jsonl", "{broken\n", "a.jsonl:1: "),
         ("a.jsonl", '{"words": 3}\n', "words"),
         (
             "a.jsonl",
-            json.dumps(talk(1)) + "\n" + json.dumps(talk(2)) + "\n",
+            json.dumps(conversation(1)) + "\n" + json.dumps(conversation(2)) + "\n",
             "conversations are too few to hold some out; name a held-out file",
         ),
         (
             "a.jsonl",
-            "".join(json.dumps({"messages": talk(n)["messages"][:1]}) + "\n" for n in range(20)),
-            "20 of 20 conversations bear no loss",
+            "".join(json.dumps({"messages": conversation(n)["messages"][:1]}) + "\n" for n in range(20)),
+            "20 of 20 conversations have no supervised token",
         ),
-        ("a.jsonl", "".join(json.dumps(talk(n)) + "\n" for n in range(99)) + json.dumps({"messages": []}) + "\n", None),
-        ("a.jsonl", "".join(json.dumps(talk(n)) + "\n" for n in range(97)) + (json.dumps({"messages": []}) + "\n") * 2, "2 of 99 conv"),
+        ("a.jsonl", "".join(json.dumps(conversation(n)) + "\n" for n in range(99)) + json.dumps({"messages": []}) + "\n", None),
+        ("a.jsonl", "".join(json.dumps(conversation(n)) + "\n" for n in range(97)) + (json.dumps({"messages": []}) + "\n") * 2, "2 of 99 conv"),
         (None, None, "nothing.txt"),
     ],
 )
@@ -184,7 +185,7 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing(tokenizer, tmp_path, name
     path = tmp_path / (name or "nothing.txt")
     if content is not None:
         path.write_text(content)
-    plan = Plan((Source(path=str(path)),), seq_len=256)
+    plan = CorpusPlan((Source(path=str(path)),), seq_len=256)
     if says is None:
         assert load(plan, tokenizer, tmp_path / "cache")["train"].report["dropped"]
         return
@@ -195,7 +196,7 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing(tokenizer, tmp_path, name
 
 
 def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
-    plan = Plan((write(tmp_path / "chats.jsonl", map(talk, range(200))),), seq_len=256)
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", map(conversation, range(200))),), seq_len=256)
     real = chat.Template.encode
 
     def broken(self, messages, tools=None):
@@ -203,16 +204,16 @@ def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
         return ids, [True] * len(mask) if "row 7?" in messages[0]["content"] else mask
 
     monkeypatch.setattr(chat.Template, "encode", broken)
-    with pytest.raises(ValueError, match=r"every token of 1 of 200 conversations bears loss, for example chats.jsonl:8"):
+    with pytest.raises(ValueError, match=r"every token of 1 of 200 conversations is supervised, for example chats.jsonl:8"):
         load(plan, tokenizer, tmp_path / "cache")
 
 
 def test_an_answer_beyond_the_length_is_cut_and_said(tokenizer, tmp_path):
-    rows = [talk(n) for n in range(150)]
+    rows = [conversation(n) for n in range(150)]
     rows[4]["messages"][1]["content"] += " again" * 40_000  # 240k tokens
     rows[5]["messages"][0]["content"] += " why" * 50_000
-    made = load(Plan((write(tmp_path / "c.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")["train"]
-    assert made.lengths.max() == 256 and made.report["cut rows"] == 1 and made.report["cut tokens"] > 200_000
+    made = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")["train"]
+    assert made.lengths.max() == 256 and made.report["cut examples"] == 1 and made.report["cut tokens"] > 200_000
     assert made.report["dropped"] == {"the answer begins past 256 tokens": [1, ["c.jsonl:6"]]}
 
 
@@ -234,11 +235,11 @@ class Awake(ProcessPoolExecutor):
 
 
 def test_processes_give_the_same_rows_in_the_same_order(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SINGLE_RANK", 100)
-    monkeypatch.setattr(prepare, "CHUNK", 64)
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
+    monkeypatch.setattr(encoding, "SERIAL_EXAMPLES", 100)
+    monkeypatch.setattr(encoding, "CHUNK", 64)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Awake)
     Awake.given = 0
-    source = write(tmp_path / "c.jsonl", map(talk, range(700)))
+    source = write(tmp_path / "c.jsonl", map(conversation, range(700)))
     encoder = Encoder(tokenizer, 256, False, ())
     one = list(encoded(read(source), encoder, 1))
     two = list(encoded(read(source), encoder, 2))
@@ -248,13 +249,13 @@ def test_processes_give_the_same_rows_in_the_same_order(tokenizer, tmp_path, mon
 
 
 def test_an_error_in_a_process_is_the_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SINGLE_RANK", 10)
-    monkeypatch.setattr(prepare, "CHUNK", 10)
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
+    monkeypatch.setattr(encoding, "SERIAL_EXAMPLES", 10)
+    monkeypatch.setattr(encoding, "CHUNK", 10)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Awake)
     plain = byte_tokenizer()  # without a template
     with pytest.raises(chat.TemplateRefused, match="there is no template"):
-        list(encoded(read(write(tmp_path / "c.jsonl", map(talk, range(60)))), Encoder(plain, 64, False, ()), 2))
-    rows = iter(read(write(tmp_path / "d.jsonl", [{"text": f"number {n}"} for n in range(30)] + [talk(n) for n in range(30)])))
+        list(encoded(read(write(tmp_path / "c.jsonl", map(conversation, range(60)))), Encoder(plain, 64, False, ()), 2))
+    rows = iter(read(write(tmp_path / "d.jsonl", [{"text": f"number {n}"} for n in range(30)] + [conversation(n) for n in range(30)])))
     with pytest.raises(chat.TemplateRefused, match="there is no template"):
         list(encoded(rows, Encoder(plain, 64, False, ()), 2))
 
@@ -270,10 +271,10 @@ def test_the_command_prepares_and_shows_real_conversations(tmp_path):
 
     prepared = run("prepare", *common)
     assert prepared.returncode == 0, prepared.stderr
-    assert "1,534 rows read" in prepared.stdout and "math_reasoning" in prepared.stdout and "τ at most" in prepared.stdout
+    assert "1,534 examples read" in prepared.stdout and "math_reasoning" in prepared.stdout and "τ at most" in prepared.stdout
     fill = float(re.search(r"sequences an epoch, ([\d.]+)% full", prepared.stdout)[1])
     assert fill >= 97
-    shown = run("show", *common, "--domain", "qa", "--rows", "3")
+    shown = run("show", *common, "--domain", "qa", "--examples", "3")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("⟦") - 1 == shown.stdout.count("Assistant:⟦") == 3
     wrong = run("show", *common, "--domain", "nothing")
