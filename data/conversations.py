@@ -138,7 +138,7 @@ def _files(path: str) -> list[Path] | None:
         or os.path.isdir(os.path.dirname(path))
     )
     if looks_local:
-        raise ValueError(f"data file {path!r} does not exist; give a {', '.join(KINDS)} file, a folder of them, `stdlib` or a Hub id")
+        raise ValueError(f"data file {path!r} not found; give a {', '.join(KINDS)} file, a folder of them, `stdlib` or a Hub id")
     return None
 
 

@@ -54,7 +54,7 @@ def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
     """
     file = TINY if path is None else Path(path)
     if not file.is_file():
-        raise ValueError(f"prompt file {str(file)!r} does not exist; give a .jsonl file with `prompt` and `domain` on each line")
+        raise ValueError(f"prompt file {str(file)!r} not found; give a .jsonl file with `prompt` and `domain` on each line")
     opener = gzip.open if file.suffix == ".gz" else open
     prompts, counts = [], dict[str, int]()
     with opener(file, "rt", encoding="utf-8", errors="replace") as lines:

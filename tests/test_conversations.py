@@ -320,7 +320,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path, no_hub):
 def test_what_looks_local_never_asks_the_hub(path, start, tmp_path, no_hub, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "existing").mkdir()
-    with pytest.raises(ValueError, match=re.escape(f"data file {path!r} does not exist")):
+    with pytest.raises(ValueError, match=re.escape(f"data file {path!r} not found")):
         start(Source(path=path))  # before the first example is read
 
 

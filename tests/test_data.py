@@ -40,5 +40,5 @@ def test_prompt_files_with_other_keys(tmp_path):
         with pytest.raises(ValueError, match=f"{says}.*; ") as caught:
             prompts.load(file)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="not found"):
         prompts.load(tmp_path / "none.jsonl")
