@@ -1,7 +1,7 @@
 """Conversations as token ids and a loss mask of what the assistant says, by the tokenizer's own chat template: exactly, or not at all.
 
 What the assistant says in a turn is what the template writes from the end of the generation prompt to the end-of-turn token, that token
-included. It is found in the rendered text, checked there, and only then mapped to tokens.
+included. This span is located in the rendered text and checked there; only then is it mapped to tokens.
 """
 
 import json
@@ -16,7 +16,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that data give it; templates read the first two
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys that data use for it; templates read the first two
 SENTINEL = "\uf8f0said\uf8f1"  # stands for the assistant's words; private-use characters, which occur in no conversation
 UNWRITTEN_CALLS = "the template does not write its tool calls"
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -32,7 +32,7 @@ class TemplateRefused(ValueError):
     """The loss mask cannot be derived for this template."""
 
     def __init__(self, name: str, why: str, remedy: str) -> None:
-        super().__init__(name, why, remedy)  # as they are, so that it comes whole out of another process
+        super().__init__(name, why, remedy)  # unformatted, so that the error can be pickled in a worker process
         self.reason = why
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class TemplateRefused(ValueError):
 
 
 class Unusable(ValueError):
-    """This conversation cannot be used. `reason` is short, and the same for conversations with the same trouble."""
+    """This conversation cannot be used. `reason` is short, and the same for all conversations with the same fault."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -51,26 +51,40 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a template writes: `end` ends a turn (`token`: with a special token), `after` follows each end, `closing` only the last."""
+class TurnEnd:
+    """What a template writes after the assistant's words.
 
-    end: str
-    token: bool
+    Attributes:
+        text: ends each turn.
+        special: whether `text` ends with a special token.
+        after: follows `text` in each turn.
+        closing: follows the last turn only.
+    """
+
+    text: str
+    special: bool
     after: str
     closing: str
 
 
 class Template:
-    """The chat template of a tokenizer; with `last_turn`, only the last assistant turn bears loss.
+    """The chat template of a tokenizer.
 
-    Raises TemplateRefused when there is no template, or the tokenizer does not say which characters a token covers.
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        last_turn: only the last assistant turn is supervised.
+
+    Raises:
+        TemplateRefused: no template, or a tokenizer that does not say which characters a token covers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_turn: bool = False) -> None:
         self.tokenizer, self.last_turn = tokenizer, last_turn
         if not tokenizer.chat_template:
             raise TemplateRefused(
-                _name(tokenizer), "there is no template, so `messages` cannot be rendered", "give rows with `text` instead"
+                _name(tokenizer),
+                "there is no template, so `messages` cannot be rendered",
+                "set data.template to a file with a Jinja chat template, or give examples with `text` instead",
             )
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateRefused(
@@ -80,38 +94,48 @@ class Template:
         # Some tokenizers add runs of blanks as tokens: those end no turn.
         self.specials = tuple(sorted({token for token in [*added, *tokenizer.all_special_tokens] if token.strip()}, key=len, reverse=True))
         self.special = re.compile("|".join(map(re.escape, self.specials)) or "(?!)")
-        self.shapes: dict[str, Shape] = {}
-        self.sound: bool | None = None
+        self.turn_ends: dict[str, TurnEnd] = {}
+        self.plain_encodes: bool | None = None
 
     def encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[list[int], list[bool]]:
-        """(ids, mask) of one conversation, of the same length; the mask is True where a token is the assistant's.
+        """Token ids and loss mask of a conversation, of the same length. The mask is True where a token is the assistant's.
 
-        A turn with `finish_reason` "length" bears no loss for its end; an empty turn bears none at all.
-        Raises Unusable for this conversation's faults, and TemplateRefused where even a plain conversation fails.
+        Args:
+            messages: turns with `role` and `content`. A turn with `finish_reason` "length" is supervised without its end, an empty one not at all.
+            tools: descriptions of functions, for the template.
+
+        Raises:
+            Unusable: the fault is this conversation's.
+            TemplateRefused: even a plain conversation fails.
         """
-        trouble: TemplateRefused | Unusable | None = None
-        for plain in _variants(messages):
+        first_error: TemplateRefused | Unusable | None = None
+        for variant in _variants(messages):
             try:
-                return self._encode(plain, tools or None)
+                return self._encode(variant, tools or None)
             except (TemplateRefused, Unusable) as error:
-                if trouble is None or trouble.reason == UNWRITTEN_CALLS:
-                    trouble = error
-        if isinstance(trouble, TemplateRefused) and self._sound():
-            raise Unusable(trouble.reason) from None
-        raise trouble or Unusable("no messages")
+                if first_error is None or first_error.reason == UNWRITTEN_CALLS:
+                    first_error = error
+        if isinstance(first_error, TemplateRefused) and self._plain_encodes():
+            raise Unusable(first_error.reason) from None
+        raise first_error or Unusable("no messages")
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """The ids that ask the model for the next turn. Raises Unusable, and TemplateRefused where the template is not valid Jinja."""
-        trouble: Unusable | None = None
-        for plain in _variants(messages):
+        """Token ids that ask the model for the next turn.
+
+        Raises:
+            Unusable: the template cannot write the conversation.
+            TemplateRefused: the template is not valid Jinja.
+        """
+        tools, first_error = tools or None, None
+        for variant in _variants(messages):
             try:
-                text, _ = self._render(plain, tools := tools or None, prompt=True)
+                text, _ = self._render(variant, tools, prompt=True)
             except Unusable as error:
-                trouble = trouble or error
+                first_error = first_error or error
                 continue
-            if self._writes_calls(plain, tools):
+            if self._writes_calls(variant, tools):
                 return self._tokenise(text)[0]
-        raise trouble or Unusable(UNWRITTEN_CALLS)
+        raise first_error or Unusable(UNWRITTEN_CALLS)
 
     def _encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[list[int], list[bool]]:
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -120,25 +144,25 @@ class Template:
         text, marked = self._render(messages, tools)
         if not self._writes_calls(messages, tools):
             raise Unusable(UNWRITTEN_CALLS)
-        known = dict(zip(turns, marked, strict=True)) if len(turns) == len(marked) else {}
+        marked_turns = dict(zip(turns, marked, strict=True)) if len(turns) == len(marked) else {}
         spans: list[tuple[int, int]] = []
-        first, floor = 0, 0
+        next_message, previous_end = 0, 0
         for turn in turns[-1:] if self.last_turn else turns:
             if not _speaks(messages[turn]):
                 continue
-            start, end = known.get(turn) or self._locate(messages, tools, turn, text, floor)
+            start, end = marked_turns.get(turn) or self._locate(messages, tools, turn, text, previous_end)
             cut_off = messages[turn].get("finish_reason") == "length"
-            end = self._end(text, start, end, self._shape(tools), turn in known, cut_off)
-            self._check(messages[first:turn], messages[turn], text[floor:start], text[start:end])
+            end = self._end(text, start, end, self._turn_end(tools), turn in marked_turns, cut_off)
+            self._check(messages[next_message:turn], messages[turn], text[previous_end:start], text[start:end])
             spans.append((start, end))
-            first, floor = turn + 1, end
+            next_message, previous_end = turn + 1, end
         if not spans:
             raise Unusable("the assistant says nothing")
         ids, offsets = self._tokenise(text)
         return ids, self._mask(ids, offsets, text, spans)
 
-    def _locate(self, messages: list[dict[str, Any]], tools: Any, turn: int, text: str, floor: int) -> tuple[int, int]:
-        """Where turn `turn` begins and ends in `text`, by rendering the conversation up to it and up to its end."""
+    def _locate(self, messages: list[dict[str, Any]], tools: Any, turn: int, text: str, previous_end: int) -> tuple[int, int]:
+        """The span of a turn in `text`, by rendering the conversation up to the turn and up to its end."""
         try:
             before, _ = self._render(messages[:turn], tools, prompt=True)
         except Unusable as error:
@@ -151,77 +175,78 @@ class Template:
                 return len(before), len(after)
         elif turn == 0 or before is None:
             raise Unusable("it begins with the assistant, whom this template cannot ask first")
-        return self._locate_by_sentinel(messages, tools, turn, text, before, floor)
+        return self._locate_by_sentinel(messages, tools, turn, text, before, previous_end)
 
     def _locate_by_sentinel(
-        self, messages: list[dict[str, Any]], tools: Any, turn: int, text: str, before: str, floor: int
+        self, messages: list[dict[str, Any]], tools: Any, turn: int, text: str, before: str, previous_end: int
     ) -> tuple[int, int]:
-        """The same where the template writes a turn differently once others follow: the turn's words are found by replacing them.
+        """The span of a turn that the template writes differently once others follow: SENTINEL replaces the turn's words.
 
         What the template writes around them is compared with a rendering in which the turn is the last one.
         """
         stand_in, words = _sentinel(messages[turn])
-        lead, found, rest = self._body([*messages[:turn], stand_in, *messages[turn + 1 :]], tools).partition(SENTINEL)
-        last_lead, last_found, last_rest = self._body([*messages[:turn], stand_in], tools).partition(SENTINEL)
+        lead, mark, rest = self._body([*messages[:turn], stand_in, *messages[turn + 1 :]], tools).partition(SENTINEL)
+        last_lead, last_mark, last_rest = self._body([*messages[:turn], stand_in], tools).partition(SENTINEL)
         # Some templates name the called function again beside its result.
-        rest, body = rest.replace(SENTINEL, words), text.removesuffix(self._shape(tools).closing)
-        if not (found and last_found and body.startswith(lead) and body.endswith(rest) and len(lead) + len(rest) <= len(body)):
+        rest, body = rest.replace(SENTINEL, words), text.removesuffix(self._turn_end(tools).closing)
+        if not (mark and last_mark and body.startswith(lead) and body.endswith(rest) and len(lead) + len(rest) <= len(body)):
             raise self._refusal("what the template writes elsewhere depends on what the assistant says")
         start = len(before)
         if not text.startswith(before):
-            thought = (stand_in["content"] or "").removesuffix(SENTINEL).lstrip()  # may well quote the generation prompt
-            start = self._beginning(messages[:turn], tools, lead.removesuffix(thought), before, last_lead, floor)
-        length = self._shared(rest, last_rest)
+            reasoning = (stand_in["content"] or "").removesuffix(SENTINEL).lstrip()  # it may quote the generation prompt
+            start = self._start(messages[:turn], tools, lead.removesuffix(reasoning), before, last_lead, previous_end)
+        length = self._common_length(rest, last_rest)
         if not self.special.search(rest, 0, length):
-            here, there = self.special.match(rest, length), self.special.match(last_rest, length)
-            length = here.end() if here and there else length  # an end-of-turn token that depends on what follows
+            end_token, last_end_token = self.special.match(rest, length), self.special.match(last_rest, length)
+            if end_token and last_end_token:  # an end-of-turn token that depends on what follows
+                length = end_token.end()
         return start, len(body) - len(rest) + length
 
-    def _beginning(self, asked: list[dict[str, Any]], tools: Any, lead: str, before: str, last_lead: str, floor: int) -> int:
-        """Where in `lead`, what the template writes before the words, the generation prompt ends that `before` ends with."""
-        length = len(self._body(asked, tools))
-        written = self._shared(before, last_lead)  # the generation prompt, less what it begins of the answer (`<think>`)
+    def _start(self, earlier: list[dict[str, Any]], tools: Any, lead: str, before: str, last_lead: str, previous_end: int) -> int:
+        """Index in `lead` (the text before the assistant's words) just after the generation prompt, with which `before` ends."""
+        length = len(self._body(earlier, tools))
+        written = self._common_length(before, last_lead)  # the generation prompt, without what it begins of the answer (`<think>`)
         heading = before[:written] if written >= length else before
-        # The longest end of the heading that stands in the lead after the last turn, no special token cut in two.
-        longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], floor) < 0)
+        # The longest end of the heading that occurs in the lead after the last turn, no special token cut in two.
+        longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], previous_end) < 0)
         cut = len(heading) - longest
         cut = next((token.end() for token in self.special.finditer(heading) if token.start() < cut < token.end()), cut)
-        matched, last = heading[cut:], (asked[-1]["content"] or "").strip()
+        matched, last = heading[cut:], (earlier[-1]["content"] or "").strip()
         if len(matched) <= max(0, len(heading) - length) or last[-16:] not in matched:
             raise self._refusal("the generation prompt is not how the template begins the assistant's turns")
-        return lead.rfind(matched, floor) + len(matched)
+        return lead.rfind(matched, previous_end) + len(matched)
 
-    def _end(self, text: str, start: int, end: int, shape: Shape, marked: bool, cut_off: bool) -> int:
-        """The end of a turn's loss, given the end of its text: what follows the end-of-turn token is not the model's to say."""
-        if shape.token:
-            if marked and text.startswith(shape.end, end):
-                end += len(shape.end)
-            trimmed = end - len(shape.after)
-            ended = text.endswith(shape.end, start, trimmed) or text.endswith(self.specials, start, trimmed)
-            if ended and text.endswith(shape.after, start, end):
+    def _end(self, text: str, start: int, end: int, turn_end: TurnEnd, marked: bool, cut_off: bool) -> int:
+        """The end of a turn's supervised text, given the end of its text: what follows the end-of-turn token is not the model's to say."""
+        if turn_end.special:
+            if marked and text.startswith(turn_end.text, end):
+                end += len(turn_end.text)
+            trimmed = end - len(turn_end.after)
+            ended = text.endswith(turn_end.text, start, trimmed) or text.endswith(self.specials, start, trimmed)
+            if ended and text.endswith(turn_end.after, start, end):
                 end = trimmed
-        if cut_off and shape.end and text.endswith(shape.end, start, end):
-            return end - len(shape.end)
+        if cut_off and turn_end.text and text.endswith(turn_end.text, start, end):
+            return end - len(turn_end.text)
         if cut_off and text.endswith(self.specials, start, end):
             return end - next(len(token) for token in self.specials if text.endswith(token, start, end))
         return end
 
-    def _check(self, asked: list[dict[str, Any]], message: dict[str, Any], gap: str, span: str) -> None:
-        """`message` is said in `span`, and nothing of what was `asked` since the turn before: that stands in `gap`."""
-        said = _visible(message)
+    def _check(self, earlier: list[dict[str, Any]], message: dict[str, Any], gap: str, span: str) -> None:
+        """Check that `message` is said in `span`, and that the `earlier` messages since the last turn are in the `gap` before it."""
+        words = _visible(message)
         # Beside tool calls some templates leave out the words.
-        if said not in span and _squeezed(said) not in _squeezed(span) and "tool_calls" not in message:
+        if words not in span and _normalised(words) not in _normalised(span) and "tool_calls" not in message:
             raise self._refusal("the template does not write what the assistant says")
-        for other in asked:
-            words = other["content"].strip() if other["role"] in ("user", "tool") else ""
+        for previous in earlier:
+            words = previous["content"].strip() if previous["role"] in ("user", "tool") else ""
             if words and words not in gap and words in span:
                 raise self._refusal("the template writes others' words within the assistant's turn")
 
     def _mask(self, ids: list[int], offsets: list[tuple[int, int]], text: str, spans: list[tuple[int, int]]) -> list[bool]:
-        """True for each token that overlaps a span; that those tokens say what the spans say is checked."""
+        """True for each token that overlaps a span, once it is checked that these tokens decode to the spans' text."""
         starts, ends, reached = [], [], 0
         for start, end in offsets:
-            # Some tokenizers leave the blanks before a word out of its offsets: a token reaches back to the one before.
+            # Some tokenizers leave the blanks before a word out of its offsets: a token begins where the one before it ended.
             starts.append(min(start, reached))
             reached = max(reached, end)
             ends.append(reached)
@@ -231,9 +256,9 @@ class Template:
             low, high = min(bisect_right(ends, start), bisect_left(starts, start)), bisect_left(starts, end)
             mask[low:high] = [True] * (high - low)
             covered.append(text[starts[low] : ends[high - 1]] if low < high else "")
-        said = [i for i, keep in zip(ids, mask, strict=True) if keep]
-        decoded, expected = self.tokenizer.decode(said, clean_up_tokenization_spaces=False), "".join(covered)
-        if decoded != expected and _squeezed(str(decoded)) != _squeezed(expected):
+        supervised = [token for token, keep in zip(ids, mask, strict=True) if keep]
+        decoded, expected = self.tokenizer.decode(supervised, clean_up_tokenization_spaces=False), "".join(covered)
+        if decoded != expected and _normalised(str(decoded)) != _normalised(expected):
             raise self._refusal("the tokens decode to other words than the assistant's")
         return mask
 
@@ -242,55 +267,58 @@ class Template:
             text.encode()
         except UnicodeEncodeError:
             raise Unusable("it is not valid Unicode (half of a surrogate pair)") from None
-        # The template writes BOS itself where the model wants one: special tokens added here would double it.
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
-        return cast(list[int], found["input_ids"]), cast(list[tuple[int, int]], found["offset_mapping"])
+        # The template writes BOS itself where the model wants one: special tokens added now would double it.
+        tokens = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
+        return cast(list[int], tokens["input_ids"]), cast(list[tuple[int, int]], tokens["offset_mapping"])
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The conversation's text, and the spans [start, end) in it that the template itself marks."""
         template = self._template(tools)
-        generation = GENERATION.search(template) is not None
+        marks = GENERATION.search(template) is not None
+        options: dict[str, Any] = {**self.tokenizer.special_tokens_map, "add_generation_prompt": prompt}
         try:
-            named: dict[str, Any] = {**self.tokenizer.special_tokens_map, "add_generation_prompt": prompt}
-            found = render_jinja_template([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=generation, **named)
+            rendered = render_jinja_template([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=marks, **options)
         except TemplateSyntaxError as error:
             raise self._refusal(f"the template is not valid Jinja ({error.message})") from None
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # what Jinja code may raise
             reason = str(error).strip().split("\n")[0][:100] or type(error).__name__
             raise Unusable(f"the template refuses it: {reason}") from None
-        texts, spans = cast(tuple[list[str], list[list[tuple[int, int]]]], found)
-        return texts[0], spans[0] if generation else []
+        texts, spans = cast(tuple[list[str], list[list[tuple[int, int]]]], rendered)
+        return texts[0], spans[0] if marks else []
 
     def _writes_calls(self, messages: list[dict[str, Any]], tools: Any) -> bool:
-        """Whether each turn with tool calls shows in the text: templates that know none write only its words, or nothing."""
+        """Whether the text shows each turn's tool calls: templates that know none write only the turn's words, or nothing."""
         calling = sum("tool_calls" in message for message in messages)
         marked = [_sentinel(message)[0] if "tool_calls" in message else message for message in messages]
         return not calling or self._render(marked, tools)[0].count(SENTINEL) >= calling
 
     def _body(self, messages: list[dict[str, Any]], tools: Any) -> str:
-        """The conversation's text, less what the template writes at the very end."""
-        return self._render(messages, tools)[0].removesuffix(self._shape(tools).closing)
+        """The conversation's text, without what the template writes at the very end."""
+        return self._render(messages, tools)[0].removesuffix(self._turn_end(tools).closing)
 
-    def _shape(self, tools: Any) -> Shape:
-        """What ends the turns of the template that `tools` select, from a turn that is last and the same with another after it."""
+    def _turn_end(self, tools: Any) -> TurnEnd:
+        """How the template that `tools` select ends a turn: a turn that is last is compared with the same turn before another one."""
         template = self._template(tools)
-        if template not in self.shapes:
-            talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": SENTINEL}]
+        if template not in self.turn_ends:
+            question, answer = {"role": "user", "content": "ask"}, {"role": "assistant", "content": SENTINEL}
             try:
-                last, inner = (self._render(turns, tools)[0].partition(SENTINEL)[2] for turns in (talk, [*talk, talk[0]]))
+                last = self._render([question, answer], tools)[0].partition(SENTINEL)[2]
+                inner = self._render([question, answer, question], tools)[0].partition(SENTINEL)[2]
             except Unusable:
                 last = inner = ""
-            shared = self._shared(last, inner)
-            found = re.search(f"(?:{self.special.pattern})+", last[:shared])
-            end = found.end() if found else shared
-            closing = last[shared:] if found else ""
-            self.shapes[template] = Shape(last[:end], found is not None, last[end:shared], closing)
-        return self.shapes[template]
+            common = self._common_length(last, inner)
+            special = re.search(f"(?:{self.special.pattern})+", last[:common])
+            if special:
+                turn_end = TurnEnd(last[: special.end()], True, last[special.end() : common], last[common:])
+            else:
+                turn_end = TurnEnd(last[:common], False, "", "")
+            self.turn_ends[template] = turn_end
+        return self.turn_ends[template]
 
-    def _shared(self, one: str, other: str) -> int:
+    def _common_length(self, a: str, b: str) -> int:
         """The length of the common beginning of two texts, no special token cut in two."""
-        length = bisect_left(range(1, min(len(one), len(other)) + 1), True, key=lambda n: one[:n] != other[:n])
-        for text in (one, other):
+        length = bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: a[:n] != b[:n])
+        for text in (a, b):
             for token in self.special.finditer(text, 0, length + 64):
                 if token.start() < length < token.end():
                     length = token.start()
@@ -302,19 +330,18 @@ class Template:
         except ValueError:
             raise self._refusal("there are several templates and none is the default") from None
 
-    def _sound(self) -> bool:
-        """Whether a plain conversation succeeds, so that the fault of another is its own."""
-        if self.sound is None:
+    def _plain_encodes(self) -> bool:
+        """Whether a plain conversation can be encoded, so that another one's fault is its own."""
+        if self.plain_encodes is None:
             try:
-                self.sound = any(self._encode(PLAIN, None)[1])
+                self.plain_encodes = any(self._encode(PLAIN, None)[1])
             except (TemplateRefused, Unusable):
-                self.sound = False
-        return self.sound
+                self.plain_encodes = False
+        return self.plain_encodes
 
     def _refusal(self, why: str) -> TemplateRefused:
-        return TemplateRefused(
-            _name(self.tokenizer), why, "mark the assistant's turns in it with {% generation %}, or give rows with `text` instead"
-        )
+        remedy = "mark the assistant's turns in it with {% generation %}, or give examples with `text` instead"
+        return TemplateRefused(_name(self.tokenizer), why, remedy)
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -322,37 +349,38 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages as templates expect them; tool calls as transformers documents them, then as DeepSeek's templates take them."""
+    """The messages as templates expect them: with tool calls as transformers documents them, then as DeepSeek's templates take them."""
     if not isinstance(messages, list) or not messages:
         raise Unusable("no messages")
-    yield (documented := [_plain(message) for message in messages])
+    documented = [_plain(message) for message in messages]
+    yield documented
     if any("tool_calls" in message for message in documented):
         yield [_plain(message, documented=False) for message in messages]
 
 
 def _plain(message: Any, documented: bool = True) -> dict[str, Any]:
-    """The message with a string as content, its reasoning under the usual names, and no key without a value."""
+    """The message with a string as content, its reasoning under the usual keys, and no key without a value."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Unusable("a message is not an object with a role")
-    found = {key: value for key, value in message.items() if value is not None and not (isinstance(value, list) and not value)}
-    content = found.get("content", "" if found["role"] == "assistant" else None)
+    plain = {key: value for key, value in message.items() if value is not None and not (isinstance(value, list) and not value)}
+    content = plain.get("content", "" if plain["role"] == "assistant" else None)
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise Unusable(f"the content of a turn of role {found['role']!r} is not text")
-    found["content"] = content
-    reasoning = next((found[name] for name in REASONING if name in found), None)
+        raise Unusable(f"the content of a turn of role {plain['role']!r} is not text")
+    plain["content"] = content
+    reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is not None:
-        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
-    if "tool_calls" in found:
-        calls = found["tool_calls"]
-        found["tool_calls"] = [_call(call, documented) for call in (calls if isinstance(calls, list) else [calls])]
-        found["content"] = content if documented else content or None
-    return found
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    if "tool_calls" in plain:
+        calls = plain["tool_calls"]
+        plain["tool_calls"] = [_call(call, documented) for call in (calls if isinstance(calls, list) else [calls])]
+        plain["content"] = content if documented else content or None
+    return plain
 
 
 def _call(call: Any, documented: bool) -> dict[str, Any]:
-    """A tool call with its arguments as an object, or else as JSON text."""
+    """A tool call whose arguments are an object, or JSON text where not `documented`."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Unusable("a tool call is not an object with a name")
@@ -364,12 +392,12 @@ def _call(call: Any, documented: bool) -> dict[str, Any]:
             pass  # the model's own slip: it is written as it is
     elif not isinstance(arguments, str) and not documented:
         arguments = json.dumps(arguments, ensure_ascii=False)
-    named = {"id": call["id"]} if "id" in call else {}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = {"id": call["id"]} if "id" in call else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _sentinel(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with SENTINEL in place of its words, or of the function that it calls first; and those words."""
+    """The message with SENTINEL in place of its words, or of the first function that it calls; and what SENTINEL replaces."""
     if "tool_calls" in message:
         first, *others = message["tool_calls"]
         stand_in = {**first, "function": {**first["function"], "name": SENTINEL}}
@@ -386,6 +414,6 @@ def _speaks(message: dict[str, Any]) -> bool:
     return bool((message["content"] or "").strip() or "tool_calls" in message or message.get("reasoning_content"))
 
 
-def _squeezed(text: str) -> str:
+def _normalised(text: str) -> str:
     """The text without blanks, in the form that normalising tokenizers give it."""
     return "".join(unicodedata.normalize("NFKC", text).split())

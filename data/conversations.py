@@ -1,4 +1,4 @@
-"""Conversations and texts from files and from the Hub, in the shapes that people have them."""
+"""Reads conversations and texts from files and from the Hub, with the keys that people use for them."""
 
 import glob
 import gzip
@@ -20,7 +20,7 @@ from draftsmith.data import stdlib
 
 SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
 KINDS = (".json", ".jsonl", ".txt", ".parquet", ".arrow")  # the first three also with .gz
-CHUNK = 1 << 20  # characters of a .json file looked at together
+CHUNK = 1 << 20  # characters of a .json file that are read at a time
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # what `save_to_disk` adds
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -28,31 +28,40 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-SHAPES = (
+FORMATS = (
     "`messages` [{role, content}], `conversations` [{from, value}], `turns` [text], `prompt` and `completion`, "
     "`instruction` and `output`, `prompt`, or `text`"
 )
+REMEDY = "correct it or leave the example out"
 _DECODE = json.JSONDecoder().raw_decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Source(BaseModel):
-    """Where rows come from, and how much of them is wanted."""
+    """Where examples come from, and how many of them are wanted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     path: str = Field(description="`stdlib`; a .json, .jsonl, .txt (also .gz), .parquet or .arrow file; or a Hub data set")
     split: str = Field(default="train", description="split of a Hub data set")
     subset: str | None = Field(default=None, description="configuration of a Hub data set")
-    domain: str | None = Field(default=None, description="domain of its rows; unset: each row's own `domain` or `category`, else `all`")
+    domain: str | None = Field(
+        default=None, description="domain of its examples; unset: each example's own `domain` or `category`, else `all`"
+    )
     weight: float | None = Field(default=None, gt=0, description="share of the mixture's tokens, beside the other sources' weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row of data: `messages` (role, content, …; `tools` for the template), or else `text`.
+    """One example: a conversation, or else a text.
 
-    `prompt` is the length in characters of the part of `text` that is given and bears no loss (0: all of it is learnt).
+    Attributes:
+        id: unique within a source, unless the data repeat it.
+        domain: by which results are reported.
+        messages: turns of `role`, `content` and other keys of the data; None for a text, empty where the example's own list is.
+        tools: descriptions of functions for the chat template.
+        text: the text; beside `messages` the prompt and the answer joined, for tokenizers without a chat template.
+        prompt: the first characters of `text` that are given and not supervised.
     """
 
     id: str
@@ -63,30 +72,37 @@ class Conversation:
     prompt: int = 0
 
 
-class _Row(NamedTuple):
+class _RawExample(NamedTuple):
     where: str  # `path:line`, for errors
-    name: str  # `file:number`, the id of a row that has none
+    name: str  # `file:number`, the id of an example that has none
     value: Any
 
 
 def read(source: Source, split: str = "train") -> Iterator[Conversation]:
-    """The rows of a source, in its order; `split` ("train" or "valid") is the standard library's own, files and the Hub have none.
+    """The examples of a source, in its order.
 
-    A row of `prompt` and `completion`, or of `instruction` and `output`, has `text` beside `messages`, for tokenizers without a chat
-    template: the prompt and the answer joined by nothing, or by a blank line. `messages` is empty where the row's own list is.
-    Raises ValueError at once for a source that is not there, and, when it comes to it, for a row that is not in one of SHAPES.
+    An example of `prompt` and `completion`, or of `instruction` and `output`, has both `messages` and `text`. The text joins the prompt and
+    the answer directly, or by a blank line.
+
+    Args:
+        source: where to read.
+        split: "train" or "valid", for the standard library; files and the Hub have no such parts.
+
+    Raises:
+        ValueError: at once for a source that does not exist; when it is reached, for an example in none of FORMATS.
     """
     if source.path == "stdlib":
         return (Conversation(name, source.domain or "all", text=text) for name, text in stdlib.modules(split))
     files = _files(source.path)
-    rows = _hub_rows(source) if files is None else chain.from_iterable(map(_file_rows, files))
-    return (_conversation(row, source.domain) for row in rows)
+    examples = _hub_examples(source) if files is None else chain.from_iterable(map(_file_examples, files))
+    return (_conversation(example, source.domain) for example in examples)
 
 
 def fingerprint(source: Source) -> str:
-    """A hash that changes with the source's content: of names and bytes, or of a Hub data set's commit, subset and split.
+    """A hash of a source's content: of names and bytes of files, or of a Hub data set's commit, subset and split.
 
-    Raises ValueError for a source that is not there.
+    Raises:
+        ValueError: a source that does not exist.
     """
     digest = hashlib.sha256()
     if source.path == "stdlib":
@@ -104,12 +120,13 @@ def fingerprint(source: Source) -> str:
 
 
 def _files(path: str) -> list[Path] | None:
-    """The files of a local path, in order; None for what can only be a Hub id."""
+    """The files of a local path, in order; None where the path can only be a Hub id."""
     local = Path(path).expanduser()
     if local.is_dir():
-        if found := sorted(file for file in local.iterdir() if file.is_file() and _is_data(file)):
-            return found
-        raise ValueError(f"folder {path!r} holds no {', '.join(KINDS)} file; give the folder that holds the files themselves")
+        files = sorted(file for file in local.iterdir() if file.is_file() and _is_data(file))
+        if files:
+            return files
+        raise ValueError(f"folder {path!r} holds no {', '.join(KINDS)} file; give the folder that holds such files")
     if local.is_file():
         if _kind(local):
             return [local]
@@ -131,28 +148,28 @@ def _kind(path: Path) -> str:
 
 
 def _is_data(path: Path) -> bool:
-    # `datasets` leaves what it computed as cache-*.arrow beside the rows themselves: the same rows again.
-    own = path.name in NOT_DATA or path.name.startswith(".") or (path.name.startswith("cache-") and path.suffix == ".arrow")
-    return bool(_kind(path)) and not own
+    # `datasets` leaves copies of the examples as cache-*.arrow beside them.
+    ignored = path.name in NOT_DATA or path.name.startswith(".") or (path.name.startswith("cache-") and path.suffix == ".arrow")
+    return bool(_kind(path)) and not ignored
 
 
-def _file_rows(path: Path) -> Iterator[_Row]:
+def _file_examples(path: Path) -> Iterator[_RawExample]:
     kind = _kind(path)
     if kind in (".parquet", ".arrow"):
-        yield from _table_rows(path, kind)
+        yield from _table_examples(path, kind)
     elif kind == ".json":
-        yield from _list_rows(path)
+        yield from _list_examples(path)
     elif kind == ".txt":
         yield from _documents(path)
     else:
         for number, line in _lines(path):
             if line.strip():
                 where = f"{path}:{number}"
-                yield _Row(where, f"{path.name}:{number}", _parse(line, where))
+                yield _RawExample(where, f"{path.name}:{number}", _parse(line, where))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a text file, decoded strictly, their end as `\\n`."""
+    """Numbered lines of a text file, decoded strictly, with `\\n` at their ends."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -166,7 +183,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}:{number + 1}: the gzip stream is cut off or damaged ({error}); copy or download the file again") from None
 
 
-def _documents(path: Path) -> Iterator[_Row]:
+def _documents(path: Path) -> Iterator[_RawExample]:
     number, parts = 0, list[str]()
     for _, line in chain(_lines(path), [(0, SEPARATOR)]):
         *ended, rest = line.split(SEPARATOR)
@@ -175,19 +192,19 @@ def _documents(path: Path) -> Iterator[_Row]:
             parts = []
             if text.strip():
                 number += 1
-                yield _Row(str(path), f"{path.name}:{number}", {"text": text})
+                yield _RawExample(str(path), f"{path.name}:{number}", {"text": text})
         parts.append(rest)
 
 
-def _list_rows(path: Path) -> Iterator[_Row]:
-    """Rows of a JSON list, of which only a chunk is held: such files run to gigabytes."""
+def _list_examples(path: Path) -> Iterator[_RawExample]:
+    """The items of a JSON list. Only a chunk of it is in memory, since such files run to gigabytes."""
     lines, number = _lines(path), 0
     text = _take(lines, CHUNK)
     at = _skip(text, 0)
     line = 1 + text.count("\n", 0, at)
     if text[at : at + 1] != "[":
         got = _short(text[at : at + 60])
-        raise ValueError(f"{path}:{line}: expected a list of rows, got {got}; keep the list alone, or name a file of JSON lines .jsonl")
+        raise ValueError(f"{path}:{line}: expected a list of examples, got {got}; leave only the list, or name a file of JSON lines .jsonl")
     at += 1
     after = _skip(text, at)
     mark, at = ("]", after + 1) if text[after : after + 1] == "]" else (",", at)
@@ -195,14 +212,14 @@ def _list_rows(path: Path) -> Iterator[_Row]:
         try:
             value, begin, end, mark = _scan(text, at)
         except ValueError as error:
-            if more := _take(lines, max(CHUNK, len(text))):  # the row may go on there
+            if more := _take(lines, max(CHUNK, len(text))):  # the example may continue there
                 text, at = text[at:] + more, 0
                 continue
-            place = line + text.count("\n", at, getattr(error, "pos", at))
-            raise ValueError(f"{path}:{place}: not JSON ({getattr(error, 'msg', error)}); mend the file") from None
+            number_of_line = line + text.count("\n", at, getattr(error, "pos", at))
+            raise ValueError(f"{path}:{number_of_line}: not JSON ({getattr(error, 'msg', error)}); mend the file") from None
         line, number = line + text.count("\n", at, begin), number + 1
         where = f"{path}:{line}"
-        yield _Row(where, f"{path.name}:{number}", _encodable(value, text[begin:end], where))
+        yield _RawExample(where, f"{path.name}:{number}", _encodable(value, text[begin:end], where))
         line, at = line + text.count("\n", begin, end), end + 1
     if (text[at:] + _take(lines, 1)).strip(" \t\r\n"):
         raise ValueError(f"{path}:{line}: text after the end of the list; mend the file, or name a file of JSON lines .jsonl")
@@ -225,13 +242,13 @@ def _skip(text: str, at: int) -> int:
 
 
 def _scan(text: str, at: int) -> tuple[Any, int, int, str]:
-    """(row, where it begins, where the mark after it stands, that mark: `,` or `]`)."""
+    """(item of a list, its first index, the index of the mark after it, that mark: `,` or `]`)."""
     begin = _skip(text, at)
     value, end = _DECODE(text, begin)
     end = _skip(text, end)
     mark = text[end : end + 1]
     if mark not in (",", "]"):
-        raise json.JSONDecodeError("expected `,` or `]` after a row", text, end)
+        raise json.JSONDecodeError("expected `,` or `]` after an example", text, end)
     return value, begin, end, mark
 
 
@@ -244,7 +261,7 @@ def _parse(line: str, where: str) -> Any:
 
 
 def _encodable(value: Any, source: str, where: str) -> Any:
-    """`value`, unless a string in it is no text: JSON can spell half of a surrogate pair, no tokenizer can read it."""
+    """`value`; refuses half of a surrogate pair, which JSON can spell and no tokenizer can read."""
     if _SURROGATE.search(source):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -254,36 +271,36 @@ def _encodable(value: Any, source: str, where: str) -> Any:
     return value
 
 
-def _table_rows(path: Path, kind: str) -> Iterator[_Row]:
+def _table_examples(path: Path, kind: str) -> Iterator[_RawExample]:
     from datasets import IterableDataset
 
     try:
         with TemporaryDirectory() as cache:
             escaped = glob.escape(str(path))  # `datasets` would read it as a pattern
-            rows = IterableDataset.from_file(str(path)) if kind == ".arrow" else IterableDataset.from_parquet(escaped, cache_dir=cache)
-            for number, row in enumerate(rows, 1):
-                yield _Row(f"{path}:{number}", f"{path.name}:{number}", _without_none(row))
+            table = IterableDataset.from_file(str(path)) if kind == ".arrow" else IterableDataset.from_parquet(escaped, cache_dir=cache)
+            for number, value in enumerate(table, 1):
+                yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", _without_none(value))
     except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
         raise ValueError(
-            f"{path}: not a whole {kind} file of the kind `datasets` writes ({' '.join(str(error).split())}); copy or download it again"
+            f"{path}: not a complete {kind} file of the kind `datasets` writes ({' '.join(str(error).split())}); copy or download it again"
         ) from None
 
 
-def _hub_rows(source: Source) -> Iterator[_Row]:
+def _hub_examples(source: Source) -> Iterator[_RawExample]:
     import datasets
 
     try:
-        rows = datasets.load_dataset(source.path, name=source.subset, split=source.split, streaming=True)
+        examples = datasets.load_dataset(source.path, name=source.subset, split=source.split, streaming=True)
     except (ValueError, OSError, RuntimeError) as error:
         raise _hub_error(source, error) from None
-    return (_Row(f"{source.path}:{n}", f"{source.path}:{n}", _without_none(row)) for n, row in enumerate(rows, 1))
+    return (_RawExample(f"{source.path}:{n}", f"{source.path}:{n}", _without_none(value)) for n, value in enumerate(examples, 1))
 
 
 def _hub_commit(source: Source) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The root of the errors of the HTTP library that this version of the client is built on: httpx, httpx2, …
+    # The base class of the errors of the HTTP library that this version of the client uses: httpx, httpx2, …
     transport = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         return str(HfApi().dataset_info(source.path).sha)
@@ -292,24 +309,26 @@ def _hub_commit(source: Source) -> str:
 
 
 def _hub_error(source: Source, error: BaseException) -> ValueError:
-    asked = f"split {source.split!r}" + (f" of subset {source.subset!r}" if source.subset else "")
+    wanted = f"split {source.split!r}" + (f" of subset {source.subset!r}" if source.subset else "")
     got = " ".join(str(error).split())
-    return ValueError(f"no file {source.path!r}, and no {asked} of a Hub data set of that name ({got}); check the names and the connection")
+    return ValueError(
+        f"no file {source.path!r}, and no {wanted} of a Hub data set of that name ({got}); check the names and the connection"
+    )
 
 
 def _without_none(value: Any) -> Any:
-    """A table's row as it was written: tables give every row every key that any row has."""
+    """An example as it was written: tables give every example each key that any of them has."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _conversation(row: _Row, domain: str | None) -> Conversation:
-    where, value = row.where, row.value
+def _conversation(example: _RawExample, domain: str | None) -> Conversation:
+    where, value = example.where, example.value
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {_short(value)}, expected an object with {SHAPES}")
+        raise ValueError(f"{where}: got {_short(value)}, expected an object with {FORMATS}; {REMEDY}")
     value = {key: item for key, item in value.items() if item is not None}
-    name = next((str(value[key]) for key in ("id", "uuid", "conversation_id", "prompt_id") if value.get(key, "") != ""), row.name)
+    name = next((str(value[key]) for key in ("id", "uuid", "conversation_id", "prompt_id") if value.get(key, "") != ""), example.name)
     messages, text, prompt = _content(value, where)
     system = value.get("system") or value.get("system_prompt")
     if messages and isinstance(system, str) and messages[0]["role"] != "system":
@@ -318,66 +337,68 @@ def _conversation(row: _Row, domain: str | None) -> Conversation:
     return Conversation(name, domain, messages, _tools(value.get("tools"), where), text, prompt)
 
 
-def _content(row: dict[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, str, int]:
-    """(messages, text, prompt) of a row in any of SHAPES; the first that fits."""
-    answer = next((key for key in ("completion", "output", "response") if key in row), None)
+def _content(example: dict[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, str, int]:
+    """(messages, text, prompt) of an example, by the first of FORMATS that fits."""
+    answer = next((key for key in ("completion", "output", "response") if key in example), None)
     for key in ("messages", "conversations", "conversation"):
-        if key in row:
-            return _messages(row[key], f"{where}: `{key}`"), "", 0
-    if "prompt" in row and (answer or "text" not in row):
-        return _pair(row, "prompt", answer, "", where)
-    if "instruction" in row:
-        extra = "input" if row.get("input") else "context"
-        given = [_text(row, "instruction", where), _text(row, extra, where) if row.get(extra) else ""]
-        return _pair({**row, "instruction": "\n\n".join(filter(None, given))}, "instruction", answer, "\n\n", where)
-    if "turns" in row:
-        turns = row["turns"]
+        if key in example:
+            return _messages(example[key], f"{where}: `{key}`"), "", 0
+    if "prompt" in example and (answer or "text" not in example):
+        return _pair(example, "prompt", answer, "", where)
+    if "instruction" in example:
+        extra = "input" if example.get("input") else "context"
+        instruction = [_text(example, "instruction", where), _text(example, extra, where) if example.get(extra) else ""]
+        return _pair({**example, "instruction": "\n\n".join(filter(None, instruction))}, "instruction", answer, "\n\n", where)
+    if "turns" in example:
+        turns = example["turns"]
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"{where}: `turns` is {_short(turns)}, expected a list of the user's texts; for both sides give `messages`")
         return [{"role": "user", "content": turn} for turn in turns], "", 0
-    if "text" in row:
-        return None, _text(row, "text", where), 0
-    raise ValueError(f"{where}: got keys {sorted(map(str, row))}, expected {SHAPES}; rename them")
+    if "text" in example:
+        return None, _text(example, "text", where), 0
+    raise ValueError(f"{where}: got keys {sorted(map(str, example))}, expected {FORMATS}; rename them")
 
 
-def _pair(row: dict[str, Any], asked: str, answer: str | None, between: str, where: str) -> tuple[list[dict[str, Any]], str, int]:
+def _pair(example: dict[str, Any], prompt: str, answer: str | None, separator: str, where: str) -> tuple[list[dict[str, Any]], str, int]:
+    """(messages, text, prompt) of an example with a prompt and perhaps an answer under these keys, each a string or a list of messages."""
     sides = []
-    for key, role in ((asked, "user"), (answer, "assistant")):
-        if key and isinstance(row[key], list):
-            sides.append(_messages(row[key], f"{where}: `{key}`"))
+    for key, role in ((prompt, "user"), (answer, "assistant")):
+        if key and isinstance(example[key], list):
+            sides.append(_messages(example[key], f"{where}: `{key}`"))
         elif key:
-            sides.append([{"role": role, "content": _text(row, key, where)}])
-    plain = [row[key] for key in (asked, answer) if key]
-    if not all(isinstance(side, str) for side in plain):
-        return list(chain(*sides)), "", 0
-    return list(chain(*sides)), between.join(plain), len(plain[0]) + (len(between) if answer else 0)
+            sides.append([{"role": role, "content": _text(example, key, where)}])
+    values = [example[key] for key in (prompt, answer) if key]
+    messages = list(chain(*sides))
+    if not all(isinstance(value, str) for value in values):
+        return messages, "", 0
+    return messages, separator.join(values), len(values[0]) + (len(separator) if answer else 0)
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise ValueError(f"{where} is {_short(value)}, expected a list of messages")
+        raise ValueError(f"{where} is {_short(value)}, expected a list of messages; {REMEDY}")
     return [_message(turn, f"{where} {number}") for number, turn in enumerate(value, 1)]
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
-    """A message as templates expect it; what else it carries is kept, what is null is dropped."""
+    """A message as templates expect it. Other keys stay, those that are null are dropped."""
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} is {_short(turn)}, expected an object with `role` and `content`, or `from` and `value`")
+        raise ValueError(f"{where} is {_short(turn)}, expected an object with `role` and `content`, or `from` and `value`; {REMEDY}")
     turn = {key: item for key, item in turn.items() if item is not None}
     if "from" in turn and "role" not in turn:
         speaker = turn.pop("from")
         if str(speaker).lower() not in ROLES:
-            raise ValueError(f"{where} is from {_short(speaker)}, expected one of {', '.join(ROLES)}; rename it or drop the row")
+            raise ValueError(f"{where} is from {_short(speaker)}, expected one of {', '.join(ROLES)}; rename it or leave the example out")
         turn = {"role": ROLES[str(speaker).lower()], "content": turn.pop("value", None), **turn}
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} has the role {_short(role)}, expected a string such as user or assistant")
+        raise ValueError(f"{where} has the role {_short(role)}, expected a string such as user or assistant; {REMEDY}")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     if content is None and turn.keys() & {"tool_calls", "function_call", "reasoning_content"}:
-        content = ""  # null there by custom; templates differ in whether they can bear that, all can bear an empty string
+        content = ""  # null by custom; not every template accepts that, all accept an empty string
     if not isinstance(content, str):
-        raise ValueError(f"{where} has the content {_short(content)}, expected a string or a list of text parts")
+        raise ValueError(f"{where} has the content {_short(content)}, expected a string or a list of text parts; {REMEDY}")
     return {**turn, "role": role, "content": content}
 
 
@@ -386,14 +407,14 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: `tools` is {_short(value)}, expected a list of objects, or a string of JSON that is one")
+        raise ValueError(f"{where}: `tools` is {_short(value)}, expected a list of objects, or a string of JSON that is one; {REMEDY}")
     return tools
 
 
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    if not isinstance(row[key], str):
-        raise ValueError(f"{where}: `{key}` is {_short(row[key])}, expected a string")
-    return row[key]
+def _text(example: dict[str, Any], key: str, where: str) -> str:
+    if not isinstance(example[key], str):
+        raise ValueError(f"{where}: `{key}` is {_short(example[key])}, expected a string; {REMEDY}")
+    return example[key]
 
 
 def _short(value: Any) -> str:

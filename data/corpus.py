@@ -15,66 +15,88 @@ from draftsmith.inference import durable
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Samples, one after the other.
+    """Samples of token ids with a loss mask, stored one after the other.
 
-    `ids` [tokens] int32 and `mask` [tokens] bool, True where a token bears loss (as something to predict); sample n is
-    offsets[n]:offsets[n+1] of them, at most `seq_len` tokens. `domain` [samples] int16 numbers `domains`. `picks` [places] int64 are the
-    samples of an epoch: each once, or as often as the mixture's weights want it. `key` changes with the sources' content, the tokenizer
-    and whatever else the samples depend on. `report` says what was read, dropped and cut.
+    Attributes:
+        ids: [tokens] int32. Sample n is `ids[offsets[n] : offsets[n + 1]]`, at most `seq_len` tokens.
+        mask: [tokens] bool, the loss mask: True where a token is to be learnt.
+        offsets: [samples + 1] int64.
+        domain: [samples] int16, an index into `domains`.
+        epoch_samples: [entries] int64, the samples of an epoch: each once, or as often as the mixture's weights ask for.
+        domains: names of the domains.
+        pad_id: the token that fills a sequence up.
+        seq_len: S, the longest sample.
+        key: a hash of the sources' content, the tokenizer and everything else that the samples depend on.
+        report: how many examples were read, dropped and cut.
+        lengths: [samples] int64, tokens of each sample.
+        supervised_tokens: [samples] int64, supervised tokens of each sample (see `supervised`).
     """
 
     ids: Tensor
     mask: Tensor
     offsets: Tensor
     domain: Tensor
-    picks: Tensor
+    epoch_samples: Tensor
     domains: tuple[str, ...]
     pad_id: int
     seq_len: int
     key: str
     report: dict[str, Any]
-    lengths: Tensor = field(init=False)  # [samples]
-    supervised_tokens: Tensor = field(init=False)  # [samples]: those that something before them could predict
+    lengths: Tensor = field(init=False)
+    supervised_tokens: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", self.offsets.diff())
-        starts = self.offsets[:-1]
-        counted = torch.cat([torch.zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
-        loss = counted[self.offsets[1:]] - counted[starts] - self.mask[starts].long()
-        object.__setattr__(self, "supervised_tokens", loss)
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), self.supervised().cumsum(0)])
+        object.__setattr__(self, "supervised_tokens", sums[self.offsets[1:]] - sums[self.offsets[:-1]])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def sample(self, number: int) -> tuple[Tensor, Tensor]:
         """ids [n] int32 and mask [n] bool of one sample."""
-        here = slice(*self.offsets[number : number + 2].tolist())
-        return self.ids[here], self.mask[here]
+        span = slice(*self.offsets[number : number + 2].tolist())
+        return self.ids[span], self.mask[span]
+
+    def supervised(self) -> Tensor:
+        """[tokens] bool: the tokens that count in the loss."""
+        return without_first(self.mask, self.offsets[:-1])
 
     def tokens_by_domain(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(ids, mask) of all samples of each domain, a document's first token without loss."""
-        mask = self.mask.clone()
-        mask[self.offsets[:-1]] = False
-        owner = self.domain.repeat_interleave(self.lengths)
-        return {name: (self.ids[owner == number], mask[owner == number]) for number, name in enumerate(self.domains)}
+        """(ids [tokens], supervised [tokens]) of all samples of each domain."""
+        supervised, owner = self.supervised(), self.domain.repeat_interleave(self.lengths)
+        return {name: (self.ids[owner == number], supervised[owner == number]) for number, name in enumerate(self.domains)}
 
     def save(self, path: Path) -> None:
-        """Write it to `path`, whole or not at all."""
-        tensors = {"ids": self.ids, "mask": self.mask, "offsets": self.offsets, "domain": self.domain, "picks": self.picks}
+        """Write the complete corpus to `path`, or nothing."""
+        tensors = {name: getattr(self, name) for name in ("ids", "mask", "offsets", "domain", "epoch_samples")}
         facts = {name: getattr(self, name) for name in ("domains", "pad_id", "seq_len", "key", "report")}
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace(path, lambda part: save_file(tensors, part, {"corpus": json.dumps(facts)}))
 
 
+def without_first(mask: Tensor, first: Tensor) -> Tensor:
+    """A copy of a loss mask in which the first token of each document is not supervised, since nothing before it could predict it.
+
+    Args:
+        mask: the loss mask, of any shape.
+        first: where documents begin: indices of a flat mask, or a bool tensor of the mask's shape.
+    """
+    mask = mask.clone()
+    mask[first] = False
+    return mask
+
+
 def read(path: Path) -> Corpus | None:
-    """The corpus that was saved at `path`, memory-mapped; None where there is none, or only a broken one, which is deleted."""
+    """The corpus that was saved at `path`, memory-mapped; None where there is none. A broken file is deleted."""
     if not path.is_file():
         return None
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads(file.metadata()["corpus"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts["domains"] = tuple(facts["domains"])
+        return Corpus(**tensors, **facts)
     except (SafetensorError, TypeError, KeyError):
-        path.unlink()  # it costs only the tokenising to write it again
+        path.unlink()  # nothing is lost but the time to tokenise again
         return None
-    return Corpus(**tensors, **facts | {"domains": tuple(facts["domains"])})

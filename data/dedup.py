@@ -1,4 +1,7 @@
-"""Exact and near duplicates, and evaluation prompts, found in two steps: signing (in any number of processes), then sieving in order."""
+"""Drops exact and near duplicates, and examples that contain evaluation prompts.
+
+It takes two steps: `MinHasher` signs examples, in any number of processes; `DedupFilter` then decides on them in order.
+"""
 
 import hashlib
 import json
@@ -12,152 +15,175 @@ import numpy as np
 
 from draftsmith.data.conversations import Conversation
 
-GRAM = 5  # words of a shingle; also the fewest of an evaluation prompt that is looked for inside other texts
-RUN = 13  # words in a row that are taken for copied
-PERMUTATIONS = 64  # values of a MinHash: it knows a Jaccard similarity of 0.8 to ±0.05
-RECALL = 0.99  # of pairs that are just `near`: how often they must meet in the sieve
-WAYS = 4  # rows that a slot of the sieve remembers
-BOUNDARY = "\n"  # between messages; it is in no word, so no run of words crosses it
-EQUAL, COPIED, HELD = "equals an evaluation prompt", "shares 13 words in a row with one", "holds a short one (5 to 12 words) whole"
+SHINGLE = 5  # words of a shingle; a shorter evaluation prompt is not looked for inside other texts
+COPIED_RUN = 13  # words in a row that count as copied
+PERMUTATIONS = 64  # values of a MinHash: its estimate of a Jaccard similarity of 0.8 is good to ±0.05
+RECALL = 0.99  # probability that two examples of similarity exactly `near` are compared
+BUCKET_SIZE = 4  # examples that a bucket of the hash table remembers
+BOUNDARY = "\n"  # between messages; no word contains it, so no run of words crosses it
+EQUAL, COPIED, CONTAINED = "equals an evaluation prompt", "shares 13 words in a row with one", "contains a short one (5 to 12 words)"
 
 _SPACES = {code: " " for code in range(128) if not chr(code).isalnum()}
 _WORD = re.compile(r"[^\W_]+")
 _CACHED_WORDS = 1 << 20
 _START_BITS = 22
 _RANDOM = np.random.Generator(np.random.PCG64(2024))  # fixed: signatures of different processes must agree
-_PLACES = _RANDOM.integers(1 << 63, size=PERMUTATIONS, dtype=np.uint64) * 2 + 1
+_FACTORS = _RANDOM.integers(1 << 63, size=PERMUTATIONS, dtype=np.uint64) * 2 + 1  # for the positions in a shingle or a band
 _SCALES = _RANDOM.integers(1 << 31, size=(PERMUTATIONS, 1), dtype=np.uint32) * 2 + 1
 _SHIFTS = _RANDOM.integers(1 << 32, size=(PERMUTATIONS, 1), dtype=np.uint32)
 
 
 class Signature(NamedTuple):
-    """What the sieve needs of a row: `digest` of its words, `minhash` [PERMUTATIONS] uint32 of its shingles, and why it leaks."""
+    """What DedupFilter needs to know of an example.
+
+    Attributes:
+        digest: hash of its words.
+        minhash: MinHash of its shingles, [PERMUTATIONS] uint32.
+        contamination: EQUAL, COPIED or CONTAINED where it contains an evaluation prompt, else "".
+    """
 
     digest: bytes
     minhash: np.ndarray
-    leak: str
+    contamination: str
 
 
 class MinHasher:
-    """Signs rows against the evaluation prompts (each turn of one is a prompt of its own)."""
+    """Signs examples, given the evaluation prompts. Each turn of a prompt is given as a prompt of its own."""
 
     def __init__(self, prompts: Iterable[str]) -> None:
         self._ids = _WordIds()
         self._prompts: set[str] = set()
-        self._runs: set[str] = set()  # what must not be found inside a row
-        self._lengths: dict[str, set[int]] = {}  # first GRAM words of a run -> lengths of the runs that begin so
+        self._runs: set[str] = set()  # an example must contain none of these
+        self._lengths: dict[str, set[int]] = {}  # first SHINGLE words of a run -> lengths of the runs that begin with them
         for prompt in prompts:
-            found = words(prompt)
-            if found:
-                self._prompts.add(" ".join(found))
-            size = min(len(found), RUN)
-            for start in range(len(found) - size + 1 if size >= GRAM else 0):
-                run = found[start : start + size]
+            prompt_words = words(prompt)
+            if prompt_words:
+                self._prompts.add(" ".join(prompt_words))
+            size = min(len(prompt_words), COPIED_RUN)
+            for start in range(len(prompt_words) - size + 1 if size >= SHINGLE else 0):
+                run = prompt_words[start : start + size]
                 self._runs.add(" ".join(run))
-                self._lengths.setdefault(" ".join(run[:GRAM]), set()).add(size)
-        self._starts = np.zeros(1 << _START_BITS, dtype=bool)  # a quick no for nearly all shingles
+                self._lengths.setdefault(" ".join(run[:SHINGLE]), set()).add(size)
+        self._starts = np.zeros(1 << _START_BITS, dtype=bool)  # rules out nearly all shingles quickly
         for start in self._lengths:
-            self._starts[self._grams(start.split(" ")) >> (64 - _START_BITS)] = True
+            self._starts[self._shingles(start.split(" ")) >> (64 - _START_BITS)] = True
 
     def sign(self, conversation: Conversation) -> Signature:
-        """The signature of a row: of its messages, or of its text where it has none. A leak is looked for in both."""
+        """The signature of an example's messages, or of its text where it has none. Contamination is looked for in both."""
         parts = [words(part) for part in _parts(conversation)]
         joined = [" ".join(part) for part in parts]
-        whole = [word for part in parts for word in (*part, BOUNDARY)][:-1]
-        grams = self._grams(whole)
-        leak = EQUAL if self._prompts.intersection(joined) else self._leak(whole, grams)
-        if not leak and conversation.messages is not None and conversation.text:
-            text = words(conversation.text)  # a prompt may run on across the messages
-            leak = EQUAL if " ".join(text) in self._prompts else self._leak(text, self._grams(text))
-        return Signature(hashlib.blake2b(BOUNDARY.join(joined).encode(), digest_size=16).digest(), _minhash(grams), leak)
+        all_words = [word for part in parts for word in (*part, BOUNDARY)][:-1]
+        shingles = self._shingles(all_words)
+        contamination = EQUAL if self._prompts.intersection(joined) else self._contamination(all_words, shingles)
+        if not contamination and conversation.messages is not None and conversation.text:
+            text = words(conversation.text)  # a prompt may cross the messages' boundaries
+            contamination = EQUAL if " ".join(text) in self._prompts else self._contamination(text, self._shingles(text))
+        return Signature(hashlib.blake2b(BOUNDARY.join(joined).encode(), digest_size=16).digest(), _minhash(shingles), contamination)
 
-    def _grams(self, found: list[str]) -> np.ndarray:
-        """A 64-bit hash of each run of GRAM words, or of all words where there are fewer."""
-        ids = np.fromiter(map(self._ids.__getitem__, found), np.uint64, len(found))
-        size = min(GRAM, len(ids))
+    def _shingles(self, text: list[str]) -> np.ndarray:
+        """A 64-bit hash of each run of SHINGLE words, or of all words where there are fewer."""
+        ids = np.fromiter(map(self._ids.__getitem__, text), np.uint64, len(text))
+        size = min(SHINGLE, len(ids))
         if not size:
             return ids
-        grams = sum(ids[place : len(ids) - size + place + 1] * _PLACES[place] for place in range(size))
-        return _mixed(np.asarray(grams))
+        hashes = sum(ids[offset : len(ids) - size + offset + 1] * _FACTORS[offset] for offset in range(size))
+        return _mixed(np.asarray(hashes))
 
-    def _leak(self, found: list[str], grams: np.ndarray) -> str:
-        if len(found) < GRAM:
+    def _contamination(self, text: list[str], shingles: np.ndarray) -> str:
+        if len(text) < SHINGLE:
             return ""
-        held = ""
-        for start in np.flatnonzero(self._starts[grams >> (64 - _START_BITS)]).tolist():
-            for size in self._lengths.get(" ".join(found[start : start + GRAM]), ()):
-                if start + size <= len(found) and " ".join(found[start : start + size]) in self._runs:
-                    if size == RUN:
+        contamination = ""
+        for start in np.flatnonzero(self._starts[shingles >> (64 - _START_BITS)]).tolist():
+            for size in self._lengths.get(" ".join(text[start : start + SHINGLE]), ()):
+                if start + size <= len(text) and " ".join(text[start : start + size]) in self._runs:
+                    if size == COPIED_RUN:
                         return COPIED
-                    held = HELD
-        return held
+                    contamination = CONTAINED
+        return contamination
 
 
 class DedupFilter:
-    """Keeps the first of each set of like rows. Call it in the rows' order: what it keeps depends on nothing else.
+    """Keeps the first example of each set of near duplicates. What is kept depends only on the order of the examples.
 
-    Rows are near duplicates where their MinHashes agree in at least `near` of the places, which estimates the Jaccard similarity
-    of their shingles. Rows meet by banding, in a table of WAYS rows to a slot: where very many rows share a text (a template), new
-    ones push old ones out, instead of each meeting all the others.
+    Two examples are near duplicates where at least a share `near` of their MinHash values agree; that share estimates the Jaccard similarity of
+    their shingles. Locality-sensitive hashing finds the examples to compare: those that agree in all values of a band share a bucket. A
+    bucket holds BUCKET_SIZE examples. Where very many share a text (a template), new ones replace old ones, so that an example is not
+    compared with all the others.
+
+    Args:
+        near: the least similarity of near duplicates.
+
+    Attributes:
+        kept_count: examples that were kept.
+        counts: how many were dropped, by reason.
+
+    Raises:
+        ValueError: `near` outside (0, 1].
     """
 
     def __init__(self, near: float = 0.8) -> None:
         if not 0 < near <= 1:
             raise ValueError(f"near is {near}, expected a similarity above 0 and at most 1")
         self.near = near
-        self.kept = 0
-        self.counts: Counter[str] = Counter()  # rows refused, by reason
+        self.kept_count = 0
+        self.counts: Counter[str] = Counter()
         self._digests: set[bytes] = set()
         self._minhashes = np.empty((1 << 10, PERMUTATIONS), np.uint32)
-        # The most rows of a band, so the fewest chance meetings, with which RECALL is reached.
-        meets = [rows for rows in range(1, PERMUTATIONS + 1) if 1 - (1 - near**rows) ** (PERMUTATIONS // rows) >= RECALL]
-        self._rows = max(meets, default=1)
-        self._bands = np.arange(PERMUTATIONS // self._rows)
-        self._table = np.full((len(self._bands), len(self._minhashes), WAYS), -1, np.int32)
+        # The widest band that reaches RECALL leads to the fewest needless comparisons.
+        sizes = [size for size in range(1, PERMUTATIONS + 1) if 1 - (1 - near**size) ** (PERMUTATIONS // size) >= RECALL]
+        self._band_size = max(sizes, default=1)
+        self._bands = np.arange(PERMUTATIONS // self._band_size)
+        self._table = self._empty_table()
 
     def keep(self, signature: Signature) -> str:
-        """`""` to keep the row, else the reason against it: "exact duplicate", "near duplicate", or "evaluation prompt: ..."."""
-        if self.kept == len(self._minhashes):
-            self._grow()
-        slots = self._slots(signature.minhash)
-        reason = self._reason(signature, slots)
+        """Decide on the next example: "" keeps it, else the reason to drop it.
+
+        The reasons are "exact duplicate", "near duplicate" and "evaluation prompt: ...".
+        """
+        if self.kept_count == len(self._minhashes):
+            self._double()
+        buckets = self._buckets(signature.minhash)
+        reason = self._reason(signature, buckets)
         if reason:
             self.counts[reason] += 1
             return reason
         self._digests.add(signature.digest)
-        self._minhashes[self.kept] = signature.minhash
-        self._place(self.kept, slots)
-        self.kept += 1
+        self._minhashes[self.kept_count] = signature.minhash
+        self._insert(self.kept_count, buckets)
+        self.kept_count += 1
         return ""
 
-    def _reason(self, signature: Signature, slots: np.ndarray) -> str:
-        if signature.leak:
-            return f"evaluation prompt: {signature.leak}"
+    def _reason(self, signature: Signature, buckets: np.ndarray) -> str:
+        if signature.contamination:
+            return f"evaluation prompt: {signature.contamination}"
         if signature.digest in self._digests:
             return "exact duplicate"
-        met = self._table[self._bands, slots]
-        agree = (self._minhashes[met[met >= 0]] == signature.minhash).sum(1)
+        candidates = self._table[self._bands, buckets]
+        agree = (self._minhashes[candidates[candidates >= 0]] == signature.minhash).sum(1)
         return "near duplicate" if (agree >= self.near * PERMUTATIONS).any() else ""
 
-    def _slots(self, minhash: np.ndarray) -> np.ndarray:
-        """The slot of each band [bands], from the top bits of a hash of its rows."""
-        bands = minhash[: len(self._bands) * self._rows].reshape(-1, self._rows).astype(np.uint64)
-        hashed = _mixed((bands * _PLACES[: self._rows]).sum(1))
+    def _buckets(self, minhash: np.ndarray) -> np.ndarray:
+        """The bucket in each band [bands], from the top bits of a hash of the band's values."""
+        bands = minhash[: len(self._bands) * self._band_size].reshape(-1, self._band_size).astype(np.uint64)
+        hashed = _mixed((bands * _FACTORS[: self._band_size]).sum(1))
         return hashed >> (65 - len(self._minhashes).bit_length())
 
-    def _place(self, row: int, slots: np.ndarray) -> None:
-        free = self._table[self._bands, slots] < 0
-        self._table[self._bands, slots, np.where(free.any(1), free.argmax(1), row % WAYS)] = row
+    def _insert(self, example: int, buckets: np.ndarray) -> None:
+        free = self._table[self._bands, buckets] < 0
+        self._table[self._bands, buckets, np.where(free.any(1), free.argmax(1), example % BUCKET_SIZE)] = example
 
-    def _grow(self) -> None:
+    def _double(self) -> None:
         self._minhashes = np.concatenate([self._minhashes, np.empty_like(self._minhashes)])
-        self._table = np.full((len(self._bands), len(self._minhashes), WAYS), -1, np.int32)
-        for row in range(self.kept):
-            self._place(row, self._slots(self._minhashes[row]))
+        self._table = self._empty_table()
+        for example in range(self.kept_count):
+            self._insert(example, self._buckets(self._minhashes[example]))
+
+    def _empty_table(self) -> np.ndarray:
+        return np.full((len(self._bands), len(self._minhashes), BUCKET_SIZE), -1, np.int32)
 
 
 class _WordIds(dict[str, int]):
-    """A 64-bit hash of each word, the same in every process, remembered for the common ones."""
+    """A 64-bit hash of each word, the same in every process; those of frequent words are cached."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= _CACHED_WORDS:
@@ -179,19 +205,18 @@ def _parts(conversation: Conversation) -> list[str]:
     parts = list[str]()
     for message in conversation.messages:
         parts.append(message["content"])
-        # Tool calls stand where an assistant's content would: without them different calls would be one row.
-        parts += [
-            value if isinstance(value := message[key], str) else json.dumps(value)
-            for key in ("reasoning_content", "tool_calls")
-            if key in message
-        ]
+        # A turn of tool calls has no content: without the calls, all such turns would be equal.
+        for key in ("reasoning_content", "tool_calls"):
+            if key in message:
+                value = message[key]
+                parts.append(value if isinstance(value, str) else json.dumps(value))
     return parts
 
 
-def _minhash(grams: np.ndarray) -> np.ndarray:
+def _minhash(shingles: np.ndarray) -> np.ndarray:
     least = np.full(PERMUTATIONS, 0xFFFFFFFF, np.uint32)
-    short = (grams >> 32).astype(np.uint32)
-    for start in range(0, len(short), 4096):  # a long text's table of all permutations would not fit the cache
+    short = (shingles >> 32).astype(np.uint32)
+    for start in range(0, len(short), 4096):  # all permutations of a long text at once would not fit the CPU's cache
         np.minimum(least, (short[start : start + 4096] * _SCALES + _SHIFTS).min(1), out=least)
     return least
 

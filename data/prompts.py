@@ -1,6 +1,6 @@
-"""Evaluation prompts: read from a JSONL file, or cut once from the corpus's held-out modules.
+"""Evaluation prompts: read from a JSONL file; the shipped ones were cut from held-out modules of the standard library.
 
-python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # how the shipped ones were made (Python 3.11)
+python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # cuts them again (Python 3.11)
 """
 
 import ast
@@ -19,13 +19,20 @@ from draftsmith.data import stdlib
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
 PER_DOMAIN = 24
 PER_MODULE = 4
-MOST_CHARACTERS = 400
+MAX_CHARACTERS = 400
 DOMAINS = ("functions", "docstrings", "comments", "tables")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`messages` where the prompt is a conversation for the target's chat template, else `text`."""
+    """A prompt to evaluate on.
+
+    Attributes:
+        id: unique within its file.
+        domain: by which results are reported.
+        text: the prompt itself, or the last turn of a conversation.
+        messages: the conversation, for the target's chat template; empty where the prompt is a text.
+    """
 
     id: str
     domain: str
@@ -34,10 +41,16 @@ class Prompt:
 
 
 def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
-    """Prompts from a .jsonl file (also .gz): `prompt` or `turns` or `messages`, with `domain` or `category`, and `id`.
+    """Prompts of a file, in its order.
 
-    None gives the shipped ones. `limit` keeps that many of each domain. Several `turns` are asked as a conversation's first.
-    Raises ValueError for a missing or empty file and for a line that is not a prompt.
+    Each line is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, and `id`. Of several `turns` the first is asked.
+
+    Args:
+        path: a .jsonl file, also .gz; None for the shipped prompts.
+        limit: most prompts of each domain.
+
+    Raises:
+        ValueError: a missing or empty file, or a line that is no prompt.
     """
     file = TINY if path is None else Path(path)
     if not file.is_file():
@@ -53,7 +66,7 @@ def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
             if limit is None or counts[prompt.domain] <= limit:
                 prompts.append(prompt)
     if not prompts:
-        raise ValueError(f"{file}: no prompts in it")
+        raise ValueError(f"{file}: no prompts in it; expected an object with `prompt` and `domain` on each line")
     return prompts
 
 
@@ -61,9 +74,13 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{number}: not a JSON object ({error.msg})") from None
+        raise ValueError(
+            f"{file}:{number}: not a JSON object ({error.msg}), got {line.strip()[:40]}; mend the line or leave it out"
+        ) from None
     if not isinstance(row, dict):
-        raise ValueError(f"{file}:{number}: expected an object with `prompt`, `turns` or `messages`, got {line.strip()[:40]}")
+        raise ValueError(
+            f"{file}:{number}: expected an object with `prompt`, `turns` or `messages`, got {line.strip()[:40]}; mend the line or leave it out"
+        )
     name, domain = str(row.get("id", number)), str(row.get("domain") or row.get("category") or "all")
     if isinstance(row.get("prompt"), str) and row["prompt"]:
         return Prompt(name, domain, row["prompt"])
@@ -72,37 +89,37 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
     turns = row.get("messages")
     if isinstance(turns, list) and turns and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns):
         return Prompt(name, domain, row["messages"][-1]["content"], tuple(row["messages"]))
-    raise ValueError(f"{file}:{number}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}")
+    raise ValueError(f"{file}:{number}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}; rename them")
 
 
 def cut() -> Iterator[Prompt]:
-    """PER_DOMAIN prompts of each domain from the held-out modules, at most PER_MODULE of one kind from a module."""
-    found: dict[str, list[Prompt]] = {domain: [] for domain in DOMAINS}
+    """PER_DOMAIN prompts of each domain from the held-out modules, at most PER_MODULE of a domain from each module."""
+    prompts: dict[str, list[Prompt]] = {domain: [] for domain in DOMAINS}
     for module, source in stdlib.modules("valid"):
-        for domain, places in _places(source).items():
-            for line in sorted(places, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
-                text = "\n".join(source.splitlines()[:line])[-MOST_CHARACTERS:]
-                text = text[text.find("\n") + 1 :] if len(text) == MOST_CHARACTERS else text
+        for domain, lines in _cut_lines(source).items():
+            for line in sorted(lines, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
+                text = "\n".join(source.splitlines()[:line])[-MAX_CHARACTERS:]
+                text = text[text.find("\n") + 1 :] if len(text) == MAX_CHARACTERS else text
                 if len(text) > 80:
-                    found[domain].append(Prompt(f"{module}:{line}", domain, text + "\n"))
+                    prompts[domain].append(Prompt(f"{module}:{line}", domain, text + "\n"))
     for domain in DOMAINS:
-        yield from sorted(found[domain], key=lambda prompt: _hash(prompt.id))[:PER_DOMAIN]
+        yield from sorted(prompts[domain], key=lambda prompt: _hash(prompt.id))[:PER_DOMAIN]
 
 
-def _places(source: str) -> dict[str, list[int]]:
-    """Line numbers to cut after, by domain: a third of the way into a construct that is long enough."""
-    places: dict[str, list[int]] = {domain: [] for domain in DOMAINS}
+def _cut_lines(source: str) -> dict[str, list[int]]:
+    """Line numbers to cut after, by domain: a third of the way into each construct that is long enough."""
+    lines: dict[str, list[int]] = {domain: [] for domain in DOMAINS}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             if body and (last := body[-1].end_lineno or 0) - body[0].lineno >= 9:
-                places["functions"].append(body[0].lineno + (last - body[0].lineno) // 3)
+                lines["functions"].append(body[0].lineno + (last - body[0].lineno) // 3)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node):
             first, last = node.body[0].lineno, node.body[0].end_lineno or 0
             if last - first >= 8:
-                places["docstrings"].append(first + (last - first) // 3)
+                lines["docstrings"].append(first + (last - first) // 3)
         if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set) and (node.end_lineno or 0) - node.lineno >= 6:
-            places["tables"].append(node.lineno + ((node.end_lineno or 0) - node.lineno) // 3)
+            lines["tables"].append(node.lineno + ((node.end_lineno or 0) - node.lineno) // 3)
     comments = [
         token.start[0]
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -110,11 +127,12 @@ def _places(source: str) -> dict[str, list[int]]:
     ]
     for run in _runs(comments):
         if len(run) >= 6:
-            places["comments"].append(run[len(run) // 3])
-    return places
+            lines["comments"].append(run[len(run) // 3])
+    return lines
 
 
 def _runs(numbers: list[int]) -> Iterator[list[int]]:
+    """The runs of consecutive numbers."""
     run: list[int] = []
     for number in numbers:
         if run and number != run[-1] + 1:

@@ -1,7 +1,7 @@
 """The built-in corpus: the source of Python's own standard library, present wherever Python is.
 
-Whole modules are held out by a fixed rule (the hash of the module's path), so that a module is in the same part on every
-machine whatever else the installation carries.
+Complete modules are held out by a fixed rule, the hash of the module's path. So a module is in the same part on every machine,
+whatever else the installation carries.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ def held_out(module: str) -> bool:
 
 
 def modules(split: str) -> Iterator[tuple[str, str]]:
-    """(path, source) of each module of `split`, "train" or "valid", ordered by path."""
+    """(path, source) of each module of `split`, "train" or "valid", in the order of the paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)

@@ -1,4 +1,4 @@
-"""Rows from files and the Hub: every shape, every kind of file, and what is said about broken ones."""
+"""Examples from files and the Hub: all their keys, every kind of file, and the errors for broken ones."""
 
 import gzip
 import json
@@ -14,20 +14,20 @@ from draftsmith.data import conversations, stdlib
 from draftsmith.data.conversations import SEPARATOR, Conversation, Source, fingerprint, read
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-ASKED, ANSWERED = {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}
-CHAT = [ASKED, ANSWERED]
+QUESTION, ANSWER = {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}
+CHAT = [QUESTION, ANSWER]
 
 
-def rows_of(path, **fields) -> list[Conversation]:
+def examples_of(path, **fields) -> list[Conversation]:
     return list(read(Source(path=str(path), **fields)))
 
 
-def one(tmp_path, row) -> Conversation:
-    """The only conversation of a .jsonl file with this row."""
+def example_of(tmp_path, row) -> Conversation:
+    """The only example of a .jsonl file with this row."""
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (found,) = rows_of(file)
-    return found
+    (example,) = examples_of(file)
+    return example
 
 
 @pytest.fixture
@@ -45,24 +45,24 @@ def no_hub(monkeypatch):
 
 SHARE = [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "2"}]
 ALPACA = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
-SHAPED = {
+KEYS = {
     "messages": ({"messages": CHAT}, CHAT, "", 0),
     "sharegpt": ({"conversations": SHARE}, CHAT, "", 0),
     "sharegpt-roles": ({"conversations": CHAT}, CHAT, "", 0),
     "lmsys": ({"conversation": CHAT}, CHAT, "", 0),
     "sharegpt-system": ({"conversations": SHARE, "system": "Be brief."}, [{"role": "system", "content": "Be brief."}, *CHAT], "", 0),
     "sharegpt-no-system": ({"conversations": SHARE, "system": ""}, CHAT, "", 0),
-    "turns": ({"turns": ["Two?", "Three?"]}, [ASKED, {"role": "user", "content": "Three?"}], "", 0),
+    "turns": ({"turns": ["Two?", "Three?"]}, [QUESTION, {"role": "user", "content": "Three?"}], "", 0),
     "completion": ({"prompt": "Two?", "completion": "2"}, CHAT, "Two?2", 4),
     "response": ({"prompt": "Two?", "response": "2"}, CHAT, "Two?2", 4),
-    "completion-messages": ({"prompt": [ASKED], "completion": [ANSWERED]}, CHAT, "", 0),
-    "completion-mixed": ({"prompt": [ASKED], "completion": "2"}, CHAT, "", 0),
-    "prompt": ({"prompt": "Two?"}, [ASKED], "Two?", 4),
-    "prompt-messages": ({"prompt": [ASKED]}, [ASKED], "", 0),
-    "unanswered": ({"prompt": "Two?", "completion": None}, [ASKED], "Two?", 4),
+    "completion-messages": ({"prompt": [QUESTION], "completion": [ANSWER]}, CHAT, "", 0),
+    "completion-mixed": ({"prompt": [QUESTION], "completion": "2"}, CHAT, "", 0),
+    "prompt": ({"prompt": "Two?"}, [QUESTION], "Two?", 4),
+    "prompt-messages": ({"prompt": [QUESTION]}, [QUESTION], "", 0),
+    "unanswered": ({"prompt": "Two?", "completion": None}, [QUESTION], "Two?", 4),
     "alpaca": (
         ALPACA,
-        [{"role": "user", "content": "Add.\n\n1 and 1"}, ANSWERED],
+        [{"role": "user", "content": "Add.\n\n1 and 1"}, ANSWER],
         "Add.\n\n1 and 1\n\n2",
         len("Add.\n\n1 and 1\n\n"),
     ),
@@ -73,14 +73,14 @@ SHAPED = {
     "text-beside-its-prompt": ({"prompt": "Tell one.", "text": "A tale."}, None, "A tale.", 0),
     "ultrachat": ({"prompt": "Two?", "messages": CHAT}, CHAT, "", 0),
     "empty": ({"conversations": []}, [], "", 0),
-    "text-parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Two?"}]}, ANSWERED]}, CHAT, "", 0),
+    "text-parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Two?"}]}, ANSWER]}, CHAT, "", 0),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPED)
-def test_every_shape_of_row(shape, tmp_path):
-    row, messages, text, prompt = SHAPED[shape]
-    assert one(tmp_path, row) == Conversation("rows.jsonl:1", "all", messages, None, text, prompt)
+@pytest.mark.parametrize("name", KEYS)
+def test_all_keys_of_examples(name, tmp_path):
+    row, messages, text, prompt = KEYS[name]
+    assert example_of(tmp_path, row) == Conversation("rows.jsonl:1", "all", messages, None, text, prompt)
 
 
 @pytest.mark.parametrize(
@@ -91,33 +91,33 @@ def test_every_shape_of_row(shape, tmp_path):
 )
 def test_speakers_become_roles_and_other_keys_stay(speaker, role, tmp_path):
     row = {"conversations": [{"from": speaker, "value": "x", "weight": 0.5}]}
-    assert one(tmp_path, row).messages == [{"role": role, "content": "x", "weight": 0.5}]
+    assert example_of(tmp_path, row).messages == [{"role": role, "content": "x", "weight": 0.5}]
 
 
 def test_keys_of_a_message_are_kept_but_null_ones(tmp_path):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     row = {
         "messages": [
-            {**ASKED, "name": "ann", "tool_calls": None},
+            {**QUESTION, "name": "ann", "tool_calls": None},
             {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call], "finish_reason": "tool_calls"},
         ],
         "tools": [{"type": "function", "function": {"name": "add"}}],
     }
-    found = one(tmp_path, row)
-    assert found.messages == [{**ASKED, "name": "ann"}, {**row["messages"][1], "content": ""}]
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}, "a null the caller wrote is an argument"
-    assert found.tools == row["tools"] == one(tmp_path, {**row, "tools": json.dumps(row["tools"])}).tools
-    assert one(tmp_path, {**row, "tools": ""}).tools is None and one(tmp_path, {**row, "tools": "[]"}).tools is None
+    example = example_of(tmp_path, row)
+    assert example.messages == [{**QUESTION, "name": "ann"}, {**row["messages"][1], "content": ""}]
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}, "a null the caller wrote is an argument"
+    assert example.tools == row["tools"] == example_of(tmp_path, {**row, "tools": json.dumps(row["tools"])}).tools
+    assert example_of(tmp_path, {**row, "tools": ""}).tools is None and example_of(tmp_path, {**row, "tools": "[]"}).tools is None
 
 
 def test_ids_and_domains(tmp_path):
     for key in ("id", "uuid", "conversation_id", "prompt_id"):
-        assert one(tmp_path, {key: 0, "text": "x"}).id == "0"
-        assert one(tmp_path, {key: "", "text": "x"}).id == "rows.jsonl:1"
-    assert one(tmp_path, {"uuid": "b", "id": "a", "text": "x"}).id == "a"
-    assert one(tmp_path, {"text": "x", "category": "code"}).domain == "code"
-    assert one(tmp_path, {"text": "x", "category": "code", "domain": "sql"}).domain == "sql"
-    assert [row.domain for row in rows_of(tmp_path / "rows.jsonl", domain="mine")] == ["mine"]
+        assert example_of(tmp_path, {key: 0, "text": "x"}).id == "0"
+        assert example_of(tmp_path, {key: "", "text": "x"}).id == "rows.jsonl:1"
+    assert example_of(tmp_path, {"uuid": "b", "id": "a", "text": "x"}).id == "a"
+    assert example_of(tmp_path, {"text": "x", "category": "code"}).domain == "code"
+    assert example_of(tmp_path, {"text": "x", "category": "code", "domain": "sql"}).domain == "sql"
+    assert [example.domain for example in examples_of(tmp_path / "rows.jsonl", domain="mine")] == ["mine"]
 
 
 REFUSED = {
@@ -147,14 +147,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_row_that_is_refused_is_named(kind, tmp_path):
+def test_an_example_that_is_refused_is_named(kind, tmp_path):
     line, message = REFUSED[kind]
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"text": "fine"}}\n\n{line}\n')
-    found = read(Source(path=str(file)))
-    assert next(found).text == "fine", "the rows before it are read"
+    examples = read(Source(path=str(file)))
+    assert next(examples).text == "fine", "the examples before it are read"
     with pytest.raises(ValueError, match=re.escape(f"{file}:3: ") + ".*" + re.escape(message)) as caught:
-        next(found)
+        next(examples)
     assert "\n" not in str(caught.value)
 
 
@@ -163,24 +163,24 @@ def test_bytes_that_are_not_utf8_are_placed(tmp_path):
         file = tmp_path / name
         file.write_bytes(good + b'{"text": "\xc3\xa4 \xff"}')
         with pytest.raises(ValueError, match=re.escape(f"{file}:2: byte 14 of the line, 0xff, is not UTF-8")):
-            rows_of(file)
+            examples_of(file)
     file.write_bytes("[]".encode("utf-16"))
     with pytest.raises(ValueError, match="a.json:1: byte 1 of the line, 0xff"):
-        rows_of(file)
+        examples_of(file)
 
 
 def test_a_gzip_that_is_cut_off_or_none_is_named(tmp_path):
     file = tmp_path / "a.jsonl.gz"
-    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(50)))
-    file.write_bytes(whole[:-20])
+    complete = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(50)))
+    file.write_bytes(complete[:-20])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz:\d+: the gzip stream is cut off or damaged"):
-        rows_of(file)
-    file.write_bytes(whole[:20] + b"\x00\x00\x00\x00" + whole[24:])
+        examples_of(file)
+    file.write_bytes(complete[:20] + b"\x00\x00\x00\x00" + complete[24:])
     with pytest.raises(ValueError, match="the gzip stream is cut off or damaged"):
-        rows_of(file)
+        examples_of(file)
     file.write_bytes(b'{"text": "a"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz:1: the gzip stream is cut off or damaged"):
-        rows_of(file)
+        examples_of(file)
 
 
 TALES = ["Ein Märchen\nüber 2\u2028 Zeilen", "<|endoftext", "🙂 long " * 60_000]
@@ -188,7 +188,7 @@ TALES = ["Ein Märchen\nüber 2\u2028 Zeilen", "<|endoftext", "🙂 long " * 60_
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".txt", ".txt.gz", ".parquet", ".arrow"])
 def test_texts_survive_every_kind_of_file(ending, tmp_path, no_hub, monkeypatch):
-    monkeypatch.setattr(conversations, "CHUNK", 50)  # so that rows of .json span chunks
+    monkeypatch.setattr(conversations, "CHUNK", 50)  # so that examples of .json span chunks
     folder = tmp_path / "odd [x]* name"
     folder.mkdir()
     file = folder / f"tales{ending}"
@@ -206,21 +206,21 @@ def test_texts_survive_every_kind_of_file(ending, tmp_path, no_hub, monkeypatch)
             ".json": json.dumps(table, indent=2),
         }[ending.removesuffix(".gz")].encode()
         file.write_bytes(gzip.compress(plain) if ending.endswith(".gz") else b"\xef\xbb\xbf" + plain)
-    found = rows_of(file)
-    assert [row.text for row in found] == TALES
+    examples = examples_of(file)
+    assert [example.text for example in examples] == TALES
     numbers = (1, 3, 5) if ".jsonl" in ending else (1, 2, 3)
-    assert [row.id for row in found] == [f"tales{ending}:{n}" for n in numbers]
+    assert [example.id for example in examples] == [f"tales{ending}:{n}" for n in numbers]
     assert sorted(os.listdir(folder)) == [file.name], "nothing is left beside the file"
 
 
-def test_tables_leave_no_cache_and_lose_their_fillings(tmp_path):
+def test_tables_leave_no_cache_and_lose_their_nulls(tmp_path):
     from datasets import Dataset
 
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    other = {"function": {"name": "say", "arguments": {"text": "x"}}}
+    second_call = {"function": {"name": "say", "arguments": {"text": "x"}}}
     table = [
-        {"id": "a", "messages": [ASKED, {**ANSWERED, "tool_calls": [call]}], "text": None},
-        {"id": None, "messages": [ASKED, {**ANSWERED, "tool_calls": [other]}], "text": None},
+        {"id": "a", "messages": [QUESTION, {**ANSWER, "tool_calls": [call]}], "text": None},
+        {"id": None, "messages": [QUESTION, {**ANSWER, "tool_calls": [second_call]}], "text": None},
         {"id": None, "messages": None, "text": "A tale."},
     ]
     Dataset.from_list(table).to_parquet(tmp_path / "t.parquet")
@@ -233,7 +233,7 @@ def test_tables_leave_no_cache_and_lose_their_fillings(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "t.parquet")], env=environment, capture_output=True, text=True, check=True
     )
-    first, second = ([ASKED, {**ANSWERED, "tool_calls": [one]}] for one in (call, other))
+    first, second = ([QUESTION, {**ANSWER, "tool_calls": [each]}] for each in (call, second_call))
     assert eval(run.stdout) == [("a", first, ""), ("t.parquet:2", second, ""), ("t.parquet:3", None, "A tale.")]
     left = [path for folder in ("home", "tmp") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert left == []
@@ -245,24 +245,24 @@ def test_damaged_tables_are_named(tmp_path, no_hub):
     Dataset.from_list([{"text": "a" * 999}]).to_parquet(tmp_path / "t.parquet")
     Dataset.from_list([{"text": "a" * 999}]).save_to_disk(tmp_path / "saved")
     for file in (tmp_path / "t.parquet", tmp_path / "saved" / "data-00000-of-00001.arrow"):
-        assert len(rows_of(file)) == 1
+        assert len(examples_of(file)) == 1
         file.write_bytes(file.read_bytes()[:300])
         with pytest.raises(
-            ValueError, match=re.escape(f"{file}: not a whole {file.suffix} file of the kind `datasets` writes (")
+            ValueError, match=re.escape(f"{file}: not a complete {file.suffix} file of the kind `datasets` writes (")
         ) as caught:
-            rows_of(file)
+            examples_of(file)
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "line", "message"),
     [
-        ('{"data": [{"text": "a"}]}', 1, "expected a list of rows, got"),
-        ("", 1, "expected a list of rows, got ''"),
-        ('[{"text": "a"},\n{"text": "b"}', 2, "not JSON (expected `,` or `]` after a row)"),
+        ('{"data": [{"text": "a"}]}', 1, "expected a list of examples, got"),
+        ("", 1, "expected a list of examples, got ''"),
+        ('[{"text": "a"},\n{"text": "b"}', 2, "not JSON (expected `,` or `]` after an example)"),
         ('[{"text": "a"},\n{"text": "b"\n', 3, "not JSON (Expecting ',' delimiter)"),
         ('[{"text": "a"},\n\n{"text": b},\n{"text": "c"}]', 3, "not JSON (Expecting value)"),
-        ('[{"text": "a"}\n{"text": "b"}]', 2, "not JSON (expected `,` or `]` after a row)"),
+        ('[{"text": "a"}\n{"text": "b"}]', 2, "not JSON (expected `,` or `]` after an example)"),
         ('[{"text": "a"},\n]', 2, "not JSON (Expecting value)"),
         ('[{"text": "a"}]\n[{"text": "b"}]', 1, "text after the end of the list"),
         ('[{"text": "a"},\n{"words": "b"}]', 2, "got keys ['words']"),
@@ -276,20 +276,20 @@ def test_a_broken_list_is_placed(content, line, message, chunk, tmp_path, monkey
     file = tmp_path / "a.json"
     file.write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"{file}:{line}: ") + ".*" + re.escape(message)):
-        rows_of(file)
+        examples_of(file)
 
 
-def test_an_empty_list_has_no_rows(tmp_path):
+def test_an_empty_list_has_no_examples(tmp_path):
     (tmp_path / "a.json").write_text(" [ \n ] \n")
-    assert rows_of(tmp_path / "a.json") == []
+    assert examples_of(tmp_path / "a.json") == []
 
 
-def test_a_long_list_is_read_row_by_row(tmp_path):
+def test_a_long_list_is_read_item_by_item(tmp_path):
     (tmp_path / "a.json").write_text("[" + ",\n".join(json.dumps({"text": f"{n} " * 50}) for n in range(40_000)) + ', {"broken"]')
-    found = read(Source(path=str(tmp_path / "a.json")))
-    assert [next(found).text.split()[0] for _ in range(40_000)] == [str(n) for n in range(40_000)]
+    examples = read(Source(path=str(tmp_path / "a.json")))
+    assert [next(examples).text.split()[0] for _ in range(40_000)] == [str(n) for n in range(40_000)]
     with pytest.raises(ValueError, match=r"a\.json:40000: not JSON"):
-        next(found)
+        next(examples)
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path, no_hub):
@@ -301,22 +301,27 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path, no_hub):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".hidden.txt").write_text("hidden")
     (tmp_path / "README.md").write_text("not data")
-    found = rows_of(tmp_path)
-    assert [(row.id, row.text) for row in found] == [("a.txt:1", "a"), ("b.jsonl:1", "b"), ("data-00000-of-00001.arrow:1", "arrow")]
+    examples = examples_of(tmp_path)
+    assert [(example.id, example.text) for example in examples] == [
+        ("a.txt:1", "a"),
+        ("b.jsonl:1", "b"),
+        ("data-00000-of-00001.arrow:1", "arrow"),
+    ]
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"folder .* holds no \.json"):
         read(Source(path=str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(
-    "path", ["./a", "~/no-such/b", "/no/such", "rows.jsonl", "a/rows.json.gz", "a.parquet", "x/y/z", "here/rows", "folder/", "a/b.csv"]
+    "path",
+    ["./a", "~/no-such/b", "/no/such", "rows.jsonl", "a/rows.json.gz", "a.parquet", "x/y/z", "existing/rows", "folder/", "a/b.csv"],
 )
 @pytest.mark.parametrize("start", [read, fingerprint])
 def test_what_looks_local_never_asks_the_hub(path, start, tmp_path, no_hub, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
+    (tmp_path / "existing").mkdir()
     with pytest.raises(ValueError, match=re.escape(f"data file {path!r} not found")):
-        start(Source(path=path))  # before a row is asked for
+        start(Source(path=path))  # before the first example is read
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, no_hub):
@@ -329,17 +334,17 @@ def test_a_file_of_another_kind_is_refused(tmp_path, no_hub):
 def test_a_hub_data_set_is_streamed(monkeypatch, tmp_path):
     import datasets
 
-    asked = []
+    requests = []
 
     def load(path, **options):
-        asked.append((path, options))
-        return iter([{"messages": [{**ASKED, "name": None}], "text": None}, {"messages": None, "text": "x"}])
+        requests.append((path, options))
+        return iter([{"messages": [{**QUESTION, "name": None}], "text": None}, {"messages": None, "text": "x"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)
-    found = rows_of("owner/chat-v1.5", split="train_sft", subset="en", domain="chat")
-    assert asked == [("owner/chat-v1.5", {"name": "en", "split": "train_sft", "streaming": True})]
-    assert found == [Conversation("owner/chat-v1.5:1", "chat", [ASKED]), Conversation("owner/chat-v1.5:2", "chat", text="x")]
+    examples = examples_of("owner/chat-v1.5", split="train_sft", subset="en", domain="chat")
+    assert requests == [("owner/chat-v1.5", {"name": "en", "split": "train_sft", "streaming": True})]
+    assert examples == [Conversation("owner/chat-v1.5:1", "chat", [QUESTION]), Conversation("owner/chat-v1.5:2", "chat", text="x")]
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(monkeypatch, tmp_path):
@@ -385,9 +390,9 @@ def test_fingerprints_change_with_what_is_read(tmp_path, monkeypatch, no_hub):
 
 def test_the_standard_library_keeps_its_own_held_out_part(no_hub):
     train, valid = list(read(Source(path="stdlib"))), list(read(Source(path="stdlib", domain="code"), split="valid"))
-    assert [(row.id, row.text) for row in train] == list(stdlib.modules("train"))
-    assert {row.domain for row in train} == {"all"} and {row.domain for row in valid} == {"code"}
-    assert valid and all(stdlib.held_out(row.id) for row in valid) and not any(stdlib.held_out(row.id) for row in train)
+    assert [(example.id, example.text) for example in train] == list(stdlib.modules("train"))
+    assert {example.domain for example in train} == {"all"} and {example.domain for example in valid} == {"code"}
+    assert valid and all(stdlib.held_out(example.id) for example in valid) and not any(stdlib.held_out(example.id) for example in train)
 
 
 def test_the_standard_library_has_a_fingerprint(monkeypatch):
@@ -399,10 +404,12 @@ def test_the_standard_library_has_a_fingerprint(monkeypatch):
     assert len(set(seen)) == 3
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
-def test_real_rows():
-    chat = rows_of(SHARED / "chat" / "valid.jsonl.gz")
-    assert len(chat) == 1534 and len({row.id for row in chat}) == 1534 and len({row.domain for row in chat}) > 8
-    assert all(row.messages and row.messages[0]["role"] == "user" and row.messages[-1]["role"] == "assistant" for row in chat)
-    tasks = rows_of(SHARED / "eval" / "spec_tasks.jsonl.gz")
-    assert len(tasks) == 644 and sum(len(row.messages or ()) for row in tasks) == 724
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
+def test_real_examples():
+    chat = examples_of(SHARED / "chat" / "valid.jsonl.gz")
+    assert len(chat) == 1534 and len({example.id for example in chat}) == 1534 and len({example.domain for example in chat}) > 8
+    assert all(
+        example.messages and example.messages[0]["role"] == "user" and example.messages[-1]["role"] == "assistant" for example in chat
+    )
+    tasks = examples_of(SHARED / "eval" / "spec_tasks.jsonl.gz")
+    assert len(tasks) == 644 and sum(len(example.messages or ()) for example in tasks) == 724

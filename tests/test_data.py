@@ -1,4 +1,4 @@
-"""The built-in corpus and evaluation prompts: what is held out, and what is said about bad files."""
+"""The built-in corpus and evaluation prompts: what is held out, and the errors for bad files."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from draftsmith.data import prompts, stdlib
 
 
-def test_the_built_in_corpus_holds_out_whole_modules():
+def test_the_built_in_corpus_holds_out_complete_modules():
     parts = {part: [name for name, _ in stdlib.modules(part)] for part in ("train", "valid")}
     assert len(parts["train"]) > 250 and len(parts["valid"]) > 15
     assert not set(parts["train"]) & set(parts["valid"])
@@ -25,7 +25,7 @@ def test_the_shipped_prompts_come_from_held_out_modules():
     ]
 
 
-def test_prompt_files_of_other_shapes(tmp_path):
+def test_prompt_files_with_other_keys(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"turns": ["Hi", "More"], "category": "chat", "id": 7}\n{"messages": [{"role": "user", "content": "Yo"}]}\n')
     first, second = prompts.load(file)
@@ -37,7 +37,8 @@ def test_prompt_files_of_other_shapes(tmp_path):
         ("{\n", "not a JSON object"),
     ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=f"{says}.*; ") as caught:
             prompts.load(file)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="not found"):
         prompts.load(tmp_path / "none.jsonl")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.data.regenerate import Settings
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import cli, data_cli, medusa
 
@@ -32,7 +33,7 @@ def chats(tmp_path_factory) -> Path:
     return file
 
 
-def words(target_folder, chats, place, *more) -> list[str]:
+def arguments(target_folder, chats, folder, *overrides) -> list[str]:
     template = f"data.template={ROOT}/recipes/plain.jinja"
     small = [
         "train.steps=4",
@@ -42,8 +43,8 @@ def words(target_folder, chats, place, *more) -> list[str]:
         "train.log_every=1",
         "train.precision=fp32",
     ]
-    rest = [f"data.cache={place}/cache", f"train.output={place}/run", "data.seq_len=96", "data.near=1.0", "target.dtype=float32"]
-    return [RECIPE, f"target.path={target_folder}", f"data.train={chats}", template, *small, *rest, *more]
+    rest = [f"data.cache={folder}/cache", f"train.output={folder}/run", "data.seq_len=96", "data.near=1.0", "target.dtype=float32"]
+    return [RECIPE, f"target.path={target_folder}", f"data.train={chats}", template, *small, *rest, *overrides]
 
 
 def losses(output: Path) -> list[float]:
@@ -52,21 +53,21 @@ def losses(output: Path) -> list[float]:
 
 
 def test_training_from_a_store_is_training_online(target_folder, chats, tmp_path, capsys):
-    online = words(target_folder, chats, tmp_path / "online")
+    online = arguments(target_folder, chats, tmp_path / "online")
     exit_on_error(medusa.main, online, "usage")
-    found = {"online": losses(tmp_path / "online" / "run")}
-    assert len(found["online"]) >= 6
+    losses_of = {"online": losses(tmp_path / "online" / "run")}
+    assert len(losses_of["online"]) >= 6
     for precision in ("float32", "fp8"):
         store = [f"features.store={tmp_path}/{precision}", f"features.precision={precision}"]
-        exit_on_error(data_cli.main, ["capture", *words(target_folder, chats, tmp_path / "online"), *store])
+        exit_on_error(data_cli.main, ["capture", *arguments(target_folder, chats, tmp_path / "online"), *store])
         assert "GB free" in capsys.readouterr().err
-        exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"], "usage")
-        found[precision] = losses(tmp_path / precision / "run")
-    assert found["float32"] == pytest.approx(found["online"], rel=1e-6)
-    assert found["fp8"] == pytest.approx(found["online"], rel=2e-2) and found["fp8"] != found["online"]
+        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"], "usage")
+        losses_of[precision] = losses(tmp_path / precision / "run")
+    assert losses_of["float32"] == pytest.approx(losses_of["online"], rel=1e-6)
+    assert losses_of["fp8"] == pytest.approx(losses_of["online"], rel=2e-2) and losses_of["fp8"] != losses_of["online"]
     cached = [f"features.store={tmp_path}/cached", "features.precision=float32", "features.mode=cache"]
-    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path / "cache"), *cached], "usage")
-    assert losses(tmp_path / "cache" / "run") == pytest.approx(found["online"], rel=1e-6)
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / "cache"), *cached], "usage")
+    assert losses(tmp_path / "cache" / "run") == pytest.approx(losses_of["online"], rel=1e-6)
     assert len(list((tmp_path / "cached").glob("*.safetensors"))) == 2  # of the training part and of the held-out one
     weights = [load_file(tmp_path / name / "run" / "artifact" / "model.safetensors") for name in ("online", "float32")]
     assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 2
@@ -76,38 +77,36 @@ def test_training_from_a_store_is_training_online(target_folder, chats, tmp_path
 
 def test_the_precision_of_the_features_goes_into_the_artifact(target_folder, chats, tmp_path, capsys):
     store = f"features.store={tmp_path}/s"
-    half = [word for word in words(target_folder, chats, tmp_path) if not word.startswith("target.dtype")] + [
-        "target.dtype=bfloat16",
-        store,
-    ]
-    exit_on_error(data_cli.main, ["capture", *half])
-    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), store, "features.mode=offline"], "usage")
+    bfloat16 = arguments(target_folder, chats, tmp_path, "target.dtype=bfloat16", store)
+    bfloat16.remove("target.dtype=float32")
+    exit_on_error(data_cli.main, ["capture", *bfloat16])
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), store, "features.mode=offline"], "usage")
     assert "is in float32, this was made with it in bfloat16" in capsys.readouterr().err
     config = json.loads((tmp_path / "run" / "artifact" / "config.json").read_text())
     assert config["target"]["dtype"] == "bfloat16"
 
 
 def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
-    places = []
+    contents = []
     for launch in ([], ["-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]):
-        places.append(tmp_path / f"store{len(launch)}")
-        module = ["-m", "draftsmith.train.data_cli", "capture", *words(target_folder, chats, tmp_path), f"features.store={places[-1]}"]
+        store = tmp_path / f"store{len(launch)}"
+        module = ["-m", "draftsmith.train.data_cli", "capture", *arguments(target_folder, chats, tmp_path), f"features.store={store}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run([sys.executable, *launch, *module], capture_output=True, text=True, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
-    contents = [{file.name: file.read_bytes() for file in place.iterdir() if file.name != "verified.json"} for place in places]
+        contents.append({file.name: file.read_bytes() for file in store.iterdir() if file.name != "verified.json"})
     assert len(contents[0]) >= 3 and contents[0] == contents[1]
 
 
 def test_prepare_and_show_say_what_is_in_the_data(target_folder, chats, tmp_path, capsys):
-    exit_on_error(data_cli.main, ["prepare", *words(target_folder, chats, tmp_path)])
+    exit_on_error(data_cli.main, ["prepare", *arguments(target_folder, chats, tmp_path)])
     out = capsys.readouterr().out
-    for word in ("train: 57 samples", "valid: 3 samples", "ends", "sums", "D = 16", "τ at most", "60 rows read", "cut at 96 tokens"):
+    for word in ("train: 57 samples", "valid: 3 samples", "ends", "sums", "D = 16", "τ at most", "60 examples read", "cut at 96 tokens"):
         assert word in out, word
-    exit_on_error(data_cli.main, ["show", *words(target_folder, chats, tmp_path), "--rows", "2", "--domain", "sums"])
+    exit_on_error(data_cli.main, ["show", *arguments(target_folder, chats, tmp_path), "--examples", "2", "--domain", "sums"])
     out = capsys.readouterr().out
-    shown = re.findall(r"User: (\d+)\+1\?\s+Assistant:⟦ (\d+) is next to (\d+)<\|endoftext\|>⟧", out)
-    assert len(shown) == 2 and all(int(b) == int(a) + 1 and a == c and int(a) % 3 for a, b, c in shown)
+    samples = re.findall(r"User: (\d+)\+1\?\s+Assistant:⟦ (\d+) is next to (\d+)<\|endoftext\|>⟧", out)
+    assert len(samples) == 2 and all(int(b) == int(a) + 1 and a == c and int(a) % 3 for a, b, c in samples)
 
 
 def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
@@ -124,11 +123,12 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("words", "says"),
     [
         (["nothing"], "no command `data nothing`; expected one of prepare, show"),
         (["prepare"], "expected a recipe first"),
         (["capture", RECIPE], "needs features.store"),
+        (["show", "--examples", "3"], "expected a recipe first"),
         (["prepare", RECIPE, "data.train=none.jsonl"], "none.jsonl"),
         (["prepare", RECIPE, "data.template=none.jinja"], "data.template 'none.jinja' not found"),
         (["prepare", RECIPE, "data.sequence=3"], "unknown recipe key 'data.sequence'"),
@@ -137,35 +137,69 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
         (["regenerate", RECIPE, "out.jsonl", "--server", "http://localhost:1"], "medusa-tiny.yaml"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, says, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_line(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        exit_on_error(data_cli.main, arguments)
+        exit_on_error(data_cli.main, words)
     err = capsys.readouterr().err.strip()
     assert caught.value.code == 2 and says in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_the_door_names_the_room():
+def test_conversations_without_a_template_name_the_key(target_folder, chats, tmp_path, capsys):
+    words = [word for word in arguments(target_folder, chats, tmp_path) if not word.startswith("data.template")]
+    with pytest.raises(SystemExit):
+        exit_on_error(data_cli.main, ["prepare", *words])
+    err = capsys.readouterr().err.strip()
+    assert "there is no template" in err and "set data.template to a file" in err and len(err.splitlines()) == 1
+
+
+def test_the_command_is_registered():
     assert cli.COMMANDS["data"][0] == data_cli.__name__
     with pytest.raises(SystemExit) as caught:
         data_cli.main([])
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("command", [None, *data_cli.COMMANDS])
+def test_help_is_printed_before_torch_is_imported(command):
+    words = [command, "--help"] if command else ["--help"]
+    code = (
+        f"import sys; from draftsmith.train import data_cli\ntry: data_cli.main({words})\n"
+        "except SystemExit as end: print(end.code, {'torch', 'transformers'} & sys.modules.keys())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == "0 set()" and f"draftsmith data {command or 'prepare'}" in printed
+    assert command is None or (data_cli.COMMANDS[command].__doc__ or "no text") in " ".join(printed.split())
+
+
+def test_the_options_of_regenerate_are_its_settings():
+    defaults = {name: field.default for name, field in Settings.__dataclass_fields__.items()}
+    assert {name: default for name, (default, _) in data_cli.SETTINGS.items()} == defaults
+
+
+def test_options_may_stand_among_the_keys(target_folder, chats, tmp_path, capsys):
+    recipe, *keys = arguments(target_folder, chats, tmp_path)
+    printed = []
+    for words in ([recipe, *keys, "--examples", "1"], ["--examples", "1", recipe, *keys], [recipe, keys[0], "--examples=1", *keys[1:]]):
+        exit_on_error(data_cli.main, ["show", *words])
+        printed.append(capsys.readouterr().out)
+    assert printed[0].count("sample ") == 1 and len(set(printed)) == 1
+
+
 def test_modes_without_their_store_are_refused(target_folder, chats, tmp_path, capsys):
-    for more, says in (
+    for overrides, says in (
         (["features.mode=offline"], "features.mode=offline needs features.store"),
         (["features.mode=offline", f"features.store={tmp_path}/none"], "no feature store in"),
     ):
         with pytest.raises(SystemExit):
-            exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
+            exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides], "usage")
         assert says in capsys.readouterr().err
     half = tmp_path / "half.jsonl"
     half.write_text("".join(chats.read_text().splitlines(keepends=True)[:40]))
-    exit_on_error(data_cli.main, ["capture", *words(target_folder, half, tmp_path), f"features.store={tmp_path}/s"])
-    more = ["features.mode=offline", f"features.store={tmp_path}/s"]
+    exit_on_error(data_cli.main, ["capture", *arguments(target_folder, half, tmp_path), f"features.store={tmp_path}/s"])
+    overrides = ["features.mode=offline", f"features.store={tmp_path}/s"]
     with pytest.raises(SystemExit):
-        exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more], "usage")
+        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides], "usage")
     assert re.search(r"lacks \d+ of \d+ samples of this data; run `draftsmith data capture`", capsys.readouterr().err)
-    exit_on_error(medusa.main, [*words(target_folder, chats, tmp_path), *more, "features.allow_missing=true"], "usage")
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides, "features.allow_missing=true"], "usage")

@@ -217,7 +217,7 @@ def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "lla
     """That the objective, its gradients and its simulated τ are those of the slow form; in float64, but for norms and RoPE."""
     target = Target.wrap(tiny(of).double())
     drafter = make(target, name, dtype=torch.float64, steps=steps).train()
-    rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_each=not packed)
+    rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_sample_each=not packed)
     batch = rows.batch(torch.arange(len(rows)))
     section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0)
     hand = ByHand(drafter)
@@ -286,14 +286,14 @@ def test_noise_is_a_function_of_sample_and_position(target, monkeypatch):
     drafter, section = make(target, "1").train(), EagleSection(version=1, noise=0.2)
     corpus = corpus_of(LENGTHS)
     found, sums = {}, {}
-    for one_each in (False, True):
-        rows = PackedDataset(corpus, 32, one_each=one_each)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_each)))
+    for one_sample_each in (False, True):
+        rows = PackedDataset(corpus, 32, one_sample_each=one_sample_each)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_sample_each)))
         batch = rows.batch(order)
-        noise, sums[one_each] = noise_of(target, drafter, batch, section, monkeypatch)
-        found[one_each] = by_sample(batch, noise)
+        noise, sums[one_sample_each] = noise_of(target, drafter, batch, section, monkeypatch)
+        found[one_sample_each] = by_sample(batch, noise)
         later = rows.batch(order + len(rows))
-        found[one_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
+        found[one_sample_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
     assert found[False].keys() == found[True].keys() and len(found[True]) == sum(LENGTHS)
     assert all((found[False][key] - found[True][key]).abs().max() < 1e-5 for key in found[True])
     torch.testing.assert_close(sums[False], sums[True], rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Corpora: what bears loss, what is held out, dropped, cut and mixed, and what is said about data that cannot be trained on."""
+"""Corpora: what is supervised, held out, dropped, cut and mixed, and the errors for data that cannot be trained on."""
 
 import gzip
 import json
@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer
+from safetensors.torch import save_file
 
-from draftsmith.data import chat, prepare
+from draftsmith.data import chat, encoding, prepare
 from draftsmith.data.conversations import Source, read
-from draftsmith.data.prepare import Encoder, Plan, encoded, load, mix
+from draftsmith.data.encoding import Encoder, encoded
+from draftsmith.data.prepare import CorpusPlan, load, mix
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,9 +33,9 @@ def tokenizer():
     return fast
 
 
-def talk(n, **more) -> dict:
+def conversation(n, **keys) -> dict:
     answer = f"{n} and {n * 7919 % 1009} make {n + n * 7919 % 1009}, of course; the next is row{n * n}"
-    return {"messages": [{"role": "user", "content": f"Add up row {n}?"}, {"role": "assistant", "content": answer}], **more}
+    return {"messages": [{"role": "user", "content": f"Add up row {n}?"}, {"role": "assistant", "content": answer}], **keys}
 
 
 def write(path: Path, rows) -> Source:
@@ -44,59 +46,67 @@ def write(path: Path, rows) -> Source:
 
 
 def test_conversations_become_samples_with_their_masks(tokenizer, tmp_path):
-    rows = [talk(n, category="even" if n % 2 == 0 else "odd") for n in range(40)]
-    plan = Plan((write(tmp_path / "chats.jsonl.gz", rows),), seq_len=256)
-    made = load(plan, tokenizer, tmp_path / "cache")
-    assert (len(made["train"]), len(made["valid"])) == (38, 2)
+    rows = [conversation(n, category="even" if n % 2 == 0 else "odd") for n in range(40)]
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl.gz", rows),), seq_len=256)
+    corpora = load(plan, tokenizer, tmp_path / "cache")
+    assert (len(corpora["train"]), len(corpora["valid"])) == (38, 2)
     template = chat.Template(tokenizer)
     for part, numbers in (("train", [n for n in range(40) if n % 20 != 19]), ("valid", [19, 39])):
-        for place, n in enumerate(numbers):
-            ids, mask = made[part].sample(place)
+        for index, n in enumerate(numbers):
+            ids, mask = corpora[part].sample(index)
             assert (ids.tolist(), mask.tolist()) == template.encode(rows[n]["messages"])
-            assert made[part].domains[made[part].domain[place]] == rows[n]["category"]
-    assert made["train"].supervised_tokens.sum() == made["train"].mask.sum()
-    by_domain = made["train"].tokens_by_domain()
-    assert sorted(by_domain) == ["even", "odd"] and sum(len(ids) for ids, _ in by_domain.values()) == len(made["train"].ids)
+            assert corpora[part].domains[corpora[part].domain[index]] == rows[n]["category"]
+    assert corpora["train"].supervised_tokens.sum() == corpora["train"].mask.sum()
+    by_domain = corpora["train"].tokens_by_domain()
+    assert sorted(by_domain) == ["even", "odd"] and sum(len(ids) for ids, _ in by_domain.values()) == len(corpora["train"].ids)
 
 
-def test_what_was_made_is_kept_and_made_again_when_broken(tokenizer, tmp_path, monkeypatch):
-    plan = Plan((write(tmp_path / "chats.jsonl", map(talk, range(40))),), seq_len=256)
-    made = load(plan, tokenizer, tmp_path / "cache")
+def test_corpora_are_cached_and_prepared_again_when_broken(tokenizer, tmp_path, monkeypatch):
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", map(conversation, range(40))),), seq_len=256)
+    corpora = load(plan, tokenizer, tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "prepare", None)
-        again = load(plan, tokenizer, tmp_path / "cache")
-    for part in made:
-        assert again[part].report == made[part].report and again[part].domains == made[part].domains
-        assert all(torch.equal(getattr(again[part], name), getattr(made[part], name)) for name in ("ids", "mask", "offsets", "picks"))
+        patch.setattr(prepare, "prepare_corpora", None)
+        cached = load(plan, tokenizer, tmp_path / "cache")
+    for part in corpora:
+        assert cached[part].report == corpora[part].report and cached[part].domains == corpora[part].domains
+        assert all(
+            torch.equal(getattr(cached[part], name), getattr(corpora[part], name)) for name in ("ids", "mask", "offsets", "epoch_samples")
+        )
     stored = sorted((tmp_path / "cache").iterdir())
     assert len(stored) == 2
     stored[0].write_bytes(stored[0].read_bytes()[:100])
-    assert torch.equal(load(plan, tokenizer, tmp_path / "cache")["train"].ids, made["train"].ids)
-    keys = {Plan(plan.train, seq_len=255).key(tokenizer), Plan(plan.train, seq_len=256, last_turn=True).key(tokenizer), plan.key(tokenizer)}
+    assert torch.equal(load(plan, tokenizer, tmp_path / "cache")["train"].ids, corpora["train"].ids)
+    save_file({"words": torch.zeros(1)}, stored[1], {"corpus": json.dumps({"domains": []})})  # as another version might write it
+    assert torch.equal(load(plan, tokenizer, tmp_path / "cache")["valid"].ids, corpora["valid"].ids)
+    keys = {
+        CorpusPlan(plan.train, seq_len=255).key(tokenizer),
+        CorpusPlan(plan.train, seq_len=256, last_turn=True).key(tokenizer),
+        plan.key(tokenizer),
+    }
     assert len(keys) == 3
     with open(tmp_path / "chats.jsonl", "a") as file:
-        file.write(json.dumps(talk(99)) + "\n")
+        file.write(json.dumps(conversation(99)) + "\n")
     assert plan.key(tokenizer) not in keys
 
 
-def test_texts_are_cut_without_loss_and_ended(tokenizer, tmp_path):
+def test_texts_are_cut_and_ended_and_lose_nothing(tokenizer, tmp_path):
     file = tmp_path / "book.txt"
     tales = [" ".join(f"tale{i}-{j}" for j in range(9)) for i in range(40)]
     file.write_text("<|endoftext|>".join(tales))
-    made = load(Plan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
-    text = {part: tokenizer.decode(found.ids) for part, found in made.items()}
+    corpora = load(CorpusPlan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
+    text = {part: tokenizer.decode(corpus.ids) for part, corpus in corpora.items()}
     assert text["train"] == "".join(tale + "<|endoftext|>" for i, tale in enumerate(tales) if i % 20 != 19)
     assert text["valid"] == "".join(tale + "<|endoftext|>" for i, tale in enumerate(tales) if i % 20 == 19)
-    assert made["train"].mask.all() and made["train"].lengths.max() == 16
+    assert corpora["train"].mask.all() and corpora["train"].lengths.max() == 16
 
 
 def test_a_single_book_holds_out_its_end(tokenizer, tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("".join(f"line {i}\n" for i in range(300)))
-    made = load(Plan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
-    joined = tokenizer.decode(made["train"].ids) + tokenizer.decode(made["valid"].ids)
+    corpora = load(CorpusPlan((Source(path=str(file)),), seq_len=16), tokenizer, tmp_path / "cache")
+    joined = tokenizer.decode(corpora["train"].ids) + tokenizer.decode(corpora["valid"].ids)
     assert joined == file.read_text() + "<|endoftext|>"
-    assert len(made["valid"]) == (len(made["train"]) + len(made["valid"])) // 20
+    assert len(corpora["valid"]) == (len(corpora["train"]) + len(corpora["valid"])) // 20
 
 
 def test_a_tokenizer_with_bos_gets_it_before_each_piece_and_once(tmp_path):
@@ -107,51 +117,52 @@ def test_a_tokenizer_with_bos_gets_it_before_each_piece_and_once(tmp_path):
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     (tmp_path / "t.txt").write_text("a text of some thirty characters")
-    row = Encoder(tokenizer, 16, False, ())(next(iter(read(Source(path=str(tmp_path / "t.txt"))))))
-    ids = [piece.tolist() for piece, _ in row.pieces]
+    example = Encoder(tokenizer, 16, False, ())(next(iter(read(Source(path=str(tmp_path / "t.txt"))))))
+    ids = [piece.tolist() for piece, _ in example.pieces]
     assert all(piece[0] == bos and bos not in piece[1:] and len(piece) <= 16 for piece in ids) and len(ids) == 3
     assert tokenizer.decode([i for piece in ids for i in piece[1:]]) == "a text of some thirty characters<|endoftext|>"
-    assert [mask.tolist() for _, mask in row.pieces] == [[False] + [True] * (len(piece) - 1) for piece in ids]
+    assert [mask.tolist() for _, mask in example.pieces] == [[False] + [True] * (len(piece) - 1) for piece in ids]
 
 
 def test_a_completion_is_learnt_and_its_prompt_is_not(tmp_path):
     tokenizer = byte_tokenizer()  # no template: the raw text
     source = write(tmp_path / "c.jsonl", [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}!"} for n in range(30)])
-    made = load(Plan((source,), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
-    ids, mask = made["train"].sample(7)
+    corpora = load(CorpusPlan((source,), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
+    ids, mask = corpora["train"].sample(7)
     assert tokenizer.decode(ids[mask]) == "14!<|endoftext|>" and tokenizer.decode(ids[~mask]) == "7+7="
 
 
 def test_evaluation_prompts_and_duplicates_are_dropped_and_counted(tokenizer, tmp_path):
-    asked = "Please tell me in one short and friendly sentence why the sky above us looks so very blue today."
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": asked, "domain": "x"}) + "\n")
-    leak = {"messages": [{"role": "user", "content": "Hello! " + asked}, {"role": "assistant", "content": "It scatters."}]}
-    rows = [talk(n) for n in range(60)] + [talk(3), leak]
-    plan = Plan((write(tmp_path / "chats.jsonl", rows),), seq_len=256, exclude=(str(tmp_path / "eval.jsonl"),))
-    made = load(plan, tokenizer, tmp_path / "cache")
-    dropped = made["train"].report["dropped"]
-    assert sum(count for count, _ in dropped.values()) == 2 and made["train"].report["read"] == 62
+    prompt = "Please tell me in one short and friendly sentence why the sky above us looks so very blue today."
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": prompt, "domain": "x"}) + "\n")
+    contaminated = {"messages": [{"role": "user", "content": "Hello! " + prompt}, {"role": "assistant", "content": "It scatters."}]}
+    rows = [conversation(n) for n in range(60)] + [conversation(3), contaminated]
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", rows),), seq_len=256, exclude=(str(tmp_path / "eval.jsonl"),))
+    corpora = load(plan, tokenizer, tmp_path / "cache")
+    dropped = corpora["train"].report["dropped"]
+    assert sum(count for count, _ in dropped.values()) == 2 and corpora["train"].report["read"] == 62
     assert any("duplicate" in reason for reason in dropped) and any("evaluation prompt" in reason for reason in dropped)
-    assert len(made["train"]) + len(made["valid"]) == 60
+    assert len(corpora["train"]) + len(corpora["valid"]) == 60
 
 
-def test_of_equal_rows_the_held_out_one_stays(tokenizer, tmp_path):
-    train, valid = write(tmp_path / "a.jsonl", map(talk, range(30))), write(tmp_path / "b.jsonl", map(talk, range(25, 28)))
-    made = load(Plan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
-    assert len(made["valid"]) == 3 and len(made["train"]) == 27
+def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):
+    train, valid = write(tmp_path / "a.jsonl", map(conversation, range(30))), write(tmp_path / "b.jsonl", map(conversation, range(25, 28)))
+    corpora = load(CorpusPlan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
+    assert len(corpora["valid"]) == 3 and len(corpora["train"]) == 27
 
 
 def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
-    short = [talk(n) for n in range(100)]
+    short = [conversation(n) for n in range(100)]
     long = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"w{n} " * 60}]} for n in range(100, 150)]
     a, b = write(tmp_path / "a.jsonl", short), write(tmp_path / "b.jsonl", long)
     sources = (a.model_copy(update={"weight": 3.0, "domain": "short"}), b.model_copy(update={"weight": 1.0, "domain": "long"}))
-    made = load(Plan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
-    tokens = {name: int(made.lengths[made.picks[made.domain[made.picks] == n]].sum()) for n, name in enumerate(made.domains)}
+    corpus = load(CorpusPlan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
+    entries = corpus.epoch_samples
+    tokens = {name: int(corpus.lengths[entries[corpus.domain[entries] == n]].sum()) for n, name in enumerate(corpus.domains)}
     assert abs(tokens["short"] / sum(tokens.values()) - 0.75) < 0.01
-    times = torch.bincount(made.picks, minlength=len(made))
-    assert (times[made.domain == made.domains.index("long")] == 1).all()  # the one that lasts longest is taken once
-    assert int(times.max() - times[made.domain == made.domains.index("short")].min()) <= 1
+    times = torch.bincount(entries, minlength=len(corpus))
+    assert (times[corpus.domain == corpus.domains.index("long")] == 1).all()  # the source that lasts longest is taken once
+    assert int(times.max() - times[corpus.domain == corpus.domains.index("short")].min()) <= 1
     with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
         mix(torch.tensor([1, 2]), [a, b], (sources[0], b))
 
@@ -159,22 +170,26 @@ def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", "", "no rows to train on; the source is empty"),
-        ("a.txt", "", "no rows to train on; the source is empty"),
+        ("a.jsonl", "", "no examples to train on; the source is empty"),
+        ("a.txt", "", "no examples to train on; the source is empty"),
         ("a.jsonl", "{broken\n", "a.jsonl:1: "),
         ("a.jsonl", '{"words": 3}\n', "words"),
         (
             "a.jsonl",
-            json.dumps(talk(1)) + "\n" + json.dumps(talk(2)) + "\n",
+            json.dumps(conversation(1)) + "\n" + json.dumps(conversation(2)) + "\n",
             "conversations are too few to hold some out; name a held-out file",
         ),
         (
             "a.jsonl",
-            "".join(json.dumps({"messages": talk(n)["messages"][:1]}) + "\n" for n in range(20)),
-            "20 of 20 conversations bear no loss",
+            "".join(json.dumps({"messages": conversation(n)["messages"][:1]}) + "\n" for n in range(20)),
+            "20 of 20 conversations have no supervised token",
         ),
-        ("a.jsonl", "".join(json.dumps(talk(n)) + "\n" for n in range(99)) + json.dumps({"messages": []}) + "\n", None),
-        ("a.jsonl", "".join(json.dumps(talk(n)) + "\n" for n in range(97)) + (json.dumps({"messages": []}) + "\n") * 2, "2 of 99 conv"),
+        ("a.jsonl", "".join(json.dumps(conversation(n)) + "\n" for n in range(99)) + json.dumps({"messages": []}) + "\n", None),
+        (
+            "a.jsonl",
+            "".join(json.dumps(conversation(n)) + "\n" for n in range(97)) + (json.dumps({"messages": []}) + "\n") * 2,
+            "2 of 99 conv",
+        ),
         (None, None, "nothing.txt"),
     ],
 )
@@ -182,7 +197,7 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing(tokenizer, tmp_path, name
     path = tmp_path / (name or "nothing.txt")
     if content is not None:
         path.write_text(content)
-    plan = Plan((Source(path=str(path)),), seq_len=256)
+    plan = CorpusPlan((Source(path=str(path)),), seq_len=256)
     if says is None:
         assert load(plan, tokenizer, tmp_path / "cache")["train"].report["dropped"]
         return
@@ -193,71 +208,71 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing(tokenizer, tmp_path, name
 
 
 def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
-    plan = Plan((write(tmp_path / "chats.jsonl", map(talk, range(200))),), seq_len=256)
-    real = chat.Template.encode
+    plan = CorpusPlan((write(tmp_path / "chats.jsonl", map(conversation, range(200))),), seq_len=256)
+    encode = chat.Template.encode
 
     def broken(self, messages, tools=None):
-        ids, mask = real(self, messages, tools)
+        ids, mask = encode(self, messages, tools)
         return ids, [True] * len(mask) if "row 7?" in messages[0]["content"] else mask
 
     monkeypatch.setattr(chat.Template, "encode", broken)
-    with pytest.raises(ValueError, match=r"every token of 1 of 200 conversations bears loss, for example chats.jsonl:8"):
+    with pytest.raises(ValueError, match=r"every token of 1 of 200 conversations is supervised, for example chats.jsonl:8"):
         load(plan, tokenizer, tmp_path / "cache")
 
 
 def test_an_answer_beyond_the_length_is_cut_and_said(tokenizer, tmp_path):
-    rows = [talk(n) for n in range(150)]
+    rows = [conversation(n) for n in range(150)]
     rows[4]["messages"][1]["content"] += " again" * 40_000  # 240k tokens
     rows[5]["messages"][0]["content"] += " why" * 50_000
-    made = load(Plan((write(tmp_path / "c.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")["train"]
-    assert made.lengths.max() == 256 and made.report["cut rows"] == 1 and made.report["cut tokens"] > 200_000
-    assert made.report["dropped"] == {"the answer begins past 256 tokens": [1, ["c.jsonl:6"]]}
+    corpus = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")["train"]
+    assert corpus.lengths.max() == 256 and corpus.report["cut examples"] == 1 and corpus.report["cut tokens"] > 200_000
+    assert corpus.report["dropped"] == {"the answer begins past 256 tokens": [1, ["c.jsonl:6"]]}
 
 
-class Awake(ProcessPoolExecutor):
-    """Has its processes up before it is used, so that they get the rows; counts what they get."""
+class StartedPool(ProcessPoolExecutor):
+    """Starts its processes before it is used, so that they get the tasks; counts the tasks that it gets."""
 
-    given = 0
+    submitted = 0
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         super().submit(int).result()
 
     def submit(self, *arguments):
-        Awake.given += 1
+        StartedPool.submitted += 1
         future = super().submit(*arguments)
         if arguments[1] == []:
             future.result()
         return future
 
 
-def test_processes_give_the_same_rows_in_the_same_order(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SINGLE_RANK", 100)
-    monkeypatch.setattr(prepare, "CHUNK", 64)
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
-    Awake.given = 0
-    source = write(tmp_path / "c.jsonl", map(talk, range(700)))
+def test_processes_give_the_same_examples_in_the_same_order(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "SERIAL_EXAMPLES", 100)
+    monkeypatch.setattr(encoding, "CHUNK", 64)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", StartedPool)
+    StartedPool.submitted = 0
+    source = write(tmp_path / "c.jsonl", map(conversation, range(700)))
     encoder = Encoder(tokenizer, 256, False, ())
-    one = list(encoded(read(source), encoder, 1))
-    two = list(encoded(read(source), encoder, 2))
-    assert [row.id for row in one] == [row.id for row in two] and len(one) == 700 and Awake.given == 1 + 10
-    for a, b in zip(one, two, strict=True):
+    serial, parallel = (list(encoded(read(source), encoder, processes)) for processes in (1, 2))
+    assert [example.id for example in serial] == [example.id for example in parallel] and len(serial) == 700
+    assert StartedPool.submitted == 1 + 10
+    for a, b in zip(serial, parallel, strict=True):
         assert all((x[0] == y[0]).all() and (x[1] == y[1]).all() for x, y in zip(a.pieces, b.pieces, strict=True))
 
 
 def test_an_error_in_a_process_is_the_error(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SINGLE_RANK", 10)
-    monkeypatch.setattr(prepare, "CHUNK", 10)
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", Awake)
+    monkeypatch.setattr(encoding, "SERIAL_EXAMPLES", 10)
+    monkeypatch.setattr(encoding, "CHUNK", 10)
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", StartedPool)
     plain = byte_tokenizer()  # without a template
     with pytest.raises(chat.TemplateRefused, match="there is no template"):
-        list(encoded(read(write(tmp_path / "c.jsonl", map(talk, range(60)))), Encoder(plain, 64, False, ()), 2))
-    rows = iter(read(write(tmp_path / "d.jsonl", [{"text": f"number {n}"} for n in range(30)] + [talk(n) for n in range(30)])))
+        list(encoded(read(write(tmp_path / "c.jsonl", map(conversation, range(60)))), Encoder(plain, 64, False, ()), 2))
+    rows = [{"text": f"number {n}"} for n in range(30)] + [conversation(n) for n in range(30)]
     with pytest.raises(chat.TemplateRefused, match="there is no template"):
-        list(encoded(rows, Encoder(plain, 64, False, ()), 2))
+        list(encoded(read(write(tmp_path / "d.jsonl", rows)), Encoder(plain, 64, False, ()), 2))
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
 def test_the_command_prepares_and_shows_real_conversations(tmp_path):
     common = ["recipes/medusa-tiny.yaml", f"data.train={SHARED}/chat/valid.jsonl.gz", "data.template=recipes/plain.jinja"]
     common += [f"data.exclude=[{SHARED}/eval/spec_tasks.jsonl.gz]", "data.seq_len=2048", f"data.cache={tmp_path}"]
@@ -268,10 +283,10 @@ def test_the_command_prepares_and_shows_real_conversations(tmp_path):
 
     prepared = run("prepare", *common)
     assert prepared.returncode == 0, prepared.stderr
-    assert "1,534 rows read" in prepared.stdout and "math_reasoning" in prepared.stdout and "τ at most" in prepared.stdout
+    assert "1,534 examples read" in prepared.stdout and "math_reasoning" in prepared.stdout and "τ at most" in prepared.stdout
     fill = float(re.search(r"sequences an epoch, ([\d.]+)% full", prepared.stdout)[1])
     assert fill >= 97
-    shown = run("show", *common, "--domain", "qa", "--rows", "3")
+    shown = run("show", *common, "--domain", "qa", "--examples", "3")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("⟦") - 1 == shown.stdout.count("Assistant:⟦") == 3
     wrong = run("show", *common, "--domain", "nothing")

@@ -238,9 +238,9 @@ def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):
 def test_rows_of_one_sample_each_stay_so(tmp_path):
     """A target that cannot keep packed documents apart must not be given any."""
     replayed = buffer(tmp_path)
-    replayed.base = PackedDataset(corpus(), S, seed=7, one_each=True)
+    replayed.base = PackedDataset(corpus(), S, seed=7, one_sample_each=True)
     replayed.renew(0, lambda: False)
-    assert replayed.buffer["samples", 0].one_each
+    assert replayed.buffer["samples", 0].one_sample_each
     assert replayed.batch(sample_rows(len(replayed), 7, 0, 60))["document"].max() == 0
 
 

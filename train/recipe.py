@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.conversations import Source
-from draftsmith.data.prepare import Plan
+from draftsmith.data.prepare import CorpusPlan
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -77,10 +77,10 @@ class DataSection(Section):
             raise ValueError(f"data.template {self.template!r} not found; give a file with a Jinja chat template")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
 
-    def plan(self) -> Plan:
+    def plan(self) -> CorpusPlan:
         """What `data/prepare.py` makes of it."""
         train, valid = ((Source(path=one),) if isinstance(one, str) else one or () for one in (self.train, self.valid))
-        return Plan(train, valid, self.seq_len, self.last_turn, self.exclude, self.near)
+        return CorpusPlan(train, valid, self.seq_len, self.last_turn, self.exclude, self.near)
 
 
 class FeaturesSection(Section):

@@ -124,7 +124,9 @@ def packed_dataset(recipe: Recipe, target: Target, corpus: Corpus) -> PackedData
     data = recipe.data
     if data.pack and not keeps_apart(target):
         raise ValueError(f"target {target.name!r} attends from one packed document to another; train it with data.pack=false")
-    return PackedDataset(corpus, data.seq_len, recipe.train.seed, one_each=not data.pack, all_count=recipe.train.normalise == "all")
+    return PackedDataset(
+        corpus, data.seq_len, recipe.train.seed, one_sample_each=not data.pack, count_all_tokens=recipe.train.normalise == "all"
+    )
 
 
 def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> FeatureStore:
@@ -145,7 +147,7 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     identity = target.identity
     found: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
     if isinstance(train, FeatureDataset):
-        found |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.picks)}
+        found |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
     return found
 
 

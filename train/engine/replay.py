@@ -203,7 +203,10 @@ class Replay:
         found = None
         if varied:
             found = PackedDataset(
-                _corpus(varied, self.corpus), self.base.seq_len, one_each=self.base.one_each, all_count=self.base.all_count
+                _corpus(varied, self.corpus),
+                self.base.seq_len,
+                one_sample_each=self.base.one_sample_each,
+                count_all_tokens=self.base.count_all_tokens,
             )
         self.buffer[kind, number] = found
 
@@ -229,7 +232,7 @@ class Replay:
     def _prompts(self, number: int) -> list[list[int]]:
         """Beginnings of the data's samples: up to an assistant's turn, or anywhere in a text."""
         generator = torch.Generator().manual_seed(self.base.seed * 1_000_003 + number)
-        picks = self.corpus.picks[torch.randint(len(self.corpus.picks), (self.plan.prompts,), generator=generator)]
+        picks = self.corpus.epoch_samples[torch.randint(len(self.corpus.epoch_samples), (self.plan.prompts,), generator=generator)]
         found = []
         for pick, coin in zip(picks.tolist(), torch.rand(len(picks), generator=generator).tolist(), strict=True):
             ids, mask = self.corpus.sample(pick)
