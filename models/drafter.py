@@ -127,11 +127,11 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
     # The Drafter protocol, which a subclass implements; shapes are said there.
 
