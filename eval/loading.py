@@ -13,8 +13,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
-from draftsmith.inference import expand as grow
-from draftsmith.inference import machine
+from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import TreeSpec, parse_tree_spec
 from draftsmith.inference.lookup import Ngram, Suffix
@@ -154,7 +153,7 @@ def check_numbers(options: argparse.Namespace, least_tokens: int = 1) -> None:
 
 def check_rule(rule: str, drafter: Any) -> None:
     """Raises ValueError where the drafter's tree or the drafter itself has nothing for the rule to do."""
-    grow.check_rule(rule, drafter.tree_spec)
+    expand.check_rule(rule, drafter.tree_spec)
     if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
         raise ValueError(
             f"--rule {rule}: {drafter.method} draws no children from a law; expected another rule: target-sample does the same for it"
@@ -172,7 +171,7 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     if tree == "chain":
         shape: TreeSpec = StaticTree.chain(depth or min(4, drafter.depth_limit))
     elif tree == "dynamic":
-        shape = grow.DynamicTree(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
+        shape = expand.DynamicTree(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
     else:
         shape = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
     if shape.max_depth > drafter.depth_limit:

@@ -199,7 +199,7 @@ class _Lookup:
         if nodes == 1:
             return DraftTree.root(round.last_tokens)
         if len(drafts) == 1:
-            return DraftTree.listed([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
+            return DraftTree.from_lists([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
         tokens: list[int] = []
         parents: list[int] = []
         for text, draft, size in zip(texts, drafts, sizes, strict=True):

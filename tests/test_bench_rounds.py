@@ -16,8 +16,7 @@ from draftsmith.eval.benchmarks import rounds as bench_rounds
 from draftsmith.eval.benchmarks.kernels import Report, Sizes
 from draftsmith.eval.benchmarks.rounds import PROFILE, WATERMARK, Effort, drawn, expected, synthetic
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference import expand as grow
-from draftsmith.inference import graph_rounds
+from draftsmith.inference import expand, graph_rounds
 from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.drafter import RoundContext
@@ -130,7 +129,7 @@ def twins(monkeypatch):
     monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
     monkeypatch.setattr(commit, "take", commit.take_reference)
     monkeypatch.setattr(verify, "verify", verification.verify)
-    monkeypatch.setattr(grow, "active", lambda: False)
+    monkeypatch.setattr(expand, "active", lambda: False)
     monkeypatch.setattr(decoders, "missing", lambda device: "")
     monkeypatch.setattr(decoders.Decoder, "refusal", lambda *_: "")
 

@@ -398,20 +398,22 @@ def test_nothing_crosses_from_one_document_into_another(target, name):
 
 
 class Watched:
-    """A growth that notes the paths of the nodes whose candidates are wanted next: paths[b][f], tokens after the root."""
+    """An expansion that notes the paths of the nodes whose candidates are wanted next: paths[b][f], tokens after the root."""
 
-    def __init__(self, growth, rows: int) -> None:
-        self.growth, self.paths = growth, [[[]] for _ in range(rows)]
+    def __init__(self, expansion, rows: int) -> None:
+        self.expansion, self.paths = expansion, [[[]] for _ in range(rows)]
 
     def __getattr__(self, name):
-        return getattr(self.growth, name)
+        return getattr(self.expansion, name)
 
-    def extend(self, *given):
-        frontier = self.growth.extend(*given)
-        if frontier is not None:
-            nodes = zip(self.paths, frontier.above.tolist(), frontier.tokens.tolist(), strict=True)
-            self.paths = [[paths[up] + [token] for up, token in zip(above, tokens, strict=True)] for paths, above, tokens in nodes]
-        return frontier
+    def add_level(self, *given):
+        level = self.expansion.add_level(*given)
+        if level is not None:
+            nodes = zip(self.paths, level.parent_index.tolist(), level.tokens.tolist(), strict=True)
+            self.paths = [
+                [paths[up] + [token] for up, token in zip(parent_index, tokens, strict=True)] for paths, parent_index, tokens in nodes
+            ]
+        return level
 
 
 def along(drafter: EagleModel, out: TargetOutput, line: list[int], root: int, paths: list[list[int]]) -> torch.Tensor:
@@ -530,8 +532,8 @@ def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
         return ids, scores, law
 
     with pytest.MonkeyPatch.context() as patch:
-        plain = eagle.grow
-        patch.setattr(eagle, "grow", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
+        plain = eagle.expand
+        patch.setattr(eagle, "expand", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
         patch.setattr(drafter, "_choose", choose, raising=False)
         return drafter.propose(round), levels
 

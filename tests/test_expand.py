@@ -7,7 +7,7 @@ import pytest
 import torch
 from planting import ask
 
-from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, grow, parse_tree_spec, tree_config
+from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, expand, parse_tree_spec, tree_config
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
 
@@ -21,12 +21,12 @@ def law(prefix: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def run(
-    growth,
+    expansion,
     roots: list[int],
     how: Sampling = Sampling(),  # noqa: B008
     levels: int = 99,
 ) -> tuple[DraftTree, torch.Tensor, list[list[tuple[int, ...]]]]:
-    """Grow with `law`, reading each frontier through its `visible` alone, and stop before what comes after `levels` -> the tree, its
+    """Grow with `law`, reading each level through its `visible` alone, and stop before what comes after `levels` -> the tree, its
     slots, and the encoded prefixes by row."""
     asked = ask(list(range(len(roots))), roots, sampling=how)
     encoded: list[list[tuple[int, ...]]] = [[] for _ in roots]
@@ -35,24 +35,24 @@ def run(
     while depth < levels:
         logits = torch.stack([torch.stack([law(prefix, b) for prefix in row]) for b, row in enumerate(prefixes)])
         index = (asked.positions[:, None] + 1 + depth).expand(-1, logits.shape[1])
-        frontier = growth.extend(*choose(logits, growth.count, asked, index, growth.scored))
-        if frontier is None:
+        level = expansion.add_level(*choose(logits, expansion.count, asked, index, expansion.scored))
+        if level is None:
             break
-        depth = frontier.depth
-        assert frontier.visible.shape[2] == len(encoded[0]) + frontier.tokens.shape[1] == len(frontier.key_depth)
+        depth = level.depth
+        assert level.visible.shape[2] == len(encoded[0]) + level.tokens.shape[1] == len(level.key_depth)
         for b, root in enumerate(roots):
             fresh = []
-            for f, token in enumerate(frontier.tokens[b].tolist()):
-                seen = frontier.visible[b, f].nonzero()[:, 0].tolist()
+            for f, token in enumerate(level.tokens[b].tolist()):
+                seen = level.visible[b, f].nonzero()[:, 0].tolist()
                 assert seen[-1] == len(encoded[b]) + f, "a node sees itself"
                 parent = encoded[b][seen[-2]] if len(seen) > 1 else (root,)
                 assert len(seen) == depth == len(parent), "one ancestor of each depth"
-                assert [len(encoded[b][e]) - 1 for e in seen[:-1]] == frontier.key_depth[seen[:-1]].tolist()
+                assert [len(encoded[b][e]) - 1 for e in seen[:-1]] == level.key_depth[seen[:-1]].tolist()
                 fresh.append((*parent, token))
             prefixes[b] = fresh
             encoded[b] += fresh
-        assert bool(frontier.visible.all()) or not frontier.open
-    return *growth.finish(), encoded
+        assert bool(level.visible.all()) or not level.all_visible
+    return *expansion.finish(), encoded
 
 
 def paths_of(tree: DraftTree, b: int) -> list[tuple[int, ...]]:
@@ -123,7 +123,7 @@ def test_depth_asked_for_is_heeded():
     for shape in (StaticTree.cartesian([2, 2, 1]), DynamicTree(3, 2, 9)):
         for depth in (1, 2):
             asked = ask([0, 1], roots, depth)
-            tree, _, _ = run(grow(shape, asked), roots)
+            tree, _, _ = run(expand(shape, asked), roots)
             assert int(tree.depth.max()) == depth
             tree.validate()
 
@@ -139,8 +139,8 @@ def test_a_tree_may_be_finished_early(shape, rule):
         pytest.skip("refused: see test_refusals")
     roots, how = [4, 9], Sampling(1.0, seed=1, rule=rule)
     for levels in (1, 2, 3):
-        tree, slots, encoded = run(grow(shape, ask([0, 1], roots, sampling=how)), roots, how, levels)
-        wanted, _, before = run(grow(shape, ask([0, 1], roots, levels, how)), roots, how)
+        tree, slots, encoded = run(expand(shape, ask([0, 1], roots, sampling=how)), roots, how, levels)
+        wanted, _, before = run(expand(shape, ask([0, 1], roots, levels, how)), roots, how)
         tree.validate()
         assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents) and torch.equal(tree.size, wanted.size)
         assert (tree.width, tree.full, tree.replacement) == (wanted.width, wanted.full, wanted.replacement)
@@ -199,8 +199,8 @@ def test_refusals():
         DynamicExpansion(DynamicTree(2, 2, 4), drawn)
     gaps = StaticTree.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
     closed = StaticTree.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0)])
-    assert StaticExpansion(gaps, drawn).topology.paths == closed.paths == closed.closed().paths and closed.closed() is closed
-    assert StaticExpansion(gaps, ask([0], [0])).topology is gaps
+    assert StaticExpansion(gaps, drawn).tree_spec.paths == closed.paths == closed.without_gaps().paths and closed.without_gaps() is closed
+    assert StaticExpansion(gaps, ask([0], [0])).tree_spec is gaps
     with pytest.raises(ValueError, match="depth 0"):
         DynamicTree(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):

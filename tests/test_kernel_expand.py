@@ -10,9 +10,9 @@ from planting import ask
 
 pytest.importorskip("triton")
 
-from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, DynamicTree
+from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, DynamicTree, FusedExpansion
 from draftsmith.inference.kernels import expand as module
-from draftsmith.inference.kernels.expand import FusedExpansion, Store, best, best_reference, frontier, rerank
+from draftsmith.inference.kernels.expand import CandidateStore, add_level, best, best_reference, rerank
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")),
@@ -119,9 +119,9 @@ def same(one: CurrentLevel | None, other: CurrentLevel | None) -> None:
     if one is None or other is None:
         assert one is other
         return
-    for name in ("tokens", "above", "visible", "key_depth"):
+    for name in ("tokens", "parent_index", "visible", "key_depth"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert one.visible.dtype == torch.bool and (one.depth, one.open) == (other.depth, other.open)
+    assert one.visible.dtype == torch.bool and (one.depth, one.all_visible) == (other.depth, other.all_visible)
 
 
 def grown(beam: DynamicTree, rows: int, kind: str, device: str, levels: int = 99) -> None:
@@ -132,8 +132,8 @@ def grown(beam: DynamicTree, rows: int, kind: str, device: str, levels: int = 99
     shape = (rows, 1, beam.width)
     for _ in range(min(levels, beam.depth)):
         ids, scores = torch.randint(1000, shape).to(device), law(kind, shape).to(device)
-        given = plain.extend(ids, scores)
-        same(fused.extend(ids, scores), given)
+        given = plain.add_level(ids, scores)
+        same(fused.add_level(ids, scores), given)
         if given is not None:
             shape = (rows, given.tokens.shape[1], beam.width)
     (tree, slots), (expected, places) = fused.finish(), plain.finish()
@@ -167,7 +167,7 @@ def test_trees_of_nan_are_trees(device):
         fused, shape = FusedExpansion(DynamicTree(3, 4, 6), asked), (2, 1, 4)
         for wrong in (0.0, 0.5, 0.5):  # better than parents that are numbers
             logp = law("any", shape).masked_fill(torch.rand(shape) < wrong, torch.nan).to(device)
-            fused.extend(torch.randint(1000, shape).to(device), logp)
+            fused.add_level(torch.randint(1000, shape).to(device), logp)
             shape = (2, 4, 4)
         tree, slots = fused.finish()
         assert ((tree.parents[:, 1:] >= 0) & (tree.parents < torch.arange(6, device=device))[:, 1:]).all()
@@ -186,12 +186,12 @@ def test_trees_of_real_sizes(beam, stable):
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is on")
 def test_nothing_waits_for_the_device():
-    logits, store = torch.randn(2, 3, 999, device="cuda"), Store.rooted(torch.tensor([4, 5], device="cuda"), 19)
+    logits, store = torch.randn(2, 3, 999, device="cuda"), CandidateStore.rooted(torch.tensor([4, 5], device="cuda"), 19)
     at, seen = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.zeros(2, 1, 0, dtype=torch.bool, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        at, seen, _, _ = frontier(store, at, seen, *best(logits[:, :1], 3), 1, 3)
-        frontier(store, at, seen, *best(logits, 3), 4, 0)
+        at, seen, _, _ = add_level(store, at, seen, *best(logits[:, :1], 3), 1, 3)
+        add_level(store, at, seen, *best(logits, 3), 4, 0)
         rerank(store.upto(13), 9, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -201,19 +201,19 @@ CALLS = """
 for dtype in (torch.float32, torch.bfloat16):
     kernels.best(torch.zeros(2, 3, 128_256, dtype=dtype), 8)
 root = torch.zeros(2, dtype=torch.int64)
-store = kernels.Store.rooted(root, 1 + 10 + 7 * 100)
+store = kernels.CandidateStore.rooted(root, 1 + 10 + 7 * 100)
 at, seen, stored = root[:, None], torch.zeros(2, 1, 0, dtype=torch.bool), 1
 for nodes, width in ((1, 10), (10, 10), (10, 0)):
     ids = torch.zeros(2, nodes, 10, dtype=torch.int64)
-    at, seen, *_ = kernels.frontier(store, at, seen, ids, ids.float(), stored, width)
+    at, seen, *_ = kernels.add_level(store, at, seen, ids, ids.float(), stored, width)
     stored += 10 * nodes
 kernels.rerank(store.upto(stored), 60, 3)
 """
 
 
 def test_compiles_for_hopper(tmp_path):
-    found = compiled("draftsmith.inference.kernels.expand", ("_maxima", "_best", "_frontier", "_rerank"), CALLS, tmp_path)
-    assert found == ["_best"] * 2 + ["_frontier"] * 3 + ["_maxima"] * 2 + ["_rerank"]
+    found = compiled("draftsmith.inference.kernels.expand", ("_maxima", "_best", "_add_level", "_rerank"), CALLS, tmp_path)
+    assert found == ["_best"] * 2 + ["_add_level"] * 3 + ["_maxima"] * 2 + ["_rerank"]
 
 
 def test_refusals():
@@ -224,26 +224,26 @@ def test_refusals():
     for count, vocab in ((0, 10), (11, 10), (17, 20), (1, (1 << 19) + 1)):
         with pytest.raises(ValueError, match=f"got {count} of {vocab} tokens"):
             best(torch.zeros(1, 1, vocab), count)
-    store = Store.rooted(torch.tensor([3]), 12)
+    store = CandidateStore.rooted(torch.tensor([3]), 12)
     at, seen = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 0, dtype=torch.bool)
     ids, logp = torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4)
     for stored, width in ((9, 2), (1, 5)):
         with pytest.raises(ValueError, match="draft a narrower or shallower tree"):
-            frontier(store, at, seen, ids, logp, stored, width)
+            add_level(store, at, seen, ids, logp, stored, width)
     with pytest.raises(ValueError, match="got logp"):
-        frontier(store, at, seen, ids, logp.double(), 1, 2)
-    with pytest.raises(ValueError, match="got at"):
-        frontier(store, at[:, :0], seen, ids, logp, 1, 2)
-    with pytest.raises(ValueError, match=r"got scores .* take Store.rooted"):
+        add_level(store, at, seen, ids, logp.double(), 1, 2)
+    with pytest.raises(ValueError, match="got level_index"):
+        add_level(store, at[:, :0], seen, ids, logp, 1, 2)
+    with pytest.raises(ValueError, match=r"got scores .* take CandidateStore.rooted"):
         rerank(store._replace(scores=store.scores[:, :3]), 4, 1)
     with pytest.raises(ValueError, match="got 257 of 600 candidates"):
-        rerank(Store.rooted(torch.tensor([3]), 600), 257, 1)
+        rerank(CandidateStore.rooted(torch.tensor([3]), 600), 257, 1)
     with pytest.raises(ValueError, match="got 4 of 5000 candidates"):
-        rerank(Store.rooted(torch.tensor([3]), 5000), 4, 1)
+        rerank(CandidateStore.rooted(torch.tensor([3]), 5000), 4, 1)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")
 def test_a_root_alone():
-    tree, slots = rerank(Store.rooted(torch.tensor([3]), 12).upto(1), 4, 0)
+    tree, slots = rerank(CandidateStore.rooted(torch.tensor([3]), 12).upto(1), 4, 0)
     assert tree.tokens.tolist() == [[3]] and slots.tolist() == tree.parents.tolist() == [[-1]] and tree.size.tolist() == [1]
     assert tree.ancestors.tolist() == [[[1]]] and tree.depth.tolist() == [[0]]

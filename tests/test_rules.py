@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import expand as grow
-from draftsmith.inference import rules, sampler, verify
+from draftsmith.inference import expand, rules, sampler, verify
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import RULES, Sampling, gumbel, sample, uniform, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
@@ -318,14 +317,16 @@ def rounds(how: Sampling, shape: StaticTree, vocab: int = V, count: int = COUNT,
     done, busy = torch.zeros_like(start), torch.arange(count)
     while len(busy):
         round = RoundContext([], busy, out[busy, done[busy]], FIRST + done[busy], busy, how, shape.max_depth)
-        growth, before, depth = grow.StaticExpansion(shape, round), round.last_tokens[:, None], 0
+        expansion, before, depth = expand.StaticExpansion(shape, round), round.last_tokens[:, None], 0
         while True:
             index = (round.positions[:, None] + depth + 1).expand_as(before)
-            frontier = growth.extend(*grow.choose(DRAFTER[index % 3, before][..., :vocab], growth.count, round, index, growth.scored))
-            if frontier is None:
+            level = expansion.add_level(
+                *expand.choose(DRAFTER[index % 3, before][..., :vocab], expansion.count, round, index, expansion.scored)
+            )
+            if level is None:
                 break
-            before, depth = frontier.tokens, frontier.depth
-        tree, _ = growth.finish()
+            before, depth = level.tokens, level.depth
+        tree, _ = expansion.finish()
         logits = TARGET[(round.positions[:, None] + tree.depth + 1) % 3, tree.tokens]
         verdict = verify.verify(tree, logits, how, round.noise_keys, round.positions, shape.max_depth)
         for j in range(1, shape.max_depth + 2):
@@ -402,7 +403,7 @@ def children(kind: str, values: list[float] | None = None) -> float:
     index = torch.tensor([4, 5]).expand(COUNT, 2)
     request = torch.arange(COUNT)
     round = RoundContext([], request, request * 0, request * 0 + 3, request, how, 1)
-    ids, _, law = grow.choose(logits, 3, round, index, False)
+    ids, _, law = expand.choose(logits, 3, round, index, False)
     assert ids.shape == (COUNT, 2, 3) and law is not None
     q = (logits[0].double() / 0.8).softmax(-1)
     assert (law[0].double().softmax(-1) - q).abs().max() < 1e-6
@@ -426,11 +427,11 @@ def test_children_that_only_the_best_are():
     request = torch.arange(9)
     round = RoundContext([], request, request * 0, request, request, Sampling(0.8, seed=1, rule="shared-noise"), 1)
     logits, index = DRAFTER[0, :1].expand(9, 1, V), torch.arange(9)[:, None] + 1
-    ids, _, law = grow.choose(logits, 2, round, index, False)
+    ids, _, law = expand.choose(logits, 2, round, index, False)
     assert law is None and torch.equal(ids[:, :, 0], sample(logits, round.sampling, round.noise_keys[:, None], index))
     assert len(ids.unique(dim=0)) > 3
     for how in (Sampling(0.8, rule="target-sample"), Sampling(), Sampling(rule="rejection"), Sampling(0.8, rule="typical")):
-        ids, scores, law = grow.choose(logits, 2, replace(round, sampling=how), index, True)
+        ids, scores, law = expand.choose(logits, 2, replace(round, sampling=how), index, True)
         assert law is None and torch.equal(ids, logits.topk(2).indices) and torch.equal(scores, logits.log_softmax(-1).gather(-1, ids))
 
 
@@ -636,7 +637,7 @@ def last_of_equals(tree, accepted):
     return tree.visible()[torch.arange(len(best)), best]
 
 
-plain_judge, plain_choose, plain_longest = verify.judge, grow.choose, rules._longest
+plain_judge, plain_choose, plain_longest = verify.judge, expand.choose, rules._longest
 plain_odds, plain_typical, plain_membership = rules.odds, rules.typical, rules.membership
 laws_hold = functools.partial(exact, SHAPES[3:], (3, 4), ("random", "narrow", "mixed"), 2)
 textbook_holds = functools.partial(by_the_book, 60)
@@ -672,12 +673,12 @@ FAULTS |= {
     "the bonus of the root": (verify, "judge", lambda tree, m, y, k=None: plain_judge(tree, m, y[:, :1].expand_as(y), k), laws_hold),
     "one coin for all siblings": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index, number * 0), rejection_law),
     "one coin for all depths": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index * 0, number), chain_law),
-    "the drafter draws with the target's noise": (grow, "PURPOSE_DRAFT", sampler.PURPOSE_TOKEN, rejection_law),
+    "the drafter draws with the target's noise": (expand, "PURPOSE_DRAFT", sampler.PURPOSE_TOKEN, rejection_law),
     "coins are the drafter's numbers": (sampler, "PURPOSE_UNIFORM", sampler.PURPOSE_DRAFT, chain_law),
-    "the law before temperature": (grow, "choose", lambda logits, *rest: (*plain_choose(logits, *rest)[:2], logits), cut_law),
-    "the best instead of draws": (grow, "gumbel", lambda seed, row, *_: torch.zeros(*row.shape, V), drawn_law),
-    "one draw for all copies": (grow, "gumbel", lambda *key: gumbel(*key[:5]), replaced_law),
-    "one noise for all indices": (grow, "gumbel", lambda seed, row, index, *rest: gumbel(seed, row, index * 0, *rest), drawn_law),
+    "the law before temperature": (expand, "choose", lambda logits, *rest: (*plain_choose(logits, *rest)[:2], logits), cut_law),
+    "the best instead of draws": (expand, "gumbel", lambda seed, row, *_: torch.zeros(*row.shape, V), drawn_law),
+    "one draw for all copies": (expand, "gumbel", lambda *key: gumbel(*key[:5]), replaced_law),
+    "one noise for all indices": (expand, "gumbel", lambda seed, row, index, *rest: gumbel(seed, row, index * 0, *rest), drawn_law),
     "a node's token drawn for each child": (rules, "match", drawn_for_each_child, same_as_plain),
     "children judged by their own law": (rules, "_of_parent", lambda tree, v: v.gather(2, tree.tokens[:, :, None])[:, :, 0], lossy),
     "not the longest path": (rules, "_longest", lambda tree, accepted: accepted, lossy),

@@ -130,9 +130,9 @@ def test_topology_tree(rows):
     fresh = DraftTree.build(tree.tokens, tree.parents, tree.size)
     for name in ("depth", "ancestors"):
         assert torch.equal(getattr(tree, name), getattr(fresh, name))
-    assert torch.equal(tree.visible(), fresh.visible()) and torch.equal(tree.route(), fresh.route())
+    assert torch.equal(tree.visible(), fresh.visible()) and torch.equal(tree.walk_matrix(), fresh.walk_matrix())
     assert tree.depth.data_ptr() == top.depth.data_ptr(), "expanded, not computed again"
-    placed = top.place(tree.tokens)
+    placed = top.fill(tree.tokens)
     assert torch.equal(placed.ancestors, tree.ancestors)
     for small in (children[:, :2], children[:, :, :2]):
         with pytest.raises(ValueError, match="at least 3 and 3"):
