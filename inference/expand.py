@@ -43,7 +43,7 @@ class DynamicTree:
     """The limits of a dynamic tree (Li et al. 2024, EAGLE-2, §4).
 
     On each level the `width` likeliest nodes get `width` children each; of all nodes the likeliest are kept. The likelihood of a node is the
-    drafter's, of the whole path from the root.
+    drafter's, of the path from the root.
 
     Attributes:
         depth: number of levels, K.

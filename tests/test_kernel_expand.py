@@ -213,7 +213,7 @@ kernels.rerank(store.upto(stored), 60, 3)
 
 def test_compiles_for_hopper(tmp_path):
     found = compiled("draftsmith.inference.kernels.expand", ("_maxima", "_best", "_add_level", "_rerank"), CALLS, tmp_path)
-    assert found == ["_best"] * 2 + ["_add_level"] * 3 + ["_maxima"] * 2 + ["_rerank"]
+    assert found == ["_add_level"] * 3 + ["_best"] * 2 + ["_maxima"] * 2 + ["_rerank"]
 
 
 def test_refusals():

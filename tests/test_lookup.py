@@ -13,7 +13,7 @@ from draftsmith.inference import lookup
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter, RoundContext
 from draftsmith.inference.expand import DynamicTree
-from draftsmith.inference.lookup import END, LONGEST, MOST, ORDERS, Corpus, Ngram, Suffix
+from draftsmith.inference.lookup import END, MAX_MATCH, MAX_OCCURRENCES, ORDERS, Ngram, NgramIndex, Suffix
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import HostResult, Verdict
@@ -160,7 +160,7 @@ def test_ngram_chain_copies_the_last_longest_match(longest, shortest):
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_ngram_merges_the_last_few_matches(name):
     shape, rng, seen = SHAPES[name], random.Random(7), Counter()
-    few = 1 if name in ("chain", "narrow") else lookup.FEW
+    few = 1 if name in ("chain", "narrow") else lookup.MAX_MERGED
     for _ in range(120):
         text = make_text(rng, rng.choice((2, 3, 5)), rng.randint(1, 70))
         depth = rng.randint(1, 9)
@@ -181,7 +181,7 @@ def test_ngram_merges_the_last_few_matches(name):
 def shared(text: list[int], place: int, end: list[int]) -> int:
     """How many tokens before `place` are the last of `end`."""
     size = 0
-    while size < min(LONGEST, place, len(end)) and text[place - 1 - size] == end[len(end) - 1 - size]:
+    while size < min(MAX_MATCH, place, len(end)) and text[place - 1 - size] == end[len(end) - 1 - size]:
         size += 1
     return size
 
@@ -194,7 +194,7 @@ def candidates(text: list[int], memory: list[list[int]], depth: int) -> list[lis
     for found in (own, old):
         found = [(number, *one) for number, one in enumerate(found) if one[0]]
         found.sort(key=lambda one: (-max(order for order in ORDERS if order <= one[1]), one[0]))
-        out.append([(size, run) for _, size, run in sorted(found[:MOST])])
+        out.append([(size, run) for _, size, run in sorted(found[:MAX_OCCURRENCES])])
     return out
 
 
@@ -202,7 +202,7 @@ def best_match(sources, shape, depth: int, factor: float, offset: float, least: 
     """Every source and every match length -> the best score, the longest length that has it, its runs and budget, and its source."""
     best = (Fraction(0), 0, [], 0, -1)
     for source, found in enumerate(sources):
-        for length in range(LONGEST, 0, -1):
+        for length in range(MAX_MATCH, 0, -1):
             runs = [run for size, run in found if size >= length]
             if not runs:
                 continue
@@ -259,7 +259,7 @@ def test_matches_are_all_up_to_the_cap():
     rng, capped, longest, some = random.Random(4), 0, 0, 0
     for _ in range(150):
         text = make_text(rng, rng.choice((2, 3, 8)), rng.randint(1, 150)) + rng.choice(([], [0, 1] * rng.randint(1, 30)))
-        depth, (own, memory) = rng.randint(1, 6), (Corpus(ORDERS), Corpus(ORDERS))
+        depth, (own, memory) = rng.randint(1, 6), (NgramIndex(ORDERS), NgramIndex(ORDERS))
         answers = [make_text(rng, 3, rng.randint(1, 60)) for _ in range(3)]
         own.extend(text)
         for answer in answers:
@@ -267,9 +267,9 @@ def test_matches_are_all_up_to_the_cap():
             memory.close()
         expected = candidates(text, answers, depth)
         assert [own.matches(text, depth), memory.matches(text, depth)] == expected
-        capped += any(len(found) == MOST for found in expected)
-        longest += any(size == LONGEST for found in expected for size, _ in found)
-        some += any(0 < len(found) < MOST for found in expected)
+        capped += any(len(found) == MAX_OCCURRENCES for found in expected)
+        longest += any(size == MAX_MATCH for found in expected for size, _ in found)
+        some += any(0 < len(found) < MAX_OCCURRENCES for found in expected)
     assert min(capped, longest, some) >= 20
 
 
@@ -311,7 +311,7 @@ def test_another_shape_counts_from_bind_on():
             (DynamicTree(2, 2, 4), 3),
         ):
             drafter.tree_spec = shape
-            assert bound(drafter)._rows == {}
+            assert bound(drafter)._texts == {}
             begin(drafter, 0, text)
             assert len(propose(drafter, [0], [text], 9)[0]) == count and drafter.max_nodes >= count + 1
 
@@ -336,7 +336,7 @@ def test_memory_holds_answers_in_order_and_within_its_bound():
         drafter.start([row], [prompt], None)
         say(drafter, row, answer)
         drafter.drop([row])
-        kept.append((prompt[-LONGEST:] + answer)[-119:])
+        kept.append((prompt[-MAX_MATCH:] + answer)[-119:])
         while sum(len(one) + 1 for one in kept) > 120:
             kept.pop(0)
             dropped += 1
@@ -354,19 +354,19 @@ def test_corpus_forgets_without_a_trace():
     for _ in range(40):
         texts = [make_text(rng, 3, rng.randint(1, 30)) for _ in range(6)]
         gone = rng.randint(1, 5)
-        old, new = Corpus((3, 2, 1)), Corpus((3, 2, 1))
+        old, new = NgramIndex((3, 2, 1)), NgramIndex((3, 2, 1))
         for number, text in enumerate(texts):
             for corpus in (old, new)[: 1 + (number >= gone)]:
                 corpus.extend(text)
                 corpus.close()
         for _ in range(gone):
-            old.forget()
+            old.drop_oldest()
         assert old.tokens == new.tokens and old.first == sum(len(text) + 1 for text in texts[:gone])
         query = make_text(rng, 3, 12)
         assert old.matches(query, 5) == new.matches(query, 5)
         for order in (3, 2, 1):
-            places = [place + old.first for place in new.places(query, order)]
-            assert list(old.places(query, order)) == places
+            places = [place + old.first for place in new.occurrences(query, order)]
+            assert list(old.occurrences(query, order)) == places
             (last, before), (fresh, links) = old._index[order], new._index[order]
             assert last.keys() == fresh.keys() and len(before) == len(links) == len(old.tokens)
             old_text = [[text[i : i + order] for i in range(len(text) - order)] for text in texts[gone:]]
@@ -379,8 +379,8 @@ def test_arguments_are_checked():
         (lambda: Ngram(shortest=0), "0 to 3"),
         (lambda: Suffix(memory=-1), "memory -1"),
         (lambda: Suffix(factor=-0.5), "factor -0.5"),
-        (lambda: Suffix(least=0.0), "least 0.0"),
-        (lambda: Suffix(least=1.5), "least 1.5"),
+        (lambda: Suffix(min_probability=0.0), "min_probability 0.0"),
+        (lambda: Suffix(min_probability=1.5), "min_probability 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -468,7 +468,7 @@ def test_lookup_equals_plain(decoded, name, sampling, rows):
         assert drafter.rounds == sum(len(one.rounds) for one in out) <= 5 * NEW - 40
         assert drafter.moved == 0 if name == "chain" else drafter.moved >= 1 or sampling.greedy
         assert max(round.size for one in out for round in one.rounds) > 2
-        assert drafter._rows == {}, "every row was dropped"
+        assert drafter._texts == {}, "every row was dropped"
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -512,7 +512,7 @@ def test_a_stream_that_is_left_and_a_stop_token(decoded):
     for _ in range(3):
         next(stream)
     stream.close()
-    assert drafter._rows == {} and drafter._finished.tokens.count(END) == 2
+    assert drafter._texts == {} and drafter._finished.tokens.count(END) == 2
     for _ in range(2):
         out = decoder.generate(PROMPTS, max_new_tokens=NEW, stop_ids={answers[0][9]})
         for one, answer in zip(out, answers, strict=True):

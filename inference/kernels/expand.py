@@ -45,7 +45,7 @@ class CandidateStore(NamedTuple):
 
     @classmethod
     def rooted(cls, root: Tensor, size: int) -> "CandidateStore":
-        """root [B] int64, room for `size` candidates -> the store of the roots alone. `tokens[:, 0]` may be set anew for another round."""
+        """root [B] int64, space for `size` candidates -> the store of the roots alone. `tokens[:, 0]` may be set anew for another round."""
         none = root.new_full((len(root), size), -1)
         store = cls(none.clone(), none.clone(), none.float().zero_(), torch.ones_like(none, dtype=torch.bool), none)
         store.tokens[:, 0] = root
@@ -131,7 +131,7 @@ def add_level(
     fits = 1 <= nodes <= _MAX_COUNT and 1 <= count <= _MAX_COUNT and 0 <= width <= min(candidates, _MAX_COUNT)
     if not fits or stored + candidates > size or size > _MAX_STORED:
         raise ValueError(
-            f"got {width} of {nodes} times {count} candidates after {stored} of {size}; expected 1..{_MAX_COUNT} of each, and room for them "
+            f"got {width} of {nodes} times {count} candidates after {stored} of {size}; expected 1..{_MAX_COUNT} of each, and space for them "
             f"among at most {_MAX_STORED}; draft a narrower or shallower tree"
         )
     next_index, parent_index, tokens = (torch.empty(rows, width, dtype=torch.int64, device=ids.device) for _ in range(3))
