@@ -95,7 +95,7 @@ def test_without_confidence_and_with_too_much(target, shape, monkeypatch):
     assert all(rounds(0.0, how) == rounds(1e-9, how) for how in HOWS.values())
     if shape != "dynamic":
         assert rounds(0.0, rejection) != rounds(1e-9, rejection)
-        monkeypatch.setattr(draft_model, "APART", 0)
+        monkeypatch.setattr(draft_model, "DEPTH_STRIDE", 0)
         assert rounds(0.0, rejection) == rounds(1e-9, rejection)
         monkeypatch.undo()
     level = 1 + len([path for path in SHAPES[shape].paths if len(path) == 1]) if shape != "dynamic" else 1 + SHAPES[shape].width
@@ -232,5 +232,5 @@ def twos(count: int = 120) -> int:
 def test_what_was_drawn_in_vain_is_not_drawn_again(monkeypatch):
     """120 coins: 60 ± 5.5. Drawn with the noise of the index alone, a 2 that was drawn in vain would come again: three in four."""
     assert 38 < twos() < 82
-    monkeypatch.setattr(draft_model, "APART", 0)
+    monkeypatch.setattr(draft_model, "DEPTH_STRIDE", 0)
     assert twos() > 82

@@ -47,7 +47,7 @@ class Checked(DraftModel):
         self.seen = getattr(self, "seen", Counter())
 
     def propose(self, round):
-        behind = [len(self._rows.missing[row]) for row in round.slots]
+        behind = [len(self._state.pending[row]) for row in round.slots]
         tree = super().propose(round)
         tree.validate()
         for b, row in enumerate(round.slots):
@@ -74,7 +74,7 @@ class Checked(DraftModel):
             self.seen["moved"] += not told.in_place
             self.seen["not asked"] += tree.tokens.shape[1] == 1
             # The cache and what it lacks are the text, always.
-            assert int(self._rows.cache.length[row]) + len(self._rows.missing[row]) == len(self.texts[row])
+            assert int(self._state.cache.length[row]) + len(self._state.pending[row]) == len(self.texts[row])
 
 
 class Now:
