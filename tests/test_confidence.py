@@ -121,7 +121,7 @@ def law_of_a_round(p: list[Tensor], q: list[Tensor], drafts) -> Tensor:
     for tokens, weight in drafts:
         laws = [torch.stack([law[k][tuple(tokens[:k])] for k in range(len(tokens) + 1)])[None] for law in (p, [*q, p[2]])]
         tree = built(torch.tensor([[0, *tokens]]), [-1, 0, 1][: len(tokens) + 1], len(tokens) + 1, False)
-        chance, rest = rules.odds(tree, *laws)
+        chance, rest = rules.acceptance_probability(tree, *laws)
         for kept in range(len(tokens) + 1):
             last = rest[0, kept] * (weight * (1 - chance[0, kept + 1]) if kept < len(tokens) else weight)
             for law in p[kept + 1 :]:

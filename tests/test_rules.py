@@ -101,7 +101,7 @@ def enumerated(parents: list[int], size: int, vocab: int, kind: str, replacement
     weight, nothing = drawn(tokens, parents, size, q, replacement)
     some = weight > 0
     tokens, p, q, weight, nothing = tokens[some], p[some], q[some], weight[some], nothing[some]
-    chance, rest = rules.odds(built(tokens, parents, size, replacement), p, q)
+    chance, rest = rules.acceptance_probability(built(tokens, parents, size, replacement), p, q)
     seen["trees"] += len(tokens)
     seen["drawn from nothing"] += int(nothing.sum())
     if not (0 <= chance.min() and chance.max() <= 1) or chance[nothing].any():  # NaN fails too
@@ -207,7 +207,7 @@ def by_the_book(count: int = 400, seen: Counter | None = None) -> float:
         if vocab == 4:  # as static trees know it; else it is N − 1
             tree.width = max(max(Counter(parents[1:size]).values(), default=0) for _, parents, size in trees)
         p, q = (torch.stack([normal([one[side] for one in row]) for row in pairs]) for side in (0, 1))
-        chance, rest = rules.odds(tree, p, q)
+        chance, rest = rules.acceptance_probability(tree, p, q)
         path, length = verify.walk(tree, torch.tensor([[float(coin) for coin in row] for row in coins]) < chance)
         for b in range(count):
             if not trees[b][2]:
@@ -247,7 +247,7 @@ def test_chains_are_speculative_sampling():
         tree = built(tokens, [-1, 0, 1, 2], depth + 1, replacement)
         pairs = [pair(rng, vocab, kind) for _ in range(depth + 1)]
         p, q = (normal([one[side] for one in pairs]) for side in (0, 1))
-        chance, rest = rules.odds(tree, p.expand(len(tokens), -1, -1), q.expand(len(tokens), -1, -1))
+        chance, rest = rules.acceptance_probability(tree, p.expand(len(tokens), -1, -1), q.expand(len(tokens), -1, -1))
         for i in range(depth):
             for x in range(vocab):
                 mine = tokens[:, i + 1] == x
@@ -281,7 +281,7 @@ def test_acceptance_as_predicted():
         for count in range(1, vocab + 1):
             tokens = torch.tensor([[0, *x] for x in itertools.permutations(range(vocab), count)])
             parents, laws = [-1] + [0] * count, [law.expand(len(tokens), count + 1, -1) for law in (target, draft)]
-            chance, _ = rules.odds(built(tokens, parents, count + 1, False), *laws)
+            chance, _ = rules.acceptance_probability(built(tokens, parents, count + 1, False), *laws)
             refused = (drawn(tokens, parents, count + 1, laws[1], False)[0] * (1 - chance[:, 1:]).prod(1)).sum()
             assert 1 - refused > previous - 1e-12
             previous = float(1 - refused)
@@ -574,7 +574,7 @@ def test_who_is_lossless():
 
 
 def plainly(fault: str = ""):
-    """`rules.odds` node after node, with one thing done wrong. Index −1 reads the last row, as advanced indexing does."""
+    """`rules.acceptance_probability` node after node, with one thing done wrong. Index −1 reads the last row, as advanced indexing does."""
 
     def odds(tree: DraftTree, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         rows, first, real, p, q = torch.arange(len(p)), p, tree.size, p.clone(), q.clone()
@@ -637,8 +637,8 @@ def last_of_equals(tree, accepted):
     return tree.visible()[torch.arange(len(best)), best]
 
 
-plain_judge, plain_choose, plain_longest = verify.judge, expand.choose, rules._longest
-plain_odds, plain_typical, plain_membership = rules.odds, rules.typical, rules.membership
+plain_judge, plain_choose, plain_longest = verify.judge, expand.choose, rules._longest_path
+plain_odds, plain_typical, plain_membership = rules.acceptance_probability, rules.typical, rules.membership
 laws_hold = functools.partial(exact, SHAPES[3:], (3, 4), ("random", "narrow", "mixed"), 2)
 textbook_holds = functools.partial(by_the_book, 60)
 rejection_law, chain_law, cut_law = (functools.partial(sampled, name) for name in ("rejection", "chain", "cut laws"))
@@ -665,11 +665,11 @@ ODDS = (
 # Refusing twins and changing q is lossless with replacement too, but it is not the rule that is named and accepts less.
 LAWFUL = "q changes though drawn with replacement"
 # name -> where it is planted, what, and the check that must turn red
-FAULTS = {f"{name}, by enumeration": (rules, "odds", plainly(name), laws_hold) for name in ODDS}
-FAULTS |= {f"{name}, by the textbook": (rules, "odds", plainly(name), textbook_holds) for name in (*ODDS, LAWFUL)}
-FAULTS |= {f"{name}, sampled": (rules, "odds", plainly(name), rejection_law) for name in ODDS[:4]}
+FAULTS = {f"{name}, by enumeration": (rules, "acceptance_probability", plainly(name), laws_hold) for name in ODDS}
+FAULTS |= {f"{name}, by the textbook": (rules, "acceptance_probability", plainly(name), textbook_holds) for name in (*ODDS, LAWFUL)}
+FAULTS |= {f"{name}, sampled": (rules, "acceptance_probability", plainly(name), rejection_law) for name in ODDS[:4]}
 FAULTS |= {
-    "the last sibling is left out": (rules, "odds", lambda t, *laws: plain_odds(replace(t, width=t.width - 1), *laws), textbook_holds),
+    "the last sibling is left out": (rules, "acceptance_probability", lambda t, *laws: plain_odds(replace(t, width=t.width - 1), *laws), textbook_holds),
     "the bonus of the root": (verify, "judge", lambda tree, m, y, k=None: plain_judge(tree, m, y[:, :1].expand_as(y), k), laws_hold),
     "one coin for all siblings": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index, number * 0), rejection_law),
     "one coin for all depths": (rules, "uniform", lambda seed, row, index, number: uniform(seed, row, index * 0, number), chain_law),
@@ -680,10 +680,10 @@ FAULTS |= {
     "one draw for all copies": (expand, "gumbel", lambda *key: gumbel(*key[:5]), replaced_law),
     "one noise for all indices": (expand, "gumbel", lambda seed, row, index, *rest: gumbel(seed, row, index * 0, *rest), drawn_law),
     "a node's token drawn for each child": (rules, "match", drawn_for_each_child, same_as_plain),
-    "children judged by their own law": (rules, "_of_parent", lambda tree, v: v.gather(2, tree.tokens[:, :, None])[:, :, 0], lossy),
-    "not the longest path": (rules, "_longest", lambda tree, accepted: accepted, lossy),
-    "the last of equals": (rules, "_longest", last_of_equals, lossy),
-    "padding is accepted": (rules, "_longest", lambda t, m: plain_longest(replace(t, size=torch.full_like(t.size, m.shape[1])), m), lossy),
+    "children judged by their own law": (rules, "_at_parent", lambda tree, v: v.gather(2, tree.tokens[:, :, None])[:, :, 0], lossy),
+    "not the longest path": (rules, "_longest_path", lambda tree, accepted: accepted, lossy),
+    "the last of equals": (rules, "_longest_path", last_of_equals, lossy),
+    "padding is accepted": (rules, "_longest_path", lambda t, m: plain_longest(replace(t, size=torch.full_like(t.size, m.shape[1])), m), lossy),
     "epsilon for delta": (rules, "typical", lambda t, x, how, *k: plain_typical(t, x, replace(how, delta=how.epsilon), *k), lossy),
     "typical of the cut law": (rules, "typical", lambda t, x, how, *k: plain_typical(t, warp(x, how) * how.temperature, how, *k), lossy),
     "membership without min-p": (rules, "membership", lambda t, x, how, *k: plain_membership(t, x, replace(how, min_p=0.0), *k), lossy),
@@ -693,7 +693,7 @@ FAULTS |= {
 def test_every_fault_is_seen(monkeypatch):
     for check in {id(check): check for *_, check in FAULTS.values()}.values():
         assert check() > GREEN, check
-    monkeypatch.setattr(rules, "odds", plainly())
+    monkeypatch.setattr(rules, "acceptance_probability", plainly())
     assert laws_hold() and textbook_holds(), "the form that carries the faults is right without one"
     monkeypatch.undo()
     found = {}
