@@ -57,10 +57,10 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive whole number"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),
-            ("seed", 0 <= self.seed < 2**64, "a whole number in 0 .. 2^64-1"),
+            ("seed", 0 <= self.seed < 2**64, "an integer in 0 .. 2^64-1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a positive number; 1 is off"),
             ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
             ("epsilon", 0.0 <= self.epsilon <= 1.0, "a probability"),
@@ -121,7 +121,7 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
-        # int64 products wrap, which keeps all 64 bits; the arithmetic shift is masked.
+        # int64 multiplication wraps, which keeps all 64 bits; the arithmetic shift is masked.
         first, second = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
         c0 = ((second >> 32) & _MASK) ^ (c1 ^ key_0)
         c2 = ((first >> 32) & _MASK) ^ (c3 ^ key_1)
