@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_draft_model import SHAPES, Checked, Now, relative
 from test_lossless import PROMPTS, texts
-from test_rules import GREEN, built, p_value
+from test_rules import GREEN, build_tree, p_value
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import tiny
@@ -120,7 +120,7 @@ def law_of_a_round(p: list[Tensor], q: list[Tensor], drafts) -> Tensor:
     out = torch.zeros_like(p[2])
     for tokens, weight in drafts:
         laws = [torch.stack([law[k][tuple(tokens[:k])] for k in range(len(tokens) + 1)])[None] for law in (p, [*q, p[2]])]
-        tree = built(torch.tensor([[0, *tokens]]), [-1, 0, 1][: len(tokens) + 1], len(tokens) + 1, False)
+        tree = build_tree(torch.tensor([[0, *tokens]]), [-1, 0, 1][: len(tokens) + 1], len(tokens) + 1, False)
         chance, rest = rules.acceptance_probability(tree, *laws)
         for kept in range(len(tokens) + 1):
             last = rest[0, kept] * (weight * (1 - chance[0, kept + 1]) if kept < len(tokens) else weight)
