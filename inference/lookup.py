@@ -293,8 +293,8 @@ class Suffix(_LookupDrafter):
         tree_spec: of the trees.
         memory: tokens of finished answers to remember over all slots and calls; 0 is none. The oldest answer is dropped first. An answer is
             remembered with the last MAX_MATCH tokens of its prompt.
-        factor: see above.
-        offset: see above.
+        factor: nodes of a draft for each token of the match.
+        offset: nodes in addition.
         min_probability: a less likely node is left out.
 
     Raises:

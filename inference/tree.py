@@ -163,8 +163,8 @@ class DraftTree:
         """The same tree on `device`."""
         if self.tokens.device == device:
             return self
-        moved = {slot.name: value.to(device) for slot in fields(self) if isinstance(value := getattr(self, slot.name), Tensor)}
-        return replace(self, **moved)
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
     def validate(self) -> None:
         """Check every promise of the class. Waits for the device: for tests and for trees from outside.
