@@ -1,10 +1,11 @@
 """An independent language model as the drafter: chain, static tree or dynamic tree, with a KV cache of its own.
 
-Its KV are kept by length: what was drafted and accepted stays, the rest is overwritten. The deepest token of a whole tree was never
-run through it, nor was any token of a round that it did not draft for; these are encoded first in the next round that it drafts. (In a
-graph every round encodes: what waits is then two tokens at most.)
+The cache keeps the KV of drafted nodes that were accepted and overwrites the rest. Some committed tokens have no KV yet: the deepest token of
+a fully accepted path, which was never encoded, and the tokens of rounds without a draft. These pending tokens are encoded at the beginning of
+the next round that drafts. (In a graph every round encodes them, so that there are at most two.)
 
-Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabulary of the target · P tokens to catch up with · K draft depth.
+Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabulary of the target · D that of the draft model, at most V ·
+K draft depth · H hidden size of the draft model · S positions · R positions that are drafted from.
 """
 
 from dataclasses import dataclass
@@ -16,81 +17,96 @@ from torch import Tensor
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache, placed
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
-from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, grow
+from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
 from draftsmith.inference.sampler import Sampling, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
 __all__ = ["DraftModel"]
 
-FEW = 8  # tokens to catch up with that are worth no forward of their own
-APART = 2**24  # more than any index
+SHORT_CATCH_UP = 8  # pending tokens; more of them are encoded in a forward of their own
+DEPTH_STRIDE = 2**24  # more than any index of a token
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
-    """What it keeps of its rows. cache: its KV · missing: by row, the tokens that the cache lacks, up to the root · waiting [rows,2], lacking
-    [rows]: in a graph, those tokens and how many they are · of: what the cache was made for."""
+class DraftModelState:
+    """The state of all slots.
+
+    Attributes:
+        cache: KV of the draft model.
+        pending: by slot, the committed tokens that the cache lacks, the last committed token included. Not kept in a graph.
+        pending_tokens: [slots,2] int64, the same for a graph.
+        pending_count: [slots] int64, how many of `pending_tokens` count.
+        made_for: what the cache was allocated for.
+    """
 
     cache: TreeCache
-    missing: dict[int, list[int]]
-    waiting: Tensor
-    lacking: Tensor
-    of: tuple[Any, ...]
+    pending: dict[int, list[int]]
+    pending_tokens: Tensor
+    pending_count: Tensor
+    made_for: tuple[Any, ...]
 
 
 class DraftModel:
-    """`model` drafts trees of `shape` for a target with the same tokens. How many tokens it lags behind is host knowledge from the
-    round's one transfer; its shapes follow it, and a tree (a chain apart) reads how many nodes were kept. In a graph both are the device's.
+    """A language model that drafts trees for a target with the same tokens.
 
-    Rows of its head past the target's vocabulary V are padding and cut off; where it has fewer, it never proposes what it lacks.
+    Outside graphs the host knows how many tokens are pending from the round's one transfer, and the shapes follow it; after a tree (a chain
+    apart) it reads how many nodes were kept. In a graph only the device knows both.
 
-    chunk: tokens of a prompt per forward · confidence: a level below the first is drafted only where the best token of some node above it
-    is at least this likely by the law that its children would be drawn from (0: always). That law depends on tokens drawn before alone,
-    so that every lossless rule stays so. A batch stops together, once all its rows would: what is drafted along costs nothing in a
-    padded batch. Under rejection a row's tokens then depend on the rows beside it; their law does not.
+    Rows of the model's head beyond the target's vocabulary V are padding and are cut off. Tokens that its head lacks are never proposed.
+
+    A confidence above 0 stops a draft early. A level below the first is drafted only where, after some node of the level above, the best token
+    has at least this probability under the distribution that the children would be drawn from. That distribution depends only on tokens drawn
+    before, so every lossless rule stays lossless. A batch stops when all its rows would stop: further levels of a padded batch are free. Under
+    rejection a row's tokens then depend on the rows beside it; their distribution does not.
+
+    Args:
+        model: the draft model.
+        tree_spec: of the trees.
+        chunk: tokens of a prompt per forward.
+        confidence: a probability; 0 drafts always.
 
     Raises:
         ValueError: a confidence that is no probability.
     """
 
     method = "draft model"
-    depth_limit = 8  # of position records: how far ahead a tree may look
+    depth_limit = 8  # of position records: how far ahead a tree may reach
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, shape: TreeSpec, chunk: int = 256, confidence: float = 0.0) -> None:
+    def __init__(self, model: Target, tree_spec: TreeSpec, chunk: int = 256, confidence: float = 0.0) -> None:
         if not 0.0 <= confidence <= 1.0:
             raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
         self.model = model
-        self.shape = shape
+        self.tree_spec = tree_spec
         self.chunk = chunk
         self.confidence = confidence
-        self._fewer = True
+        self._fewer_tokens = True
         self._vocab: int | None = None  # V, once bound
-        self._state: Rows | None = None
+        self._bound_state: DraftModelState | None = None
 
     @property
     def capturable(self) -> bool:
-        """Stopping where nobody is confident needs the host."""
+        """False with a confidence: the host decides whether to stop."""
         return not self.confidence
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def check(self, context: int) -> None:
-        """Whether it can draft at this length.
+        """Check that it can draft at this context length.
 
         Raises:
-            ValueError: fewer positions than the context.
+            ValueError: the model has fewer positions than the context.
         """
         if context > self.model.max_positions:
             raise ValueError(
@@ -98,193 +114,197 @@ class DraftModel:
                 "shorten prompt and answer, or give another draft model"
             )
 
-    def bind(self, target: Target, rows: int, context: int) -> Any:
+    def bind(self, target: Target, slots: int, context: int) -> Any:
         self.check(context)
-        self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
-        self.shape = self.shape.to(self.model.device)
-        if isinstance(self.shape, StaticTree):
-            encoded = sum(level.nodes for level in self.shape.levels()[1:])
+        self._fewer_tokens, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
+        self.tree_spec = self.tree_spec.to(self.model.device)
+        if isinstance(self.tree_spec, StaticTree):
+            encoded = sum(level.nodes for level in self.tree_spec.levels()[1:])
         else:
-            encoded = (self.shape.depth - 1) * self.shape.width
-        # A graph lets a row run a round past its end.
+            encoded = (self.tree_spec.depth - 1) * self.tree_spec.width
+        # In a graph a slot may run a round past its end.
         capacity = context + self.max_depth + 1 + max(encoded, 2)
-        device, of = self.model.device, (self.model, self.model.dtype, self.model.device, rows)
-        if self._state is None or self._state.of != of or self._state.cache.capacity < capacity:
-            self._state = None  # free the old one first
-            lacking = torch.zeros(rows, dtype=torch.int64, device=device)
-            self._state = Rows(TreeCache(rows, capacity, device), {}, lacking.new_zeros(rows, 2), lacking, of)
-        self._state.cache.reset()
-        self._state.missing.clear()
-        self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
-        self._encoded = 0  # levels of it that were
-        self._chain = isinstance(self.shape, StaticTree) and self.shape.width <= 1
-        return self._state, self.shape, tensor_addresses(self.model.model)
+        device, made_for = self.model.device, (self.model, self.model.dtype, self.model.device, slots)
+        state = self._bound_state
+        if state is None or state.made_for != made_for or state.cache.capacity < capacity:
+            state = self._bound_state = None  # frees the old cache first
+            count = torch.zeros(slots, dtype=torch.int64, device=device)
+            state = DraftModelState(TreeCache(slots, capacity, device), {}, count.new_zeros(slots, 2), count, made_for)
+            self._bound_state = state
+        state.cache.reset()
+        state.pending.clear()
+        self._encoded_index: Tensor | None = None  # [B,N], of the last tree: see Expansion.finish
+        self._encoded_levels = 0  # of the last tree
+        self._chain = isinstance(self.tree_spec, StaticTree) and self.tree_spec.width <= 1
+        return state, self.tree_spec, tensor_addresses(self.model.model)
 
     @property
-    def _rows(self) -> Rows:
-        assert self._state is not None, "bind comes first"
-        return self._state
+    def _state(self) -> DraftModelState:
+        assert self._bound_state is not None, "bind comes first"
+        return self._bound_state
 
     @torch.inference_mode()
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode prompt[:-1]."""
-        cache = self._rows.cache
+        cache = self._state.cache
         cache.fixed = False
-        cache.reset(rows)
-        for row, prompt in zip(rows, prompts, strict=True):
-            self._rows.missing[row] = list(prompt)
-        self._catch_up(rows, leave=1)
-        there, last = placed(rows, self.device), placed([prompt[-1] for prompt in prompts], self.device)
-        self._rows.waiting[there, 0] = last
-        self._rows.lacking.index_fill_(0, there, 1)
+        cache.reset(slots)
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._state.pending[slot] = list(prompt)
+        self._catch_up(slots, leave=1)
+        index, last = placed(slots, self.device), placed([prompt[-1] for prompt in prompts], self.device)
+        self._state.pending_tokens[index, 0] = last
+        self._state.pending_count.index_fill_(0, index, 1)
 
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
-        """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
-        growth, depth = grow(self.shape, round), 0
-        self._rows.cache.fixed = round.static_shape
+        """Encode the pending tokens, then one level of the tree per forward, until the tree is full or no row is confident."""
+        expansion, depth = expand(self.tree_spec, round), 0
+        self._state.cache.fixed = round.static_shape
         with tree_attention(self.model.model):
-            hidden = (self._encode_waiting(round) if round.active is not None else self._reach_roots(round.slots))[:, None]
-            index = round.positions[:, None].to(self.model.device) + 1
-            # Whether an index is drafted for may hang, through the rows beside, on what an earlier round drew for it in vain: drawn with
-            # the same noise again it would not be a draw from q. So here draws are keyed by depth too, which no two rounds share.
+            hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
+            first = round.positions[:, None].to(self.model.device) + 1
+            # With a confidence, whether a token is drawn for an index may depend, through the rows beside, on what an earlier round drew in
+            # vain for that index. Drawn with the same noise again it would not be a draw from q. So draws are keyed by depth too: no two
+            # rounds draw for one index at one depth.
             drawn = self.confidence and round.sampling.children in ("drawn", "replaced")
-            step = APART + 1 if drawn else 1
+            stride = DEPTH_STRIDE + 1 if drawn else 1
             while True:
                 logits = self.model.logits(hidden)[..., : self._vocab]
                 if depth and self.confidence and not self._confident(logits, round.sampling):
                     break
-                level = index.expand(-1, hidden.shape[1]) + depth * step
-                frontier = growth.extend(*choose(logits, growth.count, round, level, growth.scored))
-                if frontier is None:
+                index = first.expand(-1, hidden.shape[1]) + depth * stride
+                level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
+                if level is None:
                     break
-                hidden, depth = self._encode(frontier), frontier.depth
-        tree, self._slots = growth.finish()
-        self._encoded = depth
+                hidden, depth = self._encode_level(level), level.depth
+        tree, self._encoded_index = expansion.finish()
+        self._encoded_levels = depth
         return tree
 
     def _confident(self, logits: Tensor, sampling: Sampling) -> bool:
-        """logits [B,F,V] -> whether some node's best token is likely enough; reads the device."""
-        law = logits if sampling.greedy else warp(logits, sampling)
-        return bool((law.float().softmax(-1).amax(-1) >= self.confidence).any())
+        """logits [B,F,D] -> whether some node's best token is likely enough; waits for the device."""
+        warped = logits if sampling.greedy else warp(logits, sampling)
+        return bool((warped.float().softmax(-1).amax(-1) >= self.confidence).any())
 
-    def _reach_roots(self, rows: list[int]) -> Tensor:
-        """Encode what each row lacks -> hidden [B,H] at the roots."""
-        behind = [row for row in rows if len(self._rows.missing[row]) > FEW]
-        if behind and len(rows) > 1:  # by themselves: the others would be padding
+    def _encode_up_to_roots(self, slots: list[int]) -> Tensor:
+        """Encode all pending tokens -> hidden [B,H] at the last committed tokens."""
+        behind = [slot for slot in slots if len(self._state.pending[slot]) > SHORT_CATCH_UP]
+        if behind and len(slots) > 1:  # in a forward of their own, where the other slots would be padding
             self._catch_up(behind, leave=1)
-        return self._catch_up(rows, leave=0)
+        return self._catch_up(slots, leave=0)
 
-    def _encode_waiting(self, round: RoundContext) -> Tensor:
-        """The same in one shape, for rows that take part."""
+    def _encode_pending(self, round: RoundContext) -> Tensor:
+        """`_encode_up_to_roots` in one shape, for the active slots."""
         assert round.active is not None
-        cache = self._rows.cache
+        state, cache = self._state, self._state.cache
         cache.select(round.slots)
-        tokens, counts = self._rows.waiting[round.slot_index], torch.where(round.active, self._rows.lacking[round.slot_index], 0)
+        tokens, counts = state.pending_tokens[round.slot_index], torch.where(round.active, state.pending_count[round.slot_index], 0)
         attention = TreeAttention.causal(cache, 2)
         hidden = self._forward(tokens, attention)
         cache.keep(attention.depth, counts, in_place=True)
         last = (counts - 1).clamp(min=0)
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
 
-    def _catch_up(self, rows: list[int], leave: int) -> Tensor:
-        """Encode what each row lacks, but for its last `leave` tokens -> hidden [B,H] at the last token encoded."""
-        cache = self._rows.cache
-        cache.select(rows)
-        waiting = [self._rows.missing[row][: len(self._rows.missing[row]) - leave] for row in rows]
-        last: list[Tensor | None] = [None] * len(rows)
-        start, longest = 0, max(len(ids) for ids in waiting)
+    def _catch_up(self, slots: list[int], leave: int) -> Tensor:
+        """Encode the pending tokens of these slots except the last `leave` -> hidden [B,H] at the last token encoded; empty if leave > 0."""
+        cache, pending = self._state.cache, self._state.pending
+        cache.select(slots)
+        to_encode = [pending[slot][: len(pending[slot]) - leave] for slot in slots]
+        last: list[Tensor | None] = [None] * len(slots)
+        start, longest = 0, max(len(ids) for ids in to_encode)
         while start < longest:
-            # A row that lacks little may be near the end of its slots while another lacks much.
+            # A slot with few pending tokens may be near the end of its cache while another slot has many.
             width = min(longest - start, self.chunk, cache.capacity - cache.reach)
-            parts = [ids[start : start + width] for ids in waiting]
+            parts = [ids[start : start + width] for ids in to_encode]
             ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
             with tree_attention(self.model.model):
                 hidden = self._forward(ids, TreeAttention.causal(cache, width))
             cache.advance([len(part) for part in parts])
-            for place, part in enumerate(parts):
+            for b, part in enumerate(parts):
                 if part:
-                    last[place] = hidden[place, len(part) - 1]
+                    last[b] = hidden[b, len(part) - 1]
             start += width
-        for row, ids in zip(rows, waiting, strict=True):
-            del self._rows.missing[row][: len(ids)]
-        return torch.stack([one for one in last if one is not None]) if leave == 0 else torch.empty(0)
+        for slot, ids in zip(slots, to_encode, strict=True):
+            del pending[slot][: len(ids)]
+        return torch.stack([hidden for hidden in last if hidden is not None]) if leave == 0 else torch.empty(0)
 
-    def _known(self, ids: Tensor) -> Tensor:
-        """A target may have rows, for padding or special tokens, that the draft model lacks; it reads its own last one there."""
-        return ids.clamp(max=self.model.vocab_size - 1) if self._fewer else ids
+    def _own_ids(self, ids: Tensor) -> Tensor:
+        """A target may have ids, of padding or special tokens, that the draft model lacks; it reads its own last id there."""
+        return ids.clamp(max=self.model.vocab_size - 1) if self._fewer_tokens else ids
 
     def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
-        """ids [B,N] after what the cache holds -> hidden [B,N,H]."""
+        """ids [B,N] after the cached tokens -> hidden [B,N,H]."""
         positions = attention.positions().clamp(max=self.model.max_positions - 1)
-        return self.model.forward(self._known(ids), position_ids=positions, cache=self._rows.cache, tree=attention).hidden
+        return self.model.forward(self._own_ids(ids), position_ids=positions, cache=self._state.cache, tree=attention).hidden
 
-    def _encode(self, frontier: CurrentLevel) -> Tensor:
+    def _encode_level(self, level: CurrentLevel) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
-        cache = self._rows.cache
-        # The cache ends with the root, so a node of depth d is at length + d − 1.
-        depth = torch.full_like(frontier.tokens, frontier.depth - 1)
-        key_depth = (frontier.key_depth - 1).expand(len(depth), -1)
-        hidden = self._forward(frontier.tokens, TreeAttention(cache, depth, frontier.visible, key_depth, frontier.open))
-        cache.draft(frontier.tokens.shape[1])
+        cache = self._state.cache
+        # The cache ends with the root, so a node of depth d has position length + d − 1.
+        depth = torch.full_like(level.tokens, level.depth - 1)
+        key_depth = (level.key_depth - 1).expand(len(depth), -1)
+        hidden = self._forward(level.tokens, TreeAttention(cache, depth, level.visible, key_depth, level.all_visible))
+        cache.draft(level.tokens.shape[1])
         return hidden
 
     def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
-        """ids [S] -> its own hidden states [S,H] along them; the target's are of no concern."""
+        """ids [S] -> the draft model's hidden states [S,H] along them. The target's `out` is not used."""
         with torch.inference_mode():
-            return self.model.forward(self._known(ids[None]).to(self.model.device)).hidden[0]
+            return self.model.forward(self._own_ids(ids[None]).to(self.model.device)).hidden[0]
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,H], consecutive roots [R] -> [R,K,D], D = V or fewer: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
+        """features [S,H], consecutive positions roots [R] -> [R,K,D]: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
         at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
         first, last = int(at.min()), int(at.max())
         with torch.inference_mode():
             return self.model.logits(features[first : last + 1])[..., : self._vocab][at - first]
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        """Keep the KV of accepted nodes; the tokens that have none yet wait for the next round."""
+        """Keep the KV of accepted nodes; committed tokens without KV become pending."""
         if round.static_shape:
-            self._accept_fixed(round, tree, verdict)
+            self._accept_static_shape(round, tree, verdict)
             return
-        told = verdict.on_host(tree)
-        slots, self._slots = self._slots, None
-        kept = [0] * len(told)
-        if slots is not None:
-            places, counts = _places(slots, verdict.path[:, 1:].to(slots.device))
-            kept = [min(one.length - 1, self._encoded) for one in told] if self._chain else counts.tolist()
-            self._rows.cache.keep(places, counts, kept, in_place=self._chain)
-        for row, one, count in zip(round.slots, told, kept, strict=True):
-            self._rows.missing[row] += one.tokens[count:]
+        results = verdict.on_host(tree)
+        encoded_index, self._encoded_index = self._encoded_index, None
+        counts = [0] * len(results)
+        if encoded_index is not None:
+            accepted, count = _encoded_path(encoded_index, verdict.path[:, 1:].to(encoded_index.device))
+            counts = [min(result.length - 1, self._encoded_levels) for result in results] if self._chain else count.tolist()
+            self._state.cache.keep(accepted, count, counts, in_place=self._chain)
+        for slot, result, count in zip(round.slots, results, counts, strict=True):
+            self._state.pending[slot] += result.tokens[count:]
 
     @torch.inference_mode()
-    def _accept_fixed(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
-        slots, self._slots = self._slots, None
-        self._rows.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
-        if slots is None:  # it was not asked: no more tokens may wait
+    def _accept_static_shape(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
+        state, cache = self._state, self._state.cache
+        encoded_index, self._encoded_index = self._encoded_index, None
+        cache.fixed = True  # prompts may have been encoded since the last proposal
+        if encoded_index is None:  # nothing was proposed in this round: the pending tokens must not become more than two
             with tree_attention(self.model.model):
-                self._encode_waiting(round)
-            slots = torch.full_like(tree.tokens, -1)
-        places, kept = _places(slots, verdict.path[:, 1:])
-        if places.shape[1]:
-            self._rows.cache.keep(places, kept, in_place=self._chain)
+                self._encode_pending(round)
+            encoded_index = torch.full_like(tree.tokens, -1)
+        accepted, count = _encoded_path(encoded_index, verdict.path[:, 1:])
+        if accepted.shape[1]:
+            cache.keep(accepted, count, in_place=self._chain)
         deepest = tree.tokens.gather(1, verdict.path.amax(1, keepdim=True).clamp(min=0))[:, 0]
-        behind = verdict.length - 1 - kept  # 1 where the last accepted node was not encoded
-        waiting = torch.stack((torch.where(behind > 0, deepest, verdict.next_token), verdict.next_token), 1)
+        behind = verdict.length - 1 - count  # 1 where the last accepted node was not encoded
+        pending = torch.stack((torch.where(behind > 0, deepest, verdict.next_token), verdict.next_token), 1)
         moved = verdict.length > 0
-        state = self._rows
-        state.waiting[round.slot_index] = torch.where(moved[:, None], waiting, state.waiting[round.slot_index])
-        state.lacking[round.slot_index] = torch.where(moved, behind + 1, state.lacking[round.slot_index])
+        state.pending_tokens[round.slot_index] = torch.where(moved[:, None], pending, state.pending_tokens[round.slot_index])
+        state.pending_count[round.slot_index] = torch.where(moved, behind + 1, state.pending_count[round.slot_index])
 
-    def drop(self, rows: list[int]) -> None:
-        for row in rows:
-            self._rows.missing.pop(row, None)
-        self._rows.lacking.index_fill_(0, placed(rows, self.device), 0)
-        self._rows.cache.reset(rows)
+    def drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._state.pending.pop(slot, None)
+        self._state.pending_count.index_fill_(0, placed(slots, self.device), 0)
+        self._state.cache.reset(slots)
 
 
-def _places(slots: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the nodes of a path [B,K] were encoded [B,K], −1 where they were not, and how many were [B].
+def _encoded_path(encoded_index: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of each node of path [B,K] among the encoded nodes [B,K], −1 where it was not encoded, and how many were encoded [B].
 
-    Whatever has accepted children was encoded: of a path only the last node can lack its KV."""
-    places = torch.where(path < 0, -1, slots.gather(1, path.clamp(min=0)))
-    return places, (places >= 0).sum(1)
+    A node with accepted children was encoded: only the last node of a path can lack its KV.
+    """
+    index = torch.where(path < 0, -1, encoded_index.gather(1, path.clamp(min=0)))
+    return index, (index >= 0).sum(1)

@@ -1,12 +1,14 @@
-"""From a drafter's laws to a tree, level by level, on the device: static trees, and dynamic ones with the N best nodes kept.
+"""Builds draft trees from a drafter's candidates, level by level, on the device: static trees, and dynamic trees that keep the N best nodes.
 
-Letters: B rows · N tree nodes with the root · K draft depth · F inner nodes of a level · R candidates of each · V draft vocabulary ·
-M stored nodes · E nodes encoded before a level.
+The drafter gives candidates for the nodes of the current level; `add_level` stores them and returns the next level, which the drafter
+encodes; `finish` returns the tree.
+
+Letters: B rows · N tree nodes with the root · K draft depth · D draft vocabulary · F nodes of the current level · R candidates of each ·
+E nodes encoded before the level.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,13 @@ __all__ = [
     "DynamicTree",
     "DynamicExpansion",
     "CurrentLevel",
-    "Growth",
+    "Expansion",
+    "FusedExpansion",
     "TreeSpec",
     "StaticExpansion",
     "check_rule",
     "choose",
-    "grow",
+    "expand",
     "ranked",
     "parse_tree_spec",
     "tree_config",
@@ -37,8 +40,19 @@ MOST_RANKED = 16  # candidates of a node that the kernel ranks
 
 @dataclass(frozen=True, slots=True)
 class DynamicTree:
-    """A dynamic tree (Li et al. 2024, EAGLE-2, §4): of each of K levels the `width` likeliest nodes get `width` children, and of all
-    these the likeliest are kept, `nodes` with the root. Likelihood is the drafter's, of the whole path."""
+    """The limits of a dynamic tree (Li et al. 2024, EAGLE-2, §4).
+
+    On each level the `width` likeliest nodes get `width` children each; of all nodes the likeliest are kept. The likelihood of a node is the
+    drafter's, of the path from the root.
+
+    Attributes:
+        depth: number of levels, K.
+        width: nodes that are expanded on a level, and children of each.
+        nodes: most nodes of the finished tree, the root included.
+
+    Raises:
+        ValueError: a depth or width below 1, or fewer than 2 nodes.
+    """
 
     depth: int
     width: int
@@ -69,10 +83,10 @@ TreeSpec = StaticTree | DynamicTree
 
 
 def parse_tree_spec(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) -> TreeSpec:
-    """What a config or a recipe says -> the shape: rank paths are a static tree, {depth, width, nodes} a dynamic one.
+    """A tree as configs and recipes write it -> the tree spec: rank paths are a static tree, {depth, width, nodes} a dynamic tree.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither of the two.
     """
     if isinstance(tree, Mapping):
         if set(tree) != {"depth", "width", "nodes"}:
@@ -81,199 +95,266 @@ def parse_tree_spec(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) ->
     return StaticTree.from_paths(tree or [])
 
 
-def tree_config(shape: TreeSpec) -> list[list[int]] | dict[str, int]:
-    """The inverse of `shape_of`, as JSON has it."""
-    return asdict(shape) if isinstance(shape, DynamicTree) else [list(path) for path in shape.paths]
+def tree_config(tree_spec: TreeSpec) -> list[list[int]] | dict[str, int]:
+    """The inverse of `parse_tree_spec`, ready for JSON."""
+    return asdict(tree_spec) if isinstance(tree_spec, DynamicTree) else [list(path) for path in tree_spec.paths]
 
 
 @dataclass(slots=True)
 class CurrentLevel:
-    """The nodes to encode next: tokens [B,F], all of one depth · above [B,F]: the places of their parents among the nodes that
-    `extend` was given candidates of · visible [B,F,E+F]: which of the nodes encoded so far, themselves included, they see ·
-    key_depth [E+F]: the depths of those · open: all are seen."""
+    """The nodes that the drafter encodes next; all have one depth.
+
+    Attributes:
+        tokens: [B,F] int64.
+        parent_index: [B,F] int64, the index of each node's parent among the nodes of the level before.
+        depth: depth of these nodes in the tree.
+        visible: [B,F,E+F] bool, which encoded nodes each node attends to; its own entry is among the last F.
+        key_depth: [E+F] int64, the depths of the encoded nodes and of these.
+        all_visible: the host knows that every entry of `visible` is true.
+    """
 
     tokens: Tensor
-    above: Tensor
+    parent_index: Tensor
     depth: int
     visible: Tensor
     key_depth: Tensor
-    open: bool
+    all_visible: bool
 
 
 class StaticExpansion:
-    """Fills a topology. `count` is how many candidates of each inner node the next `extend` wants."""
+    """Fills a static tree with tokens.
+
+    Attributes:
+        scored: whether `add_level` needs the candidates' log-probabilities.
+        count: candidates that the next `add_level` needs of each node.
+    """
 
     scored = False
 
-    def __init__(self, topology: StaticTree, round: RoundContext) -> None:
-        topology = topology.closed() if round.sampling.children in ("drawn", "replaced") else topology
-        self.topology = topology
-        self.levels = topology.levels()
+    def __init__(self, tree_spec: StaticTree, round: RoundContext) -> None:
+        self.tree_spec = tree_spec.without_gaps() if round.sampling.children in ("drawn", "replaced") else tree_spec
+        self.levels = self.tree_spec.levels()
         self.replacement = round.sampling.children == "replaced"
-        self.level = 0
-        self.tokens = round.last_tokens.new_zeros(round.last_tokens.shape[0], topology.num_nodes)
+        self.depth = 0  # levels that have been added
+        self.tokens = round.last_tokens.new_zeros(round.last_tokens.shape[0], self.tree_spec.num_nodes)
         self.tokens[:, 0] = round.last_tokens
         self.q_logits: Tensor | None = None
-        self.slots = torch.full((topology.num_nodes,), -1, device=round.last_tokens.device)
+        self.encoded_index = torch.full((self.tree_spec.num_nodes,), -1, device=round.last_tokens.device)
 
     @property
     def count(self) -> int:
-        return self.levels[self.level].count
+        return self.levels[self.depth].count
 
-    def extend(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
-        """ids [B,F,R] are the candidates of this level's inner nodes, best (or drawn) first, q_logits [B,F,V] their law where they
-        were drawn -> the next level's inner nodes, or None where there are none."""
-        level = self.levels[self.level]
-        self.tokens[:, level.children] = ids.flatten(1)[:, level.index]
+    def add_level(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
+        """Store the candidates of the current level's nodes.
+
+        Args:
+            ids: [B,F,R] int64, best first, or in the order in which they were drawn.
+            scores: not used by a static tree.
+            q_logits: [B,F,D], the distribution that the candidates were drawn from; None where they were not drawn.
+
+        Returns:
+            The next level, or None where no node has children.
+        """
+        level = self.levels[self.depth]
+        self.tokens[:, level.children] = ids.flatten(1)[:, level.candidates]
         if q_logits is not None:
             if self.q_logits is None:
                 self.q_logits = q_logits.new_zeros(*self.tokens.shape, q_logits.shape[-1])
             self.q_logits[:, level.inner] = q_logits
-        self.level += 1
-        if self.level == len(self.levels):
+        self.depth += 1
+        if self.depth == len(self.levels):
             return None
-        level, rows = self.levels[self.level], len(self.tokens)
-        span = level.visible.shape[1]
-        self.slots[level.inner] = torch.arange(span - level.nodes, span, device=self.slots.device)
-        inner = torch.cat([level.inner for level in self.levels[1 : self.level + 1]])
+        level, rows = self.levels[self.depth], len(self.tokens)
+        encoded = level.visible.shape[1]  # this level included
+        self.encoded_index[level.inner] = torch.arange(encoded - level.nodes, encoded, device=self.encoded_index.device)
+        inner = torch.cat([level.inner for level in self.levels[1 : self.depth + 1]])
         return CurrentLevel(
             self.tokens[:, level.inner],
-            level.above.expand(rows, -1),
-            self.level,
+            level.parent_index.expand(rows, -1),
+            self.depth,
             level.visible.expand(rows, -1, -1),
-            self.topology.depth[inner],
-            level.alone,
+            self.tree_spec.depth[inner],
+            level.all_visible,
         )
 
     def finish(self) -> tuple[DraftTree, Tensor]:
-        """The tree of the levels that were filled, and of each node [B,N] the place where it was encoded, −1 where it was not."""
-        topology, tokens, q_logits, slots = self.topology.cut(self.level), self.tokens, self.q_logits, self.slots
-        if topology is not self.topology:  # which keeps the order of the nodes that stay
-            kept = (self.topology.depth <= self.level).nonzero()[:, 0]
-            tokens, slots = tokens[:, kept], slots[kept]
-            q_logits = None if q_logits is None else q_logits[:, kept]
-        return topology.place(tokens, q_logits, replacement=self.replacement), slots.expand(len(tokens), -1)
+        """The tree of the levels added so far, and each node's index [B,N] among the encoded nodes, −1 where it was not encoded."""
+        tree_spec, tokens, q_logits, encoded_index = self.tree_spec.cut(self.depth), self.tokens, self.q_logits, self.encoded_index
+        if tree_spec is not self.tree_spec:  # the remaining nodes keep their order
+            remaining = (self.tree_spec.depth <= self.depth).nonzero()[:, 0]
+            tokens, encoded_index = tokens[:, remaining], encoded_index[remaining]
+            q_logits = None if q_logits is None else q_logits[:, remaining]
+        return tree_spec.fill(tokens, q_logits, replacement=self.replacement), encoded_index.expand(len(tokens), -1)
 
 
 class DynamicExpansion:
-    """Grows a dynamic tree. A child is never likelier than its parent and stored after it, so the N best are a tree."""
+    """Expands a dynamic tree in plain torch: the CPU path, and the reference of `FusedExpansion`.
+
+    A child is never likelier than its parent and is stored after it, so the N best nodes form a tree.
+    """
 
     scored = True
 
-    def __init__(self, beam: DynamicTree, round: RoundContext) -> None:
-        check_rule(round.sampling.rule if not round.sampling.greedy else "", beam)
-        self.beam, self.count, self.level, self.encoded = beam, beam.width, 0, 0
+    def __init__(self, tree_spec: DynamicTree, round: RoundContext) -> None:
+        check_rule(round.sampling.rule if not round.sampling.greedy else "", tree_spec)
+        self.tree_spec, self.count, self.depth, self.encoded = tree_spec, tree_spec.width, 0, 0
         root = round.last_tokens[:, None]
-        self.tokens, self.parents, self.slots = [root], [torch.full_like(root, -1)], [torch.full_like(root, -1)]
-        self.scores, self.chain = [torch.zeros_like(root, dtype=torch.float32)], [torch.ones_like(root, dtype=torch.bool)]
-        # Of the frontier: place in the store, score, whether on the leftmost chain, ancestors among the encoded.
-        self.at, self.score, self.left = torch.zeros_like(root), self.scores[0], self.chain[0]
-        self.seen = torch.zeros(*root.shape, 0, dtype=torch.bool, device=root.device)
+        # All stored nodes, a tensor [B,·] per level. on_chain: whether a node is on the leftmost chain.
+        self.tokens, self.parents, self.encoded_index = [root], [torch.full_like(root, -1)], [torch.full_like(root, -1)]
+        self.scores, self.on_chain = [torch.zeros_like(root, dtype=torch.float32)], [torch.ones_like(root, dtype=torch.bool)]
+        # The nodes of the current level: their indices among the stored nodes, their scores, and whether they are on the leftmost chain.
+        self.level_index, self.level_score, self.level_on_chain = torch.zeros_like(root), self.scores[0], self.on_chain[0]
+        self.visible = torch.zeros(*root.shape, 0, dtype=torch.bool, device=root.device)
         self.key_depth = root.new_zeros(0)
 
-    def extend(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
-        """ids [B,F,R] are the candidates of the frontier's nodes, best first, scores [B,F,R] their log-probabilities -> the next
-        frontier, or None where the tree is as deep as it may be."""
+    def add_level(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
+        """Store the candidates of the current level's nodes, and select the `width` best of them.
+
+        Args:
+            ids: [B,F,R] int64, best first.
+            scores: [B,F,R], their log-probabilities; required.
+            q_logits: not used by a dynamic tree.
+
+        Returns:
+            The next level, best node first, or None where the tree has its full depth.
+        """
         assert scores is not None
         stored = sum(tokens.shape[1] for tokens in self.tokens)
-        rows, inner, count = ids.shape
-        # Rounding may give a log-probability above 0, and a child above its parent.
-        total = (self.score[:, :, None] + scores.float().clamp(max=0.0)).flatten(1)
+        rows, nodes, count = ids.shape
+        # Rounding may give a log-probability above 0, and so a child a better score than its parent.
+        total = (self.level_score[:, :, None] + scores.float().clamp(max=0.0)).flatten(1)
         first = torch.arange(count, device=ids.device) == 0
-        left = (self.left[:, :, None] & first).flatten(1)
-        slots = torch.full_like(total, -1, dtype=torch.int64)
+        on_chain = (self.level_on_chain[:, :, None] & first).flatten(1)
+        encoded_index = torch.full_like(total, -1, dtype=torch.int64)
         self.tokens.append(ids.flatten(1))
-        self.parents.append(self.at.repeat_interleave(count, 1))
+        self.parents.append(self.level_index.repeat_interleave(count, 1))
         self.scores.append(total)
-        self.chain.append(left)
-        self.slots.append(slots)
-        self.level += 1
-        if self.level == self.beam.depth:
+        self.on_chain.append(on_chain)
+        self.encoded_index.append(encoded_index)
+        self.depth += 1
+        if self.depth == self.tree_spec.depth:
             return None
-        width = min(self.beam.width, inner * count)
-        best = total.topk(width, 1).indices  # [B,W]
-        slots.scatter_(1, best, torch.arange(self.encoded, self.encoded + width, device=ids.device).expand(rows, -1))
-        self.at, self.score, self.left = best + stored, total.gather(1, best), left.gather(1, best)
-        above = self.seen.gather(1, (best // count)[:, :, None].expand(-1, -1, self.encoded))
-        own = torch.eye(width, dtype=torch.bool, device=ids.device).expand(rows, -1, -1)
-        self.seen = torch.cat((above, own), 2)
-        self.key_depth = torch.cat((self.key_depth, torch.full((width,), self.level, device=ids.device)))
+        width = min(self.tree_spec.width, nodes * count)
+        best = total.topk(width, 1).indices  # [B,width]
+        encoded_index.scatter_(1, best, torch.arange(self.encoded, self.encoded + width, device=ids.device).expand(rows, -1))
+        self.level_index, self.level_score, self.level_on_chain = best + stored, total.gather(1, best), on_chain.gather(1, best)
+        parent_index = best // count
+        ancestors = self.visible.gather(1, parent_index[:, :, None].expand(-1, -1, self.encoded))
+        itself = torch.eye(width, dtype=torch.bool, device=ids.device).expand(rows, -1, -1)
+        self.visible = torch.cat((ancestors, itself), 2)
+        self.key_depth = torch.cat((self.key_depth, torch.full((width,), self.depth, device=ids.device)))
         self.encoded += width
-        return CurrentLevel(self.tokens[-1].gather(1, best), best // count, self.level, self.seen, self.key_depth, self.beam.width == 1)
+        tokens = self.tokens[-1].gather(1, best)
+        return CurrentLevel(tokens, parent_index, self.depth, self.visible, self.key_depth, self.tree_spec.width == 1)
 
     def finish(self) -> tuple[DraftTree, Tensor]:
-        """The tree of the N best, and of each node [B,N] the place where it was encoded, −1 where it was not."""
-        tokens, parents, scores, chain, slots = (
-            torch.cat(parts, 1) for parts in (self.tokens, self.parents, self.scores, self.chain, self.slots)
+        """The tree of the N best nodes, and each node's index [B,N] among the encoded nodes, −1 where it was not encoded."""
+        tokens, parents, scores, on_chain, encoded_index = (
+            torch.cat(parts, 1) for parts in (self.tokens, self.parents, self.scores, self.on_chain, self.encoded_index)
         )
         stored = tokens.shape[1]
-        nodes = min(self.beam.nodes, stored)
-        # Of equals the earlier, which is the parent.
-        kept = scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1] + 1
-        # The leftmost chain first, then as stored, level by level.
-        order = (kept + stored * (~chain.gather(1, kept))).argsort(1)
-        kept = torch.cat((torch.zeros_like(kept[:, :1]), kept.gather(1, order)), 1)
-        place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
-        parent = parents.gather(1, kept)
-        parent = torch.where(parent < 0, -1, place.gather(1, parent.clamp(min=0)))
-        size = torch.full_like(kept[:, 0], nodes)
-        return DraftTree.build(tokens.gather(1, kept), parent, size), slots.gather(1, kept)
+        nodes = min(self.tree_spec.nodes, stored)
+        # Among equal scores the earlier node wins: a parent comes before its children.
+        best = scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1] + 1
+        # The leftmost chain comes first, then the rest in stored order, level by level.
+        order = (best + stored * (~on_chain.gather(1, best))).argsort(1)
+        best = torch.cat((torch.zeros_like(best[:, :1]), best.gather(1, order)), 1)
+        new_index = torch.zeros_like(tokens).scatter_(1, best, torch.arange(nodes, device=best.device).expand_as(best))
+        parent = parents.gather(1, best)
+        parent = torch.where(parent < 0, -1, new_index.gather(1, parent.clamp(min=0)))
+        size = torch.full_like(best[:, 0], nodes)
+        return DraftTree.build(tokens.gather(1, best), parent, size), encoded_index.gather(1, best)
 
 
-Growth = StaticExpansion | DynamicExpansion
+class FusedExpansion(DynamicExpansion):
+    """DynamicExpansion by kernels: one launch per level and one for the tree; equal to DynamicExpansion to the bit."""
+
+    def __init__(self, tree_spec: DynamicTree, round: RoundContext) -> None:
+        from draftsmith.inference.kernels import expand as kernels
+
+        super().__init__(tree_spec, round)
+        size = 1 + tree_spec.width + (tree_spec.depth - 1) * tree_spec.width**2
+        self.kernels, self.store, self.stored = kernels, kernels.CandidateStore.rooted(round.last_tokens, size), 1
+
+    def add_level(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
+        assert scores is not None
+        self.depth += 1
+        candidates = ids.shape[1] * ids.shape[2]
+        width = 0 if self.depth == self.tree_spec.depth else min(self.tree_spec.width, candidates)
+        self.level_index, self.visible, tokens, parent_index = self.kernels.add_level(
+            self.store, self.level_index, self.visible, ids.contiguous(), scores.contiguous(), self.stored, width
+        )
+        self.stored += candidates
+        if not width:
+            return None
+        self.key_depth = torch.cat((self.key_depth, self.key_depth.new_full((width,), self.depth)))
+        return CurrentLevel(tokens, parent_index, self.depth, self.visible, self.key_depth, self.tree_spec.width == 1)
+
+    def finish(self) -> tuple[DraftTree, Tensor]:
+        return self.kernels.rerank(self.store.upto(self.stored), self.tree_spec.nodes, self.depth)
 
 
-def check_rule(rule: str, shape: TreeSpec) -> None:
-    """Whether the rule can verify such trees.
+Expansion = StaticExpansion | DynamicExpansion
+
+
+def check_rule(rule: str, tree_spec: TreeSpec) -> None:
+    """Check that the rule can verify such trees.
 
     Raises:
-        ValueError: drawn children in a dynamic tree.
+        ValueError: a rejection rule, whose children are drawn, with a dynamic tree.
     """
-    if rule.startswith("rejection") and isinstance(shape, DynamicTree):
+    if rule.startswith("rejection") and isinstance(tree_spec, DynamicTree):
         raise ValueError(f"got rule {rule} with a dynamic tree, where what is kept depends on what was drawn; give a static tree")
 
 
-def grow(shape: TreeSpec, round: RoundContext) -> Growth:
-    """The growth of a tree of this shape, no deeper than asked for."""
-    shape = shape.cut(round.depth)
-    if not isinstance(shape, DynamicTree):
-        return StaticExpansion(shape, round)
-    if active():
-        from draftsmith.inference.kernels.expand import FusedExpansion
-
-        fused: Any = FusedExpansion  # it is a DynamicExpansion, from a module that imports this one
-        return fused(shape, round)
-    return DynamicExpansion(shape, round)
+def expand(tree_spec: TreeSpec, round: RoundContext) -> Expansion:
+    """Begin a round's trees: the expansion of `tree_spec`, no deeper than `round.depth`; by kernels where they are active."""
+    tree_spec = tree_spec.cut(round.depth)
+    if isinstance(tree_spec, StaticTree):
+        return StaticExpansion(tree_spec, round)
+    return FusedExpansion(tree_spec, round) if active() else DynamicExpansion(tree_spec, round)
 
 
 def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logits [B,F,V] for the tokens of absolute index [B,F] -> ids [B,F,R], log-probabilities [B,F,R] if `scored`, and the law
-    that ids were drawn from as logits [B,F,V], or None where they were not. As `ask.sampling.children` says."""
-    how, kind, count = round.sampling, round.sampling.children, min(count, logits.shape[-1])
-    if kind == "top" and active() and count <= MOST_RANKED:
+    """Choose the candidates of nodes, as `round.sampling.children` says.
+
+    Args:
+        logits: [B,F,D], the drafter's logits after each node.
+        count: candidates of a node, R; at most D are given.
+        round: the round that is drafted for.
+        index: [B,F] int64, absolute index in the sequence of the candidates.
+        scored: whether log-probabilities are wanted. The kernel gives them always.
+
+    Returns:
+        Ids [B,F,R], their log-probabilities [B,F,R] or None, and the logits [B,F,D] of the distribution that the ids were drawn from, or
+        None where they were not drawn.
+    """
+    sampling, children, count = round.sampling, round.sampling.children, min(count, logits.shape[-1])
+    if children == "top" and active() and count <= MOST_RANKED:
         from draftsmith.inference.kernels.expand import best
 
         return *best(logits, count), None
-    if kind == "top":
+    if children == "top":
         ids = ranked(logits, count)
     else:
-        logits = warp(logits, how)
+        logits = warp(logits, sampling)
         request = round.noise_keys[:, None].expand_as(index)
-        purpose = PURPOSE_TOKEN if kind == "shared-noise" else PURPOSE_DRAFT
-        if kind == "replaced":
-            noise = (gumbel(how.seed, request, index, logits.shape[-1], purpose, copy) for copy in range(count))
-            ids = torch.stack([(logits + one).argmax(-1) for one in noise], -1)
-        else:  # the first of Gumbel-perturbed log-laws are draws without replacement, in order (Kool et al. 2019)
-            ids = (logits + gumbel(how.seed, request, index, logits.shape[-1], purpose)).topk(count, -1).indices
+        purpose = PURPOSE_TOKEN if children == "shared-noise" else PURPOSE_DRAFT
+        if children == "replaced":
+            noises = (gumbel(sampling.seed, request, index, logits.shape[-1], purpose, copy) for copy in range(count))
+            ids = torch.stack([(logits + noise).argmax(-1) for noise in noises], -1)
+        else:  # the best of Gumbel-perturbed log-probabilities are draws without replacement, in order (Kool et al. 2019)
+            ids = (logits + gumbel(sampling.seed, request, index, logits.shape[-1], purpose)).topk(count, -1).indices
     scores = logits.float().log_softmax(-1).gather(-1, ids) if scored else None
-    return ids, scores, logits if kind in ("drawn", "replaced") else None
+    return ids, scores, logits if children in ("drawn", "replaced") else None
 
 
 def ranked(logits: Tensor, count: int) -> Tensor:
-    """The `count` best of logits [...,V], best first -> int64 [...,count].
+    """The `count` best entries of logits [...,D], best first -> int64 [...,count]. The order of equal logits is open.
 
-    On the CPU torch.topk reads V far slower than a maximum does, so groups are ranked by their maxima first: the best
-    `count` entries lie in the best `count` groups. (V = 128k, count 4: 0.5 ms against 3.4.)
+    On the CPU torch.topk reads D far slower than a maximum does, so groups are ranked by their maxima first: the best
+    `count` entries are in the best `count` groups. (D = 128k, count 4: 0.5 ms against 3.4.)
     """
     if count == 1:
         return logits.argmax(-1, keepdim=True)
@@ -281,9 +362,9 @@ def ranked(logits: Tensor, count: int) -> Tensor:
     groups = vocab // group
     if logits.device.type != "cpu" or groups < 4 * count:
         return logits.topk(count, dim=-1).indices
-    whole = logits[..., : groups * group].unflatten(-1, (groups, group))
-    best = whole.amax(-1).topk(count, dim=-1).indices  # [...,count]
-    inside = whole.gather(-2, best[..., None].expand(*best.shape, group)).flatten(-2)  # [...,count*group]
-    found = torch.cat((inside, logits[..., groups * group :]), dim=-1).topk(count, dim=-1).indices
-    within = best.gather(-1, (found // group).clamp(max=count - 1)) * group + found % group
-    return torch.where(found < count * group, within, found - count * group + groups * group)
+    grouped = logits[..., : groups * group].unflatten(-1, (groups, group))
+    best_groups = grouped.amax(-1).topk(count, dim=-1).indices  # [...,count]
+    inside = grouped.gather(-2, best_groups[..., None].expand(*best_groups.shape, group)).flatten(-2)  # [...,count*group]
+    top = torch.cat((inside, logits[..., groups * group :]), dim=-1).topk(count, dim=-1).indices
+    within = best_groups.gather(-1, (top // group).clamp(max=count - 1)) * group + top % group
+    return torch.where(top < count * group, within, top - count * group + groups * group)

@@ -1,6 +1,6 @@
-"""The drafters without weights: what follows is read off text seen before. Prompt lookup copies it, suffix decoding counts it.
+"""The drafters without weights, which read the continuation off text seen before: prompt lookup copies it, suffix decoding counts it.
 
-Letters: B rows · N tree nodes with the root · K draft depth. A run is the tokens that followed an earlier occurrence.
+Letters: B rows · N tree nodes with the root · K draft depth. A continuation is the tokens that followed an earlier occurrence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,31 +15,36 @@ from draftsmith.inference.expand import DynamicTree, TreeSpec
 from draftsmith.inference.tree import DraftTree, Path, StaticTree
 from draftsmith.inference.verify import Verdict
 
-__all__ = ["Corpus", "Draft", "Ngram", "Suffix", "merge"]
+__all__ = ["Draft", "Ngram", "NgramIndex", "Suffix", "merge_continuations"]
 
-END = -1  # after every closed sequence of a corpus; no token
+END = -1  # after every closed sequence of an index; no token
 CHAIN, TREE = StaticTree.chain(16), DynamicTree(depth=16, width=4, nodes=32)
-FEW = 8  # occurrences that Ngram merges into a tree
-MOST = 32  # occurrences that Suffix looks at, in the row's own text and again in memory
-LONGEST = 32  # a longer match says no more about what follows
-ORDERS = (8, 4, 2, 1)  # n-grams that Suffix finds its matches by: the rarer ones first, so that MOST cuts off short matches
+MAX_MERGED = 8  # occurrences that Ngram merges into a tree
+MAX_OCCURRENCES = 32  # occurrences that Suffix considers, in the slot's own text and again in memory
+MAX_MATCH = 32  # tokens; a longer match says no more about what follows
+ORDERS = (8, 4, 2, 1)  # n-grams by which Suffix finds its matches: rarer ones first, so that MAX_OCCURRENCES cuts off short matches
 
 
-class Corpus:
-    """Token sequences, and where their n-grams of the given orders occurred: a dict holds the last place of each n-gram, a list the
-    place before each place, as the hash chains of LZ77 coders do. Per token and order one dict entry at most and one list entry.
+class NgramIndex:
+    """Token sequences, and the positions of their n-grams of the given orders.
 
-    A place is that of the token after the n-gram, counted from the first token ever seen. No n-gram spans two sequences.
+    A dict holds the last position of each n-gram, a list the position before each position, as in the hash chains of LZ77 coders. Per token
+    and order there is at most one dict entry and one list entry. The position of an n-gram is that of the token after it, counted from the
+    first token ever added. No n-gram spans two sequences.
+
+    Attributes:
+        tokens: the sequences, END after each closed one.
+        first: position of tokens[0]; the tokens before have been dropped.
     """
 
     def __init__(self, orders: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.first = 0  # place of tokens[0]: those before are forgotten
+        self.first = 0
         self._begin = 0  # of the last sequence, in tokens
         self._index: dict[int, tuple[dict[tuple[int, ...], int], list[int]]] = {order: ({}, []) for order in orders}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The last sequence goes on."""
+        """Append tokens to the last sequence."""
         text, known = self.tokens, len(self.tokens)
         text.extend(tokens)
         for order, (last, before) in self._index.items():
@@ -52,13 +57,13 @@ class Corpus:
                     before.append(0)
 
     def close(self) -> None:
-        """The last sequence ends, the next one begins."""
+        """End the last sequence; the next one begins."""
         self.tokens.append(END)
         self._begin = len(self.tokens)
         for _, before in self._index.values():
             before.append(0)
 
-    def forget(self) -> None:
+    def drop_oldest(self) -> None:
         """Drop the oldest sequence, which must be closed."""
         size = self.tokens.index(END) + 1
         for order, (last, before) in self._index.items():
@@ -71,42 +76,44 @@ class Corpus:
         self.first += size
         self._begin -= size
 
-    def places(self, text: Sequence[int], order: int) -> Iterator[int]:
-        """Where the last `order` tokens of `text` occurred and something followed, the most recent place first."""
+    def occurrences(self, text: Sequence[int], order: int) -> Iterator[int]:
+        """The positions after earlier occurrences of the last `order` tokens of `text`, the most recent first; only where a token follows."""
         last, before = self._index[order]
-        place = last.get(tuple(text[-order:]), 0)
-        while place > self.first:
-            at = place - self.first
+        position = last.get(tuple(text[-order:]), 0)
+        while position > self.first:
+            at = position - self.first
             if at < len(self.tokens) and self.tokens[at] != END:
-                yield place
-            place = before[at - 1]
+                yield position
+            position = before[at - 1]
 
-    def run(self, place: int, depth: int) -> list[int]:
-        """At most `depth` tokens from `place` on. At the end of an open sequence the copy goes on with what it copied itself."""
-        at = place - self.first
-        run = self.tokens[at : at + depth]
-        if END in run:
-            return run[: run.index(END)]
-        return run if len(run) == depth else (run * (depth // len(run) + 1))[:depth]
+    def continuation(self, position: int, depth: int) -> list[int]:
+        """At most `depth` tokens from `position` on. At the end of an open sequence the copy continues with its own tokens."""
+        at = position - self.first
+        copied = self.tokens[at : at + depth]
+        if END in copied:
+            return copied[: copied.index(END)]
+        return copied if len(copied) == depth else (copied * (depth // len(copied) + 1))[:depth]
 
     def matches(self, text: Sequence[int], depth: int) -> list[tuple[int, list[int]]]:
-        """(length of the match, run) wherever the end of `text` occurred, the most recent first; of too many those that share more of
-        the n-grams' orders, then the more recent ones."""
-        found: dict[int, int] = {}
-        for order in self._index:
-            for place in self.places(text, order):
-                if len(found) == MOST:
-                    break
-                if place not in found:
-                    found[place] = self.shared(text, place, order)
-        return [(found[place], self.run(place, depth)) for place in sorted(found, reverse=True)]
+        """(length of the match, continuation) of the earlier occurrences of the end of `text`, the most recent first.
 
-    def shared(self, text: Sequence[int], place: int, known: int) -> int:
-        """How many tokens before `place` are the last ones of `text`, LONGEST at most; `known` of them are."""
-        at = place - self.first
-        most = min(LONGEST, at, len(text))
-        if self.tokens[at - most : at] == text[-most:]:
-            return most
+        At most MAX_OCCURRENCES: first those that match the longest of the n-grams, then the more recent ones.
+        """
+        lengths: dict[int, int] = {}  # by position
+        for order in self._index:
+            for position in self.occurrences(text, order):
+                if len(lengths) == MAX_OCCURRENCES:
+                    break
+                if position not in lengths:
+                    lengths[position] = self.match_length(text, position, order)
+        return [(lengths[position], self.continuation(position, depth)) for position in sorted(lengths, reverse=True)]
+
+    def match_length(self, text: Sequence[int], position: int, known: int) -> int:
+        """How many tokens before `position` equal the last ones of `text`, at most MAX_MATCH; `known` of them do."""
+        at = position - self.first
+        longest = min(MAX_MATCH, at, len(text))
+        if self.tokens[at - longest : at] == text[-longest:]:
+            return longest
         while self.tokens[at - 1 - known] == text[-1 - known]:
             known += 1
         return known
@@ -114,51 +121,67 @@ class Corpus:
 
 @dataclass(slots=True)
 class Draft:
-    """The nodes of one row's tree after the root, the leftmost chain first: tokens, parents (0 is the root), and the score: the sum of
-    their probabilities, which is how many of them are expected to be accepted."""
+    """The nodes of one slot's tree after the root, the leftmost chain first.
+
+    Attributes:
+        tokens: of each node.
+        parents: node index of each node's parent; 0 is the root.
+        score: sum of the nodes' probabilities, the expected number of accepted nodes.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     score: float = 0.0
 
 
-def merge(runs: list[list[int]], shape: TreeSpec, paths: frozenset[Path] | None, budget: int, least: float = 0.0) -> Draft:
-    """The trie of the runs, the most recent run first, cut to the ranks of the shape and to `budget` nodes after the root.
+def merge_continuations(
+    continuations: list[list[int]], tree_spec: TreeSpec, paths: frozenset[Path] | None, budget: int, min_probability: float = 0.0
+) -> Draft:
+    """The trie of the continuations, cut to the tree spec and to a number of nodes.
 
-    A node's probability is the share of runs that pass through it, which is the product of count / count of the parent down its path.
-    The likeliest nodes are kept, of equals those met first; none below `least`. Siblings are ranked by count, of equals the more
-    recent first. paths: those of a static tree.
+    A node's probability is the share of continuations that pass through it. The likeliest nodes are kept, of equals those met first.
+    Siblings are ranked by count, of equals the more recent first.
+
+    Args:
+        continuations: the most recent first.
+        tree_spec: limits the ranks.
+        paths: the rank paths of a static tree; None for a dynamic tree.
+        budget: most nodes after the root.
+        min_probability: a less likely node is left out.
     """
-    total, score, serial = len(runs), 0, 0
+    total, score, serial = len(continuations), 0, 0
     heap: list[tuple[int, int, int, Path, int, list[list[int]]]] = []
-    kept: list[tuple[int, int, bool]] = []  # token, parent, whether off the leftmost chain
+    nodes: list[tuple[int, int, bool]] = []  # token, parent, whether off the leftmost chain
     path: Path = ()
     while True:
-        level, node = len(path), len(kept)
+        level, node = len(path), len(nodes)
         groups: dict[int, list[list[int]]] = {}
-        for run in runs:
-            if level < len(run):
-                groups.setdefault(run[level], []).append(run)
-        ranked = sorted(groups.items(), key=lambda item: -len(item[1]))
-        for rank, (token, group) in enumerate(ranked[: shape.width]):
+        for continuation in continuations:
+            if level < len(continuation):
+                groups.setdefault(continuation[level], []).append(continuation)
+        by_count = sorted(groups.items(), key=lambda item: -len(item[1]))
+        for rank, (token, group) in enumerate(by_count[: tree_spec.width]):
             child = (*path, rank)
-            if len(group) / total >= least and (paths is None or child in paths):
+            if len(group) / total >= min_probability and (paths is None or child in paths):
                 heappush(heap, (-len(group), serial, node, child, token, group))
                 serial += 1
-        if not heap or len(kept) == budget:
+        if not heap or len(nodes) == budget:
             break
-        _, _, parent, path, token, runs = heappop(heap)
-        kept.append((token, parent, any(path)))
-        score += len(runs)
-    order = sorted(range(1, len(kept) + 1), key=lambda node: kept[node - 1][2])
-    place = {0: 0} | {node: new for new, node in enumerate(order, 1)}
-    return Draft([kept[node - 1][0] for node in order], [place[kept[node - 1][1]] for node in order], score / total)
+        _, _, parent, path, token, continuations = heappop(heap)
+        nodes.append((token, parent, any(path)))
+        score += len(continuations)
+    order = sorted(range(1, len(nodes) + 1), key=lambda node: nodes[node - 1][2])
+    new_index = {0: 0} | {node: new for new, node in enumerate(order, 1)}
+    return Draft([nodes[node - 1][0] for node in order], [new_index[nodes[node - 1][1]] for node in order], score / total)
 
 
-class _Lookup:
-    """What both share: a corpus per row, its text so far, and the tree from the rows' drafts. Both are on the host: not capturable.
+class _LookupDrafter:
+    """The common part of both drafters: an index of each slot's text so far, and the tree from the slots' drafts. All of it is on the host,
+    so `propose` cannot be captured in a graph.
 
-    method, depth_limit: for those who choose a shape; another one counts from the next `bind` on.
+    Attributes:
+        tree_spec: of the trees; another one counts from the next `bind` on.
+        depth_limit: greatest depth of a tree spec for this drafter.
     """
 
     method = ""
@@ -166,32 +189,32 @@ class _Lookup:
     capturable = False
     taps: tuple[int, ...] = ()
 
-    def __init__(self, shape: TreeSpec, orders: Sequence[int]) -> None:
-        self.shape = shape
+    def __init__(self, tree_spec: TreeSpec, orders: Sequence[int]) -> None:
+        self.tree_spec = tree_spec
         self._orders = orders
-        self._rows: dict[int, Corpus] = {}
+        self._texts: dict[int, NgramIndex] = {}  # by slot
         self._paths: frozenset[Path] | None = None
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        self._rows = {}
-        self._paths = frozenset(self.shape.paths) if isinstance(self.shape, StaticTree) else None
+    def bind(self, target: Target, slots: int, context: int) -> None:
+        self._texts = {}
+        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        for row, prompt in zip(rows, prompts, strict=True):
-            self._rows[row] = Corpus(self._orders)
-            self._rows[row].extend(prompt)
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._texts[slot] = NgramIndex(self._orders)
+            self._texts[slot].extend(prompt)
 
     def propose(self, round: RoundContext) -> DraftTree:
-        """N is the size of the round's largest tree; where no row found anything, the root alone."""
-        texts = [self._rows[row] for row in round.slots]
+        """N is the size of the round's largest tree: 1 where no slot has a draft."""
+        texts = [self._texts[slot] for slot in round.slots]
         depth = min(round.depth, self.max_depth)
         drafts = [self._draft(text, depth) for text in texts]
         sizes = [1 + len(draft.tokens) for draft in drafts]
@@ -199,7 +222,7 @@ class _Lookup:
         if nodes == 1:
             return DraftTree.root(round.last_tokens)
         if len(drafts) == 1:
-            return DraftTree.listed([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
+            return DraftTree.from_lists([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
         tokens: list[int] = []
         parents: list[int] = []
         for text, draft, size in zip(texts, drafts, sizes, strict=True):
@@ -211,23 +234,29 @@ class _Lookup:
         return DraftTree.build(packed[:cells].view(-1, nodes), packed[cells : 2 * cells].view(-1, nodes), packed[2 * cells :])
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        for row, told in zip(round.slots, verdict.on_host(tree), strict=True):
-            self._rows[row].extend(told.tokens)
+        for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
+            self._texts[slot].extend(result.tokens)
 
-    def drop(self, rows: list[int]) -> None:
-        for row in rows:
-            self._rows.pop(row, None)
+    def drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._texts.pop(slot, None)
 
-    def _draft(self, text: Corpus, depth: int) -> Draft:
+    def _draft(self, text: NgramIndex, depth: int) -> Draft:
         raise NotImplementedError
 
 
-class Ngram(_Lookup):
-    """Prompt lookup (Saxena 2023): the longest n-gram, of `longest` down to `shortest` tokens, that ends the text and occurred before;
-    a chain copies what followed its last occurrence, a tree merges what followed the last few.
+class Ngram(_LookupDrafter):
+    """Prompt lookup (Saxena 2023).
 
-    factor: tokens copied for each token that the text shares with what came before the last occurrence, LONGEST at most. The longer
-    the match the likelier the copy goes on; a single token that occurred before says little of what follows.
+    The longest n-gram that ends the text and occurred before is looked up. A chain copies what followed its last occurrence, a tree merges
+    what followed the last few occurrences.
+
+    Args:
+        tree_spec: of the trees.
+        longest: tokens of the longest n-gram.
+        shortest: tokens of the shortest n-gram.
+        factor: tokens copied for each matching token before the last occurrence, of which at most MAX_MATCH count. The longer the match, the
+            likelier the copy continues; an earlier occurrence of a single token says little of what follows.
 
     Raises:
         ValueError: lengths that are not 1 <= shortest <= longest, or a factor below 1.
@@ -235,80 +264,90 @@ class Ngram(_Lookup):
 
     method = "ngram"
 
-    def __init__(self, shape: TreeSpec = CHAIN, longest: int = 3, shortest: int = 1, factor: float = 2.0) -> None:
+    def __init__(self, tree_spec: TreeSpec = CHAIN, longest: int = 3, shortest: int = 1, factor: float = 2.0) -> None:
         if not 1 <= shortest <= longest or factor < 1:
             raise ValueError(
                 f"got n-grams of {shortest} to {longest} tokens, factor {factor}; expected 1 <= shortest <= longest, 1 <= factor"
             )
-        super().__init__(shape, range(longest, shortest - 1, -1))
+        super().__init__(tree_spec, range(longest, shortest - 1, -1))
         self.factor = factor
 
-    def _draft(self, text: Corpus, depth: int) -> Draft:
+    def _draft(self, text: NgramIndex, depth: int) -> Draft:
         for order in self._orders:
-            places = list(islice(text.places(text.tokens, order), FEW if self.shape.width > 1 else 1))
-            if places:
-                length = int(self.factor * text.shared(text.tokens, places[0], order))
-                runs = [text.run(place, min(depth, length)) for place in places]
-                return merge(runs, self.shape, self._paths, self.max_nodes - 1)
+            occurrences = list(islice(text.occurrences(text.tokens, order), MAX_MERGED if self.tree_spec.width > 1 else 1))
+            if occurrences:
+                length = int(self.factor * text.match_length(text.tokens, occurrences[0], order))
+                continuations = [text.continuation(position, min(depth, length)) for position in occurrences]
+                return merge_continuations(continuations, self.tree_spec, self._paths, self.max_nodes - 1)
         return Draft()
 
 
-class Suffix(_Lookup):
-    """Suffix decoding (Oliaro et al. 2024): for every length at which the end of the text occurred before, the trie of what followed,
-    its likeliest nodes kept, as many as min(nodes, factor · length + offset); the draft of the highest score is proposed.
+class Suffix(_LookupDrafter):
+    """Suffix decoding (Oliaro et al. 2024).
 
-    least: no node of a smaller probability · memory: how many tokens of finished answers to remember, over all rows and calls, the
-    oldest answer forgotten first; 0 is none. An answer is remembered with so much of its prompt as a match can reach back. Of equal
-    drafts the longer match wins, and the row's own text before memory.
+    For each length at which the end of the text occurred before, a draft is made: the trie of the continuations, cut to its likeliest nodes,
+    at most min(nodes, factor · length + offset). The draft of the highest score is proposed; of equal scores that of the longer match, and
+    the slot's own text before memory.
+
+    Args:
+        tree_spec: of the trees.
+        memory: tokens of finished answers to remember over all slots and calls; 0 is none. The oldest answer is dropped first. An answer is
+            remembered with the last MAX_MATCH tokens of its prompt.
+        factor: nodes of a draft for each token of the match.
+        offset: nodes in addition.
+        min_probability: a less likely node is left out.
 
     Raises:
-        ValueError: a negative memory or factor, or `least` outside (0, 1].
+        ValueError: a negative memory or factor, or a min_probability outside (0, 1].
     """
 
     method = "suffix"
 
-    def __init__(self, shape: TreeSpec = TREE, memory: int = 0, factor: float = 2.0, offset: float = 2.0, least: float = 0.1) -> None:
-        if memory < 0 or factor < 0 or not 0 < least <= 1:
+    def __init__(
+        self, tree_spec: TreeSpec = TREE, memory: int = 0, factor: float = 2.0, offset: float = 2.0, min_probability: float = 0.1
+    ) -> None:
+        if memory < 0 or factor < 0 or not 0 < min_probability <= 1:
             raise ValueError(
-                f"got memory {memory}, factor {factor}, least {least}; expected 0 or more tokens, 0 or more, a probability above 0; correct it"
+                f"got memory {memory}, factor {factor}, min_probability {min_probability}; expected 0 or more tokens, 0 or more, "
+                "a probability above 0; correct it"
             )
-        super().__init__(shape, ORDERS)
-        self.memory, self.factor, self.offset, self.least = memory, factor, offset, least
+        super().__init__(tree_spec, ORDERS)
+        self.memory, self.factor, self.offset, self.min_probability = memory, factor, offset, min_probability
         self._vocab = -1
-        self._finished = Corpus(ORDERS)
-        self._answers: dict[int, int] = {}  # by row: where what is remembered begins
+        self._finished = NgramIndex(ORDERS)
+        self._remember_from: dict[int, int] = {}  # by slot: index of the first token to remember
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        super().bind(target, rows, context)
-        if target.vocab_size != self._vocab:  # the tokens would mean something else, or nothing
-            self._vocab, self._finished = target.vocab_size, Corpus(ORDERS)
+    def bind(self, target: Target, slots: int, context: int) -> None:
+        super().bind(target, slots, context)
+        if target.vocab_size != self._vocab:  # the remembered tokens are those of another vocabulary
+            self._vocab, self._finished = target.vocab_size, NgramIndex(ORDERS)
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        super().start(rows, prompts, out)
-        for row, prompt in zip(rows, prompts, strict=True):
-            self._answers[row] = max(0, len(prompt) - LONGEST)
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        super().start(slots, prompts, out)
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._remember_from[slot] = max(0, len(prompt) - MAX_MATCH)
 
-    def drop(self, rows: list[int]) -> None:
-        """Remember their answers, and forget old ones to make room. END counts as a token too."""
-        for row in rows if self.memory else ():
-            tokens = self._rows[row].tokens
-            tokens = tokens[max(self._answers[row], len(tokens) - self.memory + 1) :]
+    def drop(self, slots: list[int]) -> None:
+        """Remember the answers of these slots, and drop old ones to make space. END counts as a token too."""
+        for slot in slots if self.memory else ():
+            tokens = self._texts[slot].tokens
+            tokens = tokens[max(self._remember_from[slot], len(tokens) - self.memory + 1) :]
             while len(self._finished.tokens) + len(tokens) + 1 > self.memory:
-                self._finished.forget()
+                self._finished.drop_oldest()
             self._finished.extend(tokens)
             self._finished.close()
-        super().drop(rows)
+        super().drop(slots)
 
-    def _draft(self, text: Corpus, depth: int) -> Draft:
+    def _draft(self, text: NgramIndex, depth: int) -> Draft:
         best = Draft()
         for source in (text, self._finished):
-            found = source.matches(text.tokens, depth)
-            for length in sorted({length for length, _ in found}, reverse=True):
+            matches = source.matches(text.tokens, depth)
+            for length in sorted({length for length, _ in matches}, reverse=True):
                 budget = min(self.max_nodes - 1, int(self.factor * length + self.offset))
                 if budget <= best.score:
                     break  # a score is at most the number of nodes, and shorter matches have no larger budget
-                runs = [run for shared, run in found if shared >= length]
-                draft = merge(runs, self.shape, self._paths, budget, self.least)
+                continuations = [continuation for matched, continuation in matches if matched >= length]
+                draft = merge_continuations(continuations, self.tree_spec, self._paths, budget, self.min_probability)
                 if draft.score > best.score:
                     best = draft
         return best

@@ -1,4 +1,4 @@
-"""What this machine is good at, found by trying: how many threads, whether bf16 helps, and how fast it multiplies.
+"""What this machine is good at, by measurement: how many threads help, whether bf16 helps, and how fast it multiplies matrices.
 
 A table of processors would be wrong somewhere: a busy 2-core box with too many OpenMP threads ran the same work 40 × slower,
 and bf16 is quick on CPUs with AMX and slow on most others.
@@ -15,16 +15,16 @@ import torch
 
 
 def threads(work: Callable[[], object] | None = None) -> int:
-    """Set and return the number of threads that do `work` soonest, a product of training's size by default.
+    """Set and return the number of threads that does `work` fastest; by default a matmul of the size of training.
 
-    OMP_NUM_THREADS decides where a person set it. (`accelerate launch` sets it to 1 itself when it starts a single process.)
+    OMP_NUM_THREADS decides where a person has set it. (`accelerate launch` sets it to 1 itself when it starts a single process.)
     """
     # Saturated softmaxes underflow to denormals, which CPUs multiply in microcode: backward passes up to 1.8 × slower, measured.
     # Before the first parallel work, so that every thread of the pool inherits it.
     torch.set_flush_denormal(True)
     launched_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if torch.cuda.is_available() or (told and not (told == "1" and launched_alone)):
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if torch.cuda.is_available() or (setting and not (setting == "1" and launched_alone)):
         return torch.get_num_threads()
     if work is None:
         left, right = torch.randn(512, 256), torch.randn(256, 1024)
@@ -35,7 +35,7 @@ def threads(work: Callable[[], object] | None = None) -> int:
     for count in counts:
         torch.set_num_threads(count)
         seconds = _median(work)
-        # A thread more must earn its place: what it gains on an idle machine it loses many times over on a busy one.
+        # More threads must gain clearly: what they gain on an idle machine they lose many times over on a busy one.
         if seconds < 0.85 * shortest:
             chosen, shortest = count, seconds
     torch.set_num_threads(chosen)
@@ -53,18 +53,18 @@ def precision() -> Literal["fp32", "bf16"]:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large matrix products of this dtype on this device: the best of what fits into a moment, since others disturb it."""
+    """FLOP/s of large matmuls of this dtype on this device: the best of 0.1 seconds, since other processes disturb it."""
     gpu = device.type == "cuda"
-    rows, size, products = (4096, 4096, 4) if gpu else (256, 1024, 1)
+    rows, size, repeats = (4096, 4096, 4) if gpu else (256, 1024, 1)
     left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, size), (size, size)))
 
     def work() -> None:
-        for _ in range(products):
+        for _ in range(repeats):
             torch.matmul(left, right)
         if gpu:
             torch.cuda.synchronize(device)
 
-    return products * 2 * rows * size * size / min(_times(work, 0.1))
+    return repeats * 2 * rows * size * size / min(_times(work, 0.1))
 
 
 def _median(work: Callable[[], object]) -> float:
@@ -72,7 +72,7 @@ def _median(work: Callable[[], object]) -> float:
 
 
 def _times(work: Callable[[], object], budget: float) -> list[float]:
-    """Seconds of `work`, over and over for `budget` seconds, at least twice after once for warming up."""
+    """Seconds of each call of `work`, repeated for `budget` seconds and at least twice, after one call to warm up."""
     times: list[float] = []
     until = time.perf_counter() + budget
     while len(times) < 3 or time.perf_counter() < until:

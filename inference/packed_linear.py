@@ -1,7 +1,7 @@
-"""Linear layers whose weights are kept a second time in the layout that the CPU multiplies fastest.
+"""Linear layers with a second copy of their weights, in the layout that the CPU multiplies fastest.
 
-For the few tokens of a decoding round the plain product rearranges the whole weight in every call, which takes as long as the
-product itself; oneDNN takes a weight that was rearranged once (256 to 768, one AMD core: 103 → 45 us for 5 tokens, 52 → 33 for one).
+For the few tokens of a decoding round the plain matmul rearranges the complete weight in every call, which takes as long as the
+multiplication itself. oneDNN takes a weight that was rearranged once (256 to 768, one AMD core: 103 → 45 us for 5 tokens, 52 → 33 for one).
 """
 
 import functools
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Packing"]
+__all__ = ["PackedLinears"]
 
-WIDEST = 64  # tokens: of more, a prompt's chunk, the rearranging is a small part
-GAIN = 1.15  # how much faster it must be to be worth a second copy of the weights
-SHARE = 0.25  # of the free memory that the copy may take
+MAX_TOKENS = 64  # with more, as in a prompt's chunk, the rearranging is a small part
+MIN_GAIN = 1.15  # speedup that is worth a second copy of the weights
+MAX_MEMORY_SHARE = 0.25  # of the free memory, for the copy
 
 
-class Packing:
-    """The packed weights of a model's linear layers; used within `on()` only, so that others who run the model run it as it is.
+class PackedLinears:
+    """The packed weights of a model's linear layers. They are used only within `on()`, so that all other callers run the plain model.
 
-    Nothing is packed on other devices, for other dtypes than float32, where the product is not at least GAIN times as fast, or where
-    the copy would take more than SHARE of the free memory. A weight that is changed or replaced afterwards is used as it is then.
+    Nothing is packed on other devices, for other dtypes than float32, where the packed matmul is not at least MIN_GAIN times as fast, or where
+    the copy would take more than MAX_MEMORY_SHARE of the free memory. A layer whose weight is changed or replaced afterwards uses the new
+    weight, unpacked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +35,7 @@ class Packing:
         layers = [module for module in model.modules() if type(module) is nn.Linear and module.weight.dtype == torch.float32]
         layers = [layer for layer in layers if layer.weight.device.type == "cpu" and "forward" not in layer.__dict__]
         size = sum(layer.weight.numel() * 4 for layer in layers)
-        self.layers = layers if layers and size < SHARE * _free_memory() and _pays(layers) else []
+        self.layers = layers if layers and size < MAX_MEMORY_SHARE * _free_memory() and _pays(layers) else []
         for layer in self.layers:
             layer.__dict__["forward"] = _Forward(layer, self)
 
@@ -44,7 +45,7 @@ class Packing:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """In this thread the packed weights are used; may be nested."""
+        """Use the packed weights in this thread; may be nested."""
         self._depth.count = getattr(self._depth, "count", 0) + 1
         try:
             yield
@@ -53,11 +54,11 @@ class Packing:
 
 
 class _Forward:
-    """The forward of one layer. A copy of the layer gets the plain one: packed tensors can be neither copied nor pickled."""
+    """The forward of one layer. A copy of the layer gets the plain forward: packed tensors can be neither copied nor pickled."""
 
-    def __init__(self, layer: nn.Linear, packing: Packing) -> None:
+    def __init__(self, layer: nn.Linear, packing: PackedLinears) -> None:
         self.layer, self.packing = layer, packing
-        self.packed, self.of = _pack(layer.weight), self._state()
+        self.packed, self.packed_from = _pack(layer.weight), self._state()
 
     def _state(self) -> tuple[int, int, torch.dtype]:
         weight = self.layer.weight
@@ -66,7 +67,7 @@ class _Forward:
     def __call__(self, x: Tensor) -> Tensor:
         layer = self.layer
         usable = self.packing.active and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        if usable and x.dtype == torch.float32 and x.dim() > 1 and x.shape[:-1].numel() <= WIDEST and self._state() == self.of:
+        if usable and x.dtype == torch.float32 and x.dim() > 1 and x.shape[:-1].numel() <= MAX_TOKENS and self._state() == self.packed_from:
             return _multiply(x, self.packed, layer.bias)
         return nn.functional.linear(x, layer.weight, layer.bias)
 
@@ -86,22 +87,22 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pays(layers: list[nn.Linear]) -> bool:
-    """Whether the packed product is there, right, and faster, over layers enough to leave the cache."""
+    """Whether the packed matmul is available, correct and faster, on enough layers to leave the cache."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
-    some = layers[:64]
-    packed = [_pack(layer.weight) for layer in some]
-    inputs = [torch.randn(6, layer.in_features) for layer in some]
+    sample = layers[:64]
+    packed = [_pack(layer.weight) for layer in sample]
+    inputs = [torch.randn(6, layer.in_features) for layer in sample]
 
     def plain() -> list[Tensor]:
-        return [nn.functional.linear(x, layer.weight, layer.bias) for x, layer in zip(inputs, some, strict=True)]
+        return [nn.functional.linear(x, layer.weight, layer.bias) for x, layer in zip(inputs, sample, strict=True)]
 
     def quick() -> list[Tensor]:
-        return [_multiply(x, weight, layer.bias) for x, weight, layer in zip(inputs, packed, some, strict=True)]
+        return [_multiply(x, weight, layer.bias) for x, weight, layer in zip(inputs, packed, sample, strict=True)]
 
     with torch.no_grad():
         right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(plain(), quick(), strict=True))
-        return right and _seconds(plain) > GAIN * _seconds(quick)
+        return right and _seconds(plain) > MIN_GAIN * _seconds(quick)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -114,7 +115,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _free_memory() -> int:
-    """Bytes; without /proc/meminfo nothing is known and nothing packed."""
+    """Bytes of free memory; 0, so that nothing is packed, where there is no /proc/meminfo."""
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

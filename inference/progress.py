@@ -11,9 +11,13 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 class Bar:
-    """`with Bar("training", total) as bar: bar.update(done, "loss 3.1")`; silent when `show` is false. Writes to stderr.
+    """A progress bar on stderr: `with Bar("training", total) as bar: bar.update(done, "loss 3.1")`.
 
-    total None: how much there is to do is not known.
+    Args:
+        label: text before the bar.
+        total: amount of work; None where it is not known.
+        done: work that was done before.
+        show: False writes nothing.
     """
 
     def __init__(self, label: str, total: int | None, done: int = 0, show: bool = True) -> None:

@@ -1,14 +1,17 @@
-"""Logits and a key -> a token. The noise is a pure function of (seed, request, position, token), so that the same token
-comes out whatever the drafter, the tree, the row or the batch.
+"""Sampling: logits and a key -> a token.
+
+The noise is a pure function of (seed, request, position, token), so that the same token is drawn whatever the drafter, the tree, the slot or
+the batch.
 
 Letters: V vocabulary. `...` is any batch shape, the same for all arguments.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
+
+from draftsmith.inference.rule_names import DEFAULT_RULE, RULES, Rule
 
 __all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "philox", "sample", "uniform", "warp"]
 
@@ -18,44 +21,27 @@ _MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
-# Fourth counter word: what the number is for. A draw of the target must share no number with other uses.
+# The fourth counter word says what a number is for. Draws of the target must share no number with other uses.
 PURPOSE_TOKEN, PURPOSE_DRAFT, PURPOSE_UNIFORM = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """children: how a drafter chooses the children of a node. top: its best tokens · coupled: its best with the target's own noise
-    added, so that agreement is likelier · drawn: samples of its law q without replacement · replaced: with replacement."""
-
-    children: Literal["top", "shared-noise", "drawn", "replaced"]
-    lossless: bool
-    about: str
-
-
-RULES = {
-    "shared-noise": Rule(
-        "shared-noise", True, "y ~ p at each visited node; descend where a child is y, else emit y; the drafter has the same noise"
-    ),
-    "target-sample": Rule("top", True, "the same with the drafter's best tokens for children"),
-    "rejection": Rule("drawn", True, "children drawn from q without replacement, accepted with p/q, then from the residual"),
-    "rejection-replacement": Rule("replaced", True, "the same with replacement"),
-    "typical": Rule("top", False, "accept where p(x) > min(epsilon, delta·exp(−H(p))), the longest path"),
-    "membership": Rule("top", False, "accept what top_k, top_p and min_p keep, the longest path"),
-}
-# One draw whatever the children are, so that the output is that of "target-sample", and more of it is accepted: T = 1 on the tiny target,
-# tau 1.36 -> 1.69 with Medusa heads, 1.56 -> 2.12 with a draft model.
-DEFAULT_RULE = "shared-noise"
-
-
-@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn. temperature 0 is greedy: the filters and the rule then have nothing to decide.
+    """How tokens are drawn and drafts verified. The filters apply in the order of the fields.
 
-    Applied in this order: repetition_penalty (1 is off), temperature, top_k (0), top_p (1), min_p (0). seed: 0 .. 2^64 − 1.
-    rule: a name of RULES. epsilon, delta: of typical acceptance (Cai et al. 2024, §2.3.1).
+    Attributes:
+        temperature: 0 is greedy decoding, where neither the filters nor the rule matter.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        seed: 0 .. 2^64 − 1.
+        repetition_penalty: 1 is off; applied before the temperature.
+        rule: a name of RULES.
+        epsilon: of typical acceptance (Cai et al. 2024, §2.3.1).
+        delta: likewise.
 
     Raises:
-        ValueError: a field outside its range, or membership with nothing that limits it.
+        ValueError: a field outside its range, or rule membership without a filter.
     """
 
     temperature: float = 0.0
@@ -71,10 +57,10 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive whole number"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),
-            ("seed", 0 <= self.seed < 2**64, "a whole number in 0 .. 2^64-1"),
+            ("seed", 0 <= self.seed < 2**64, "an integer in 0 .. 2^64-1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "a positive number; 1 is off"),
             ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
             ("epsilon", 0.0 <= self.epsilon <= 1.0, "a probability"),
@@ -92,7 +78,7 @@ class Sampling:
 
     @property
     def children(self) -> str:
-        """How children are to be chosen; without noise there is only the best."""
+        """How a drafter chooses the children of a node: as the rule says; greedy, always its best tokens."""
         return "top" if self.greedy else RULES[self.rule].children
 
     @property
@@ -101,11 +87,11 @@ class Sampling:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [...,V] -> float32 [...,V] scaled by temperature, −inf outside the kept set.
+    """Apply temperature, top-k, top-p and min-p: logits [...,V] -> float32 [...,V], −inf outside the kept set.
 
-    Kept sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper in
-    this order. Ties: top-k keeps all that equal the k-th. Which of several equals top-p drops transformers leaves to an unstable
-    sort; here the lowest id goes first, so that the set is the same for every shape, device and kernel.
+    Kept sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in this order.
+    Ties: top-k keeps all logits that equal the k-th. Which of several equal logits top-p drops, transformers leaves to an unstable sort; here
+    the lowest id is dropped first, so that the set is the same for every shape, device and kernel.
     """
     scores = logits.float()
     vocab = scores.shape[-1]
@@ -135,7 +121,7 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
-        # int64 products wrap, which keeps all 64 bits; the arithmetic shift is masked.
+        # int64 multiplication wraps, which keeps all 64 bits; the arithmetic shift is masked.
         first, second = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
         c0 = ((second >> 32) & _MASK) ^ (c1 ^ key_0)
         c2 = ((first >> 32) & _MASK) ^ (c3 ^ key_1)
@@ -145,11 +131,21 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
 
 
 def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_TOKEN, copy: int = 0) -> Tensor:
-    """Standard Gumbel noise float32 [...,V] for request [...] and position [...] (int64, in [0, 2^32)).
+    """Standard Gumbel noise.
 
-    Counter layout: (token // 4, position, request, purpose + 256 · copy), key = seed; token t takes output word t % 4. A word x
-    gives the uniform u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
-    `position` is the absolute index in the sequence of the token being drawn; `copy` numbers independent draws of it.
+    Counter layout: (token // 4, position, request, purpose + 256 · copy), key = seed; token t takes output word t % 4. A word x gives the uniform
+    u = (x + ½) / 2^32, in float64 never 0 and never 1, and the noise −log(−log u).
+
+    Args:
+        seed: 0 .. 2^64 − 1.
+        request: [...] int64 in [0, 2^32), the noise key of the request.
+        position: [...] int64 in [0, 2^32), absolute index in the sequence of the token that is drawn.
+        vocab: V.
+        purpose: one of PURPOSE_*.
+        copy: number of an independent draw for one position.
+
+    Returns:
+        float32 [...,V].
     """
     block = torch.arange((vocab + 3) // 4, device=request.device)
     request, position = request[..., None], position[..., None]
@@ -158,7 +154,7 @@ def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: in
 
 
 def uniform(seed: int, request: Tensor, position: Tensor, number: Tensor) -> Tensor:
-    """Uniforms float64 [...] in (0, 1), the coins of rejection: number [...] tells those of one position apart."""
+    """Uniform draws float64 [...] in (0, 1), for rejection; `number` [...] distinguishes the draws of one position."""
     return _unit(philox(seed, (number, position, request, torch.full_like(request, PURPOSE_UNIFORM)))[0])
 
 
@@ -167,10 +163,10 @@ def _unit(words: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor) -> Tensor:
-    """logits [...,V], request [...], position [...] -> y [...] int64.
+    """Draw a token: logits [...,V], request [...], position [...] -> [...] int64.
 
-    Greedy: the argmax, lowest id on ties. Otherwise argmax of warped logits + noise (Gumbel-max), whose law is the softmax of
-    the warped logits.
+    Greedy: the argmax, the lowest id on ties. Otherwise the argmax of the warped logits plus noise (Gumbel-max), whose distribution is the
+    softmax of the warped logits.
     """
     if sampling.greedy:
         return logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""Which architectures can be tree-verified; the others are refused by name before anything is loaded."""
+"""Which architectures can be tree-verified. All others are refused by name before anything is loaded."""
 
 import inspect
 import sys
@@ -15,10 +15,10 @@ _ROPE = ("longrope", "dynamic")
 
 
 def check_supported(config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
-    """Refuse what tree verification would get wrong. Reads the config and the class's source; loads nothing.
+    """Refuse an architecture that tree verification would get wrong. Reads the config and the source of its class; loads nothing.
 
     Raises:
-        ValueError: one line that names the architecture and the reason.
+        ValueError: an architecture that is not supported; the message names it and the reason.
     """
     text = config.get_text_config()
     name = f"{getattr(config, 'model_type', type(config).__name__)!r}"
@@ -45,14 +45,14 @@ def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str:
 
 
 def _rope_types(text: PretrainedConfig) -> set[str]:
-    """RoPE kinds of all layers; the parameters are one dictionary or one per layer type."""
-    found: set[str] = set()
+    """RoPE types of all layers; the parameters are one dictionary or one per layer type."""
+    types: set[str] = set()
     for attribute in ("rope_parameters", "rope_scaling"):
         parameters: Any = getattr(text, attribute, None) or {}
         for entry in (parameters, *parameters.values()):
             if isinstance(entry, dict):
-                found.add(str(entry.get("rope_type", entry.get("type", "default"))))
-    return found
+                types.add(str(entry.get("rope_type", entry.get("type", "default"))))
+    return types
 
 
 def _class_reason(text: PretrainedConfig, model: PreTrainedModel | None) -> str:

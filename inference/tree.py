@@ -1,6 +1,6 @@
 """Token trees: what a drafter proposes and the target verifies in one forward.
 
-Letters: B rows · N tree nodes with the root · W = ⌈N/64⌉ ancestor words · K draft depth · R candidates per depth · D draft vocabulary.
+Letters: B rows · N tree nodes with the root · K draft depth · D draft vocabulary · R candidates per depth.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ def pack(visible: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, size: int) -> Tensor:
-    """int64 words [...,N,W] -> bool [...,N,size], the inverse of `pack`; for a tree size is N.
+    """int64 words [...,N,⌈N/64⌉] -> bool [...,N,size], the inverse of `pack`; for a tree size is N.
 
     Raises:
         ValueError: fewer words than `size` bits need.
@@ -44,20 +44,24 @@ def unpack(words: Tensor, size: int) -> Tensor:
 
 @lru_cache(512)
 def indices(count: int, device: torch.device) -> Tensor:
-    """int64 0 … count − 1, made once: small tensors cost a small model's round more than its arithmetic does. Not to be written to."""
+    """torch.arange(count), made once: in a small model's round such tensors cost more than the arithmetic. Do not write to it."""
     return torch.arange(count, device=device)
 
 
 @dataclass(slots=True)
 class DraftTree:
-    """One round's proposal, all tensors on one device.
+    """One round's proposal; all tensors are on one device. A padding node counts as a childless child of the root.
 
-    tokens [B,N] int64, node 0 the root (the last committed token, whose KV is not cached yet) · parents [B,N] int64, parent
-    before child, −1 for the root · size [B] int64, later nodes are padding (1 plain decoding, 0 an idle row) ·
-    depth [B,N] int64 · ancestors [B,N,W] int64 words, a node its own ancestor, root included · q_logits [B,N,D] or None: the
-    law that each node's children were drawn from, siblings in draw order · replacement: they were drawn with replacement · width: no
-    node has more children, as far as the host knows · full: the host knows that no row has padding. A padding node counts as a
-    childless child of the root.
+    Attributes:
+        tokens: [B,N] int64; node 0 is the root, the last committed token, whose KV is not cached yet.
+        parents: [B,N] int64, −1 for the root; a parent comes before its children.
+        size: [B] int64, nodes of each tree; later nodes are padding. 1 is plain decoding, 0 an idle row.
+        depth: [B,N] int64.
+        ancestors: [B,N,⌈N/64⌉] int64 words; the bits of a node's ancestors, its own and the root's included.
+        q_logits: [B,N,D], the distribution that each node's children were drawn from, siblings in draw order; None where they were not drawn.
+        replacement: the children were drawn with replacement.
+        width: no node has more children, as far as the host knows.
+        full: the host knows that no row has padding.
     """
 
     tokens: Tensor
@@ -67,7 +71,7 @@ class DraftTree:
     ancestors: Tensor
     q_logits: Tensor | None = None
     _visible: Tensor | None = field(default=None, repr=False)
-    _route: Tensor | None = field(default=None, repr=False)
+    _walk_matrix: Tensor | None = field(default=None, repr=False)
     _deepest: Tensor | None = field(default=None, repr=False)
     replacement: bool = False
     width: int = -1
@@ -81,7 +85,11 @@ class DraftTree:
     def build(cls, tokens: Tensor, parents: Tensor, size: Tensor, q_logits: Tensor | None = None) -> "DraftTree":
         """Derive depth and ancestors from parents by pointer doubling, ⌈log2 N⌉ steps, without a host sync.
 
-        tokens, parents [B,N] int64, size [B] int64, q_logits [B,N,D] or None.
+        Args:
+            tokens: [B,N] int64.
+            parents: [B,N] int64.
+            size: [B] int64.
+            q_logits: [B,N,D] or None.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -102,36 +110,38 @@ class DraftTree:
         return cls(tokens, parents, size, visible.sum(-1) - 1, pack(visible), q_logits, visible)
 
     @classmethod
-    def listed(cls, tokens: list[int], parents: tuple[int, ...], device: torch.device) -> "DraftTree":
-        """One row that the host made: tokens and parents of N nodes. What follows from the parents is made once and kept."""
-        return replace(_listed(parents, device), tokens=torch.tensor([tokens], device=device))
+    def from_lists(cls, tokens: list[int], parents: tuple[int, ...], device: torch.device) -> "DraftTree":
+        """A tree of one row from the tokens and parents of its N nodes. Trees with equal parents share all other tensors."""
+        return replace(_tree_of_parents(parents, device), tokens=torch.tensor([tokens], device=device))
 
     @classmethod
     def root(cls, tokens: Tensor) -> "DraftTree":
         """tokens [B] -> trees of size 1: plain decoding."""
         rows = tokens.shape[0]
-        zero, one = tokens.new_zeros(rows, 1), tokens.new_ones(rows, 1)
+        zeros, ones = tokens.new_zeros(rows, 1), tokens.new_ones(rows, 1)
         visible = torch.ones(rows, 1, 1, dtype=torch.bool, device=tokens.device)
-        return cls(tokens[:, None], zero - 1, one[:, 0], zero, one[:, :, None], None, visible, full=True)
+        return cls(tokens[:, None], zeros - 1, ones[:, 0], zeros, ones[:, :, None], None, visible, full=True)
 
     def visible(self) -> Tensor:
-        """Ancestors as bool [B,N,N]: node i sees node j. Unpacked once and kept."""
+        """Ancestors as bool [B,N,N]: node i attends to node j. Computed once."""
         if self._visible is None:
             self._visible = unpack(self.ancestors, self.tokens.shape[1])
         return self._visible
 
-    def route(self) -> Tensor:
-        """float32 [B,N,N] for the walk, kept: +1 where j is i or an ancestor of it (the root apart), −1 where j is a sibling before
-        such a node. With m the accepted nodes, node i lies on the walk iff (route · m)[i] = depth[i].
+    def walk_matrix(self) -> Tensor:
+        """float32 [B,N,N] for `verify.walk`, computed once.
+
+        Entry (i,j) is +1 where j is node i or an ancestor of it (the root apart), and −1 where j is an earlier sibling of such a node. With
+        m = 1 at the accepted nodes, node i is on the walk if and only if (walk_matrix · m)[i] = depth[i].
         """
-        if self._route is None:
+        if self._walk_matrix is None:
             line = self.visible().float()
-            self._route = line - line @ self._earlier().float()
-            self._route[:, :, 0].zero_()
-        return self._route
+            self._walk_matrix = line - line @ self._earlier().float()
+            self._walk_matrix[:, :, 0].zero_()
+        return self._walk_matrix
 
     def deepest(self) -> Tensor:
-        """int64 [B,1]: the depth of each row's tree, padding apart. Kept."""
+        """int64 [B,1]: the depth of each tree without its padding. Computed once."""
         if self._deepest is None:
             self._deepest = (self.depth * (indices(self.tokens.shape[1], self.depth.device) < self.size[:, None])).amax(1, keepdim=True)
         return self._deepest
@@ -145,18 +155,22 @@ class DraftTree:
         index = indices(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
 
+    def only(self, mask: Tensor) -> "DraftTree":
+        """This tree where mask [B] bool is set, elsewhere the root alone; all tensors keep their shapes."""
+        return replace(self, size=torch.where(mask, self.size, 1), full=False, _deepest=None)
+
     def to(self, device: torch.device) -> "DraftTree":
         """The same tree on `device`."""
         if self.tokens.device == device:
             return self
-        moved = {slot.name: value.to(device) for slot in fields(self) if isinstance(value := getattr(self, slot.name), Tensor)}
-        return replace(self, **moved)
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
     def validate(self) -> None:
-        """Check every promise of the class. Reads the device: for tests and for trees from outside.
+        """Check every promise of the class. Waits for the device: for tests and for trees from outside.
 
         Raises:
-            ValueError: naming the first row and node that break one.
+            ValueError: a broken promise; the message names the first row and node.
         """
         rows, nodes = self.tokens.shape
         size, parents = self.size.tolist(), self.parents.tolist()
@@ -178,40 +192,56 @@ class DraftTree:
 
 
 @lru_cache(1024)
-def _listed(parents: tuple[int, ...], device: torch.device) -> DraftTree:
-    up = torch.tensor([parents], device=device)
-    tree = DraftTree.build(torch.zeros_like(up), up, torch.full_like(up[:, 0], len(parents)))
-    tree.route()
+def _tree_of_parents(parents: tuple[int, ...], device: torch.device) -> DraftTree:
+    rows = torch.tensor([parents], device=device)
+    tree = DraftTree.build(torch.zeros_like(rows), rows, torch.full_like(rows[:, 0], len(parents)))
+    tree.walk_matrix()
     tree.deepest()
     tree.full = True
     return tree
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """The inner nodes of one depth of a static tree, and where their children go.
+class StaticLevel:
+    """The inner nodes (nodes with children) of one depth of a static tree, and where their children are.
 
-    nodes: how many · count: candidates needed of each · children [·] their node indices · index [·] into candidates [nodes·count] ·
-    visible [nodes,E+nodes]: which of the inner nodes so far (E of the levels before; the root's own apart) are ancestors or self · alone:
-    all of them are · above [nodes]: the places of their parents among the inner nodes of the level before.
+    Attributes:
+        nodes: how many inner nodes there are.
+        inner: [nodes] int64, their node indices.
+        count: candidates needed of each.
+        children: [·] int64, the node indices of all their children.
+        candidates: [·] int64, for each of the children its index into the candidates [nodes·count].
+        visible: [nodes,E+nodes] bool; which inner nodes so far (E of the levels before, without the root, and these) are ancestors or self.
+        all_visible: every entry of `visible` is true.
+        parent_index: [nodes] int64, the indices of their parents among the inner nodes of the level before.
     """
 
     nodes: int
     inner: Tensor
     count: int
     children: Tensor
-    index: Tensor
+    candidates: Tensor
     visible: Tensor
-    alone: bool
-    above: Tensor
+    all_visible: bool
+    parent_index: Tensor
 
 
 class StaticTree:
-    """A static tree: the shape is known, only the tokens change from round to round.
+    """A static tree: the nodes are known beforehand, only the tokens change from round to round.
 
-    parents, depth, rank [N] int64 (rank −1 at the root) · ancestors [N,W] int64 · num_nodes N, root included · max_depth K ·
-    paths: the rank paths of nodes 1..N−1, in node order. The leftmost chain (0), (0,0), … comes first, then the rest by
-    depth, so that parents precede children and the commonest accepted path needs no KV move.
+    The leftmost chain (0), (0,0), … comes first, then the rest by depth, so that parents precede children and the commonest accepted path
+    needs no KV move.
+
+    Attributes:
+        parents: [N] int64, −1 for the root.
+        depth: [N] int64.
+        rank: [N] int64, rank among the candidates of the parent, −1 for the root.
+        ancestors: [N,⌈N/64⌉] int64 words.
+        num_nodes: N, the root included.
+        max_depth: K.
+        paths: the rank paths of nodes 1..N−1, in node order.
+        width: candidates needed per depth.
+        fanout: most children of a node.
     """
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
@@ -222,24 +252,24 @@ class StaticTree:
         self.parents = torch.tensor([-1] + [node[path[:-1]] for path in paths])
         self.depth = torch.tensor([0] + [len(path) for path in paths])
         self.rank = torch.tensor([-1] + [path[-1] for path in paths])
-        self.width = max((path[-1] + 1 for path in paths), default=0)  # candidates needed per depth
-        self.fanout = max(Counter(path[:-1] for path in paths).values(), default=0)  # children of a node, at most
+        self.width = max((path[-1] + 1 for path in paths), default=0)
+        self.fanout = max(Counter(path[:-1] for path in paths).values(), default=0)
         built = DraftTree.build(torch.zeros_like(self.parents)[None], self.parents[None], torch.tensor([self.num_nodes]))
         self.ancestors = built.ancestors[0]
         self._visible = built.visible()[0]
-        self._route = built.route()[0]
+        self._walk_matrix = built.walk_matrix()[0]
         self._deepest = torch.tensor([self.max_depth])
-        self._shared: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._expanded: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._cut: dict[int, StaticTree] = {}
-        self._levels: list[Level] | None = None
-        self._closed: StaticTree | None = None
+        self._levels: list[StaticLevel] | None = None
+        self._without_gaps: StaticTree | None = None
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> "StaticTree":
-        """Rank paths to a topology; (0,1) is rank 0 at depth 1, then rank 1 at depth 2. The root is not listed.
+        """The tree of these rank paths. (0,1) is rank 0 at depth 1, then rank 1 at depth 2; the root is not listed.
 
         Raises:
-            ValueError: naming a path that is empty, negative, listed twice, or whose prefix is missing.
+            ValueError: a path that is empty, negative, listed twice, or whose prefix is missing.
         """
         given = [tuple(int(rank) for rank in path) for path in paths]
         seen: set[Path] = set()
@@ -254,7 +284,7 @@ class StaticTree:
 
     @classmethod
     def chain(cls, depth: int) -> "StaticTree":
-        """K nodes in a row under the root."""
+        """A chain of `depth` nodes under the root."""
         return cls.from_paths([(0,) * k for k in range(1, depth + 1)])
 
     @classmethod
@@ -262,38 +292,35 @@ class StaticTree:
         """Every path of ranks below widths[k] at depth k+1."""
         return cls.from_paths([path for k in range(1, len(widths) + 1) for path in product(*(range(width) for width in widths[:k]))])
 
-    def levels(self) -> list[Level]:
-        """Depths 0 … K−1, for drafters that need a node's token before they can give its children. Made once."""
+    def levels(self) -> list[StaticLevel]:
+        """The levels of depths 0 … K−1, for drafters that need a node's token before they can give its children. Computed once."""
         if self._levels is None:
-            self._levels = []
             node = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
-            device, encoded = self.parents.device, list[Path]()
-            before: list[Path] = []
+            device = self.parents.device
+            self._levels, encoded, before = [], list[Path](), list[Path]()
             for depth in range(self.max_depth):
                 children = [path for path in self.paths if len(path) == depth + 1]
                 inner = sorted({path[:-1] for path in children}, key=node.__getitem__)
                 count = max(path[-1] for path in children) + 1
                 encoded += inner if depth else []
-                seen = torch.tensor([[path[: len(other)] == other for other in encoded] for path in inner], device=device).view(
-                    len(inner), len(encoded)
+                is_ancestor = [[path[: len(ancestor)] == ancestor for ancestor in encoded] for path in inner]
+                visible = torch.tensor(is_ancestor, device=device).view(len(inner), len(encoded)).bool()
+                level = StaticLevel(
+                    nodes=len(inner),
+                    inner=torch.tensor([node[path] for path in inner], device=device),
+                    count=count,
+                    children=torch.tensor([node[path] for path in children], device=device),
+                    candidates=torch.tensor([inner.index(path[:-1]) * count + path[-1] for path in children], device=device),
+                    visible=visible,
+                    all_visible=bool(visible.all()),
+                    parent_index=torch.tensor([before.index(path[:-1]) for path in inner if path], device=device, dtype=torch.int64),
                 )
-                self._levels.append(
-                    Level(
-                        len(inner),
-                        torch.tensor([node[path] for path in inner], device=device),
-                        count,
-                        torch.tensor([node[path] for path in children], device=device),
-                        torch.tensor([inner.index(path[:-1]) * count + path[-1] for path in children], device=device),
-                        seen.bool(),
-                        bool(seen.all()),
-                        torch.tensor([before.index(path[:-1]) for path in inner if path], device=device, dtype=torch.int64),
-                    )
-                )
+                self._levels.append(level)
                 before = inner
         return self._levels
 
     def cut(self, depth: int) -> "StaticTree":
-        """The topology without its nodes below `depth`, made once."""
+        """The tree without its nodes below `depth`. Computed once for each depth."""
         if depth >= self.max_depth:
             return self
         if depth not in self._cut:
@@ -301,54 +328,57 @@ class StaticTree:
         return self._cut[depth]
 
     def to(self, device: torch.device | str) -> "StaticTree":
-        """The same topology with its tensors on `device`."""
+        """The same tree with its tensors on `device`."""
         if self.parents.device == torch.device(device):
             return self
         moved = StaticTree(self.paths)
-        for name in ("parents", "depth", "rank", "ancestors", "_visible", "_route", "_deepest"):
-            setattr(moved, name, getattr(self, name).to(device))
+        moved.parents, moved.depth, moved.rank = self.parents.to(device), self.depth.to(device), self.rank.to(device)
+        moved.ancestors, moved._visible = self.ancestors.to(device), self._visible.to(device)
+        moved._walk_matrix, moved._deepest = self._walk_matrix.to(device), self._deepest.to(device)
         return moved
 
-    def closed(self) -> "StaticTree":
-        """The same tree with siblings ranked 0, 1, 2, … without a gap, made once. For drawn children a rank is the order of the draw."""
-        if self._closed is None:
+    def without_gaps(self) -> "StaticTree":
+        """The same tree with siblings ranked 0, 1, 2, … Where children are drawn, a rank is the order of the draw. Computed once."""
+        if self._without_gaps is None:
             new: dict[Path, Path] = {(): ()}
             children: Counter[Path] = Counter()
             for path in sorted(self.paths, key=lambda path: (len(path), path)):
                 new[path] = (*new[path[:-1]], children[path[:-1]])
                 children[path[:-1]] += 1
-            gone = set(new.values()) - {()} == set(self.paths)
-            self._closed = self if gone else StaticTree.from_paths([new[path] for path in self.paths]).to(self.parents.device)
-        return self._closed
+            unchanged = set(new.values()) - {()} == set(self.paths)
+            self._without_gaps = self if unchanged else StaticTree.from_paths([new[path] for path in self.paths]).to(self.parents.device)
+        return self._without_gaps
 
-    def tree(self, root: Tensor, children: Tensor) -> DraftTree:
-        """root [B], children [B,K,R] -> the tree in which rank r at depth k+1 is children[b,k,r], whatever its parent.
+    def tree(self, last_tokens: Tensor, children: Tensor) -> DraftTree:
+        """The draft tree whose node of rank r at depth k+1 has the token children[b,k,r], whatever its parent.
 
-        Depth and ancestors are the precomputed ones, expanded over B.
+        Args:
+            last_tokens: [B] int64, the tokens of the roots.
+            children: [B,K,R] int64.
 
         Raises:
-            ValueError: fewer depths or ranks in `children` than the topology uses.
+            ValueError: fewer depths or ranks in `children` than the tree uses.
         """
         if children.shape[1] < self.max_depth or children.shape[2] < self.width:
             raise ValueError(
                 f"got children for {children.shape[1]} depths and {children.shape[2]} ranks; expected at least "
                 f"{self.max_depth} and {self.width}; ask the drafter for more candidates or use a smaller tree"
             )
-        index = self._expanded(root.shape[0], children.shape[2])[0]
-        return self.place(torch.cat((root[:, None], children.flatten(1).index_select(1, index)), 1), ranks=children.shape[2])
+        index = self._expand(last_tokens.shape[0], children.shape[2])[0]
+        return self.fill(torch.cat((last_tokens[:, None], children.flatten(1).index_select(1, index)), 1), ranks=children.shape[2])
 
-    def place(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1, replacement: bool = False) -> DraftTree:
-        """tokens [B,N] in node order, the root included, for drafters whose candidates depend on the parent -> the tree."""
-        _, parents, size, *derived = self._expanded(tokens.shape[0], ranks)
-        depth, ancestors, visible, route, deepest = derived
-        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, route, deepest, replacement, self.fanout, True)
+    def fill(self, tokens: Tensor, q_logits: Tensor | None = None, *, ranks: int = 1, replacement: bool = False) -> DraftTree:
+        """The draft tree with these tokens [B,N] in node order, the root's included; for candidates that depend on the parent."""
+        _, parents, size, *derived = self._expand(tokens.shape[0], ranks)
+        depth, ancestors, visible, walk_matrix, deepest = derived
+        return DraftTree(tokens, parents, size, depth, ancestors, q_logits, visible, walk_matrix, deepest, replacement, self.fanout, True)
 
-    def _expanded(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
-        if (rows, ranks) not in self._shared:
-            index = (self.depth[1:] - 1) * ranks + self.rank[1:]  # into children.flatten(1)
+    def _expand(self, rows: int, ranks: int) -> tuple[Tensor, ...]:
+        """The tree's tensors for `rows` rows, computed once; before them the index [N−1] into children.flatten(1) with `ranks` ranks."""
+        if (rows, ranks) not in self._expanded:
+            index = (self.depth[1:] - 1) * ranks + self.rank[1:]
             size = torch.full((rows,), self.num_nodes, dtype=torch.int64, device=self.parents.device)
-            wide = (
-                tensor.expand(rows, *tensor.shape) for tensor in (self.depth, self.ancestors, self._visible, self._route, self._deepest)
-            )
-            self._shared[rows, ranks] = (index, self.parents.expand(rows, -1), size, *wide)
-        return self._shared[rows, ranks]
+            shared = (self.depth, self.ancestors, self._visible, self._walk_matrix, self._deepest)
+            expanded = (tensor.expand(rows, *tensor.shape) for tensor in shared)
+            self._expanded[rows, ranks] = (index, self.parents.expand(rows, -1), size, *expanded)
+        return self._expanded[rows, ranks]

@@ -83,7 +83,7 @@ def walk(tree: DraftTree, accepted: Tensor, max_depth: int | None = None) -> tup
     index = indices(nodes, accepted.device)
     # One product instead of a descent: on the walk is who is accepted, as all its ancestors are, and has no accepted sibling
     # before it nor before any of them.
-    reached = (tree.route() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
+    reached = (tree.walk_matrix() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
     kept = reached if tree.full else reached & (index < tree.size[:, None])
     # Kept nodes form one path, one per depth; the others are written to a column past the end.
     slot = torch.where(kept, tree.depth, width)

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache, placed
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
-from draftsmith.inference.expand import TreeSpec, choose, grow
+from draftsmith.inference.expand import TreeSpec, choose, expand
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models import vocab
@@ -346,17 +346,17 @@ class EagleModel(DrafterModel):
                 f"decoding up to {context} positions with an EAGLE drafter trained on {trained}: beyond them it may accept little",
                 stacklevel=2,
             )
-        shape = self.shape.to(target.device)
+        shape = self.tree_spec.to(target.device)
         drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, StaticTree) else (shape.depth - 1) * shape.width
         # A graph lets a row run a round past its end.
         capacity = context + shape.max_depth + 1 + max(drafted, shape.max_depth + 1)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and held.cache.capacity >= capacity and same_layout(held.state, state):
+        if held and held.given is self.tree_spec and held.cache.capacity >= capacity and same_layout(held.state, state):
             self.drop(list(range(rows)))
         else:
             begun = torch.zeros(rows, dtype=torch.bool, device=target.device)
-            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.shape)
+            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.tree_spec)
         return self._state, tensor_addresses(self)
 
     @torch.no_grad()
@@ -385,23 +385,23 @@ class EagleModel(DrafterModel):
             return DraftTree.root(round.last_tokens)
         state.cache.fixed = round.static_shape
         state.cache.select(round.slots)
-        growth = grow(state.shape, round)
+        expansion = expand(state.shape, round)
         output, index = state.state[round.slot_index][:, None], round.positions[:, None] + 1
         while True:
             places = index.expand(-1, output.shape[1])
-            ids, scores, law = self._choose(self.logits_of(output), growth.count, round, places, growth.scored)
-            frontier = growth.extend(ids, scores, law)
-            if frontier is None:
+            ids, scores, law = self._choose(self.logits_of(output), expansion.count, round, places, expansion.scored)
+            level = expansion.add_level(ids, scores, law)
+            if level is None:
                 break
-            feature = self.recurring(output).gather(1, frontier.above[:, :, None].expand(-1, -1, output.shape[2]))
+            feature = self.recurring(output).gather(1, level.parent_index[:, :, None].expand(-1, -1, output.shape[2]))
             # The cache ends with the pair that predicts depth 1: a node of depth d is at length + d − 1.
-            below = torch.full_like(frontier.tokens, frontier.depth - 1)
-            key_depth = (frontier.key_depth - 1).expand(len(below), -1)
-            attention = TreeAttention(state.cache, below, frontier.visible, key_depth, frontier.open)
-            output = self.step(feature, frontier.tokens, attention.positions(), self._cached(attention))
-            state.cache.draft(frontier.tokens.shape[1])
+            below = torch.full_like(level.tokens, level.depth - 1)
+            key_depth = (level.key_depth - 1).expand(len(below), -1)
+            attention = TreeAttention(state.cache, below, level.visible, key_depth, level.all_visible)
+            output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
+            state.cache.draft(level.tokens.shape[1])
             index = index + 1
-        tree, _ = growth.finish()
+        tree, _ = expansion.finish()
         if not round.static_shape and state.ready.issuperset(round.slots):
             return tree
         # In a graph the rows change without the host being asked.
@@ -415,7 +415,7 @@ class EagleModel(DrafterModel):
     def _choose(
         self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `grow.choose`, in the target's ids. Noise is a function of those, so that drawn children need the whole vocabulary."""
+        """As `expand.choose`, in the target's ids. Noise is a function of those, so that drawn children need the whole vocabulary."""
         if round.sampling.children == "top":
             ids, scores, law = choose(logits, count, round, index, scored)
             return self.vocabulary.targets[ids], scores, law

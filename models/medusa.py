@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from draftsmith.inference.cache import placed
 from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
-from draftsmith.inference.expand import DynamicExpansion, TreeSpec, choose, grow, parse_tree_spec
+from draftsmith.inference.expand import DynamicExpansion, TreeSpec, choose, expand, parse_tree_spec
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, same_layout
@@ -159,10 +159,10 @@ class MedusaModel(DrafterModel):
         self.attach(target)
         hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and same_layout(held.hidden, hidden):
+        if held and held.given is self.tree_spec and same_layout(held.hidden, hidden):
             self.drop(list(range(rows)))
         else:
-            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.shape.to(target.device), self.shape)
+            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.tree_spec.to(target.device), self.tree_spec)
         return self._state, tensor_addresses(self)
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -179,25 +179,25 @@ class MedusaModel(DrafterModel):
         state = self._state
         if state.shape.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        growth = grow(state.shape, round)
+        expansion = expand(state.shape, round)
         hidden = state.hidden[round.slot_index]
         depth = min(round.depth, state.shape.max_depth)
         logits = torch.stack([self.logits_of(k, hidden) for k in range(depth)], dim=1)  # [B,K,V]
         index = round.positions[:, None] + 1 + torch.arange(depth, device=hidden.device)
-        width = growth.count if isinstance(growth, DynamicExpansion) else growth.topology.width
-        ids, scores, q = choose(logits, width, round, index, growth.scored)
-        if isinstance(growth, DynamicExpansion):
+        width = expansion.count if isinstance(expansion, DynamicExpansion) else expansion.tree_spec.width
+        ids, scores, q = choose(logits, width, round, index, expansion.scored)
+        if isinstance(expansion, DynamicExpansion):
             assert scores is not None
             inner = 1
             for k in range(depth):  # a head's candidates are the same whatever was drafted before
                 shape = (-1, inner, -1)
-                frontier = growth.extend(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
-                inner = frontier.tokens.shape[1] if frontier else 0
-            tree, _ = growth.finish()
+                level = expansion.add_level(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
+                inner = level.tokens.shape[1] if level else 0
+            tree, _ = expansion.finish()
         else:
-            tree = growth.topology.tree(round.last_tokens, ids)
+            tree = expansion.tree_spec.tree(round.last_tokens, ids)
             if q is not None:  # at the leaves, which have no children, any law will do
-                tree.q_logits, tree.replacement = q[:, growth.topology.depth.clamp(max=depth - 1)], growth.replacement
+                tree.q_logits, tree.replacement = q[:, expansion.tree_spec.depth.clamp(max=depth - 1)], expansion.replacement
         return replace(tree, size=torch.where(state.ready[round.slot_index], tree.size, 1), full=False, _deepest=None)
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from draftsmith.inference.attention import check_supported
 from draftsmith.inference.drafter import TargetOutput
-from draftsmith.inference.packed_linear import Packing
+from draftsmith.inference.packed_linear import PackedLinears
 from draftsmith.models.head import Head
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out
@@ -66,7 +66,7 @@ class Target:
         self._hooked: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
-        self._packing: Packing | None = None
+        self._packing: PackedLinears | None = None
         self._compiled: dict[int, Callable[..., Any]] = {}
 
     @classmethod
@@ -141,7 +141,7 @@ class Target:
         """For decoding on a CPU: keep the linear layers' weights in its own layout too, where that pays (`inference/packed_linear.py`) and they are
         plain tensors, whole and not quantised."""
         if not self.collective and not quantised_as(self.model.config):
-            self._packing = self._packing or Packing(self.model)
+            self._packing = self._packing or PackedLinears(self.model)
 
     @property
     def collective(self) -> bool:

@@ -84,8 +84,7 @@ def recorded(piece: Callable[[], Any]) -> Tape:
 def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     """Decoders with kernels take their twins, which are quick and made of operations, and run rounds as for a graph: each as it is, or
     replayed from what was recorded of the first of its kind."""
-    from draftsmith.inference import decoder, graph_rounds
-    from draftsmith.inference import expand as grow
+    from draftsmith.inference import decoder, expand, graph_rounds
     from draftsmith.inference import verify as verification
     from draftsmith.inference.kernels import attention, commit, verify
 
@@ -93,7 +92,7 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
     monkeypatch.setattr(commit, "take", commit.take_reference)
     monkeypatch.setattr(verify, "verify", verification.verify)
-    monkeypatch.setattr(grow, "active", lambda: False)
+    monkeypatch.setattr(expand, "active", lambda: False)
     monkeypatch.setattr(decoder, "missing", lambda device: "")
     why = decoder.refusal
 

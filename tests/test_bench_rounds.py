@@ -16,8 +16,7 @@ from draftsmith.eval.benchmarks import rounds as bench_rounds
 from draftsmith.eval.benchmarks.kernels import Report, Sizes
 from draftsmith.eval.benchmarks.rounds import PROFILE, WATERMARK, Effort, drawn, expected, synthetic
 from draftsmith.inference import decoder as decoders
-from draftsmith.inference import expand as grow
-from draftsmith.inference import graph_rounds
+from draftsmith.inference import expand, graph_rounds
 from draftsmith.inference import verify as verification
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.drafter import RoundContext
@@ -130,7 +129,7 @@ def twins(monkeypatch):
     monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
     monkeypatch.setattr(commit, "take", commit.take_reference)
     monkeypatch.setattr(verify, "verify", verification.verify)
-    monkeypatch.setattr(grow, "active", lambda: False)
+    monkeypatch.setattr(expand, "active", lambda: False)
     monkeypatch.setattr(decoders, "missing", lambda device: "")
     monkeypatch.setattr(decoders.Decoder, "refusal", lambda *_: "")
 
@@ -202,7 +201,7 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
     drafter = bench_rounds.medusa(target, SMALL)
     given = [bench_rounds.decoding(target, SMALL, EFFORT, "tau", drafter) for _ in range(2)]
     assert (given[0].tau, given[0].profile_tau) == (given[1].tau, given[1].profile_tau)
-    parents = drafter.shape.parents.tolist()
+    parents = drafter.tree_spec.parents.tolist()
     tokens, rounds, launched = 0, 0, 1
     while rounds < launched:
         launched += tokens < EFFORT.new_tokens
@@ -233,7 +232,7 @@ def test_trees_of_an_8b_have_the_nodes_that_are_said():
     sizes = Sizes()
     for nodes in sizes.nodes:
         bare = bench_rounds.Bare(nodes, sizes.depth, HERE)
-        assert bare.shape.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
+        assert bare.tree_spec.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
     assert bench_rounds.ASKED.keys() == {(sizes.nodes[-1], context) for context in sizes.contexts}
 
 

@@ -1,4 +1,4 @@
-"""A draft model's proposals are what it would say of each path, whatever its cache has been through; and its refusals."""
+"""A draft model proposes what a forward over each complete path gives, in every state of its cache; and its refusals."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
-    """The target's own weights, a little wrong: right often, wrong often."""
+    """The target's weights with noise: a draft model that is often right and often wrong."""
     model = tiny(name)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -39,20 +39,20 @@ def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
 
 
 class Checked(DraftModel):
-    """Compares every tree with a slow form: a whole forward for every node's path."""
+    """Compares every tree with a slow reference: a forward over the complete path of every node."""
 
-    def start(self, rows, prompts, out):
-        super().start(rows, prompts, out)
-        self.texts = getattr(self, "texts", {}) | {row: list(prompt) for row, prompt in zip(rows, prompts, strict=True)}
+    def start(self, slots, prompts, out):
+        super().start(slots, prompts, out)
+        self.texts = getattr(self, "texts", {}) | {slot: list(prompt) for slot, prompt in zip(slots, prompts, strict=True)}
         self.seen = getattr(self, "seen", Counter())
 
     def propose(self, round):
-        behind = [len(self._rows.missing[row]) for row in round.slots]
+        pending = [len(self._state.pending[slot]) for slot in round.slots]
         tree = super().propose(round)
         tree.validate()
-        for b, row in enumerate(round.slots):
-            assert self.texts[row][-1] == int(round.last_tokens[b]) and len(self.texts[row]) == int(round.positions[b]) + 1
-            self.seen[f"behind {min(behind[b], 3)}"] += 1
+        for b, slot in enumerate(round.slots):
+            assert self.texts[slot][-1] == int(round.last_tokens[b]) and len(self.texts[slot]) == int(round.positions[b]) + 1
+            self.seen[f"pending {min(pending[b], 3)}"] += 1
             paths = []
             for i in range(int(tree.size[b])):
                 parent = int(tree.parents[b, i])
@@ -60,60 +60,60 @@ class Checked(DraftModel):
             children = {i: [j for j in range(1, len(paths)) if tree.parents[b, j] == i] for i in range(len(paths))}
             for i, path in enumerate(paths):
                 if children[i]:
-                    hidden = self.model.forward(torch.tensor([self.texts[row] + path])).hidden[0, -1]
+                    hidden = self.model.forward(torch.tensor([self.texts[slot] + path])).hidden[0, -1]
                     order = self.model.logits(hidden).argsort(descending=True).tolist()
-                    wanted = [int(tree.tokens[b, j]) for j in children[i]]
-                    assert wanted == order[: len(wanted)], (row, path)
+                    proposed = [int(tree.tokens[b, j]) for j in children[i]]
+                    assert proposed == order[: len(proposed)], (slot, path)
         return tree
 
     def accept(self, round, tree, verdict, out):
         super().accept(round, tree, verdict, out)
-        for row, told in zip(round.slots, verdict.on_host(tree), strict=True):
-            self.texts[row] += told.tokens
-            self.seen[f"accepted {told.length - 1}"] += 1
-            self.seen["moved"] += not told.in_place
-            self.seen["not asked"] += tree.tokens.shape[1] == 1
-            # The cache and what it lacks are the text, always.
-            assert int(self._rows.cache.length[row]) + len(self._rows.missing[row]) == len(self.texts[row])
+        for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
+            self.texts[slot] += result.tokens
+            self.seen[f"accepted {result.length - 1}"] += 1
+            self.seen["moved"] += not result.in_place
+            self.seen["no draft"] += tree.tokens.shape[1] == 1
+            # The cached and the pending tokens are always the complete text.
+            assert int(self._state.cache.length[slot]) + len(self._state.pending[slot]) == len(self.texts[slot])
 
 
-class Now:
-    """In place of a governor: rests in some rounds, drafts less deep in others."""
+class DepthPattern:
+    """In place of AdaptiveDepth: no draft in some rounds, shallower drafts in others."""
 
     def __init__(self):
-        self.turn = 0
+        self.round = 0
 
     def bind(self, max_depth):
         self.max_depth = max_depth
 
-    def drop(self, rows): ...
+    def drop(self, slots): ...
 
-    def learn(self, rows, told, seconds): ...
+    def learn(self, slots, results, seconds): ...
 
-    def depth(self, rows):
-        self.turn += 1
-        return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.turn % 8]
+    def depth(self, slots):
+        self.round += 1
+        return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.round % 8]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_tree_is_what_a_whole_forward_says(shape):
+def test_every_tree_equals_forwards_over_complete_paths(shape):
     seen: Counter[str] = Counter()
     for name, noise in (("llama", 0.005), ("mistral", 0.012), ("gemma2", 0.004)):
         target = Target.wrap(tiny(name))
         plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
-        for rows, governor in ((1, None), (3, None), (2, Now()), (5, Now())):
+        for slots, adaptive in ((1, None), (3, None), (2, DepthPattern()), (5, DepthPattern())):
             drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
-            out = Decoder(target, drafter, slots=rows, governor=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
+            out = Decoder(target, drafter, slots=slots, governor=adaptive).generate(PROMPTS, max_new_tokens=26, stop_ids=())
             assert texts(out) == plain
             seen += drafter.seen
     depth = SHAPES[shape].max_depth
     assert all(seen[f"accepted {k}"] >= 2 for k in range(depth + 1)), seen
-    assert all(seen[f"behind {count}"] >= 2 for count in (1, 2, 3)) and seen["not asked"] >= 10
+    assert all(seen[f"pending {count}"] >= 2 for count in (1, 2, 3)) and seen["no draft"] >= 10
     assert seen["moved"] >= 3 or shape == "chain"
 
 
-def test_a_smaller_vocabulary_is_no_obstacle():
-    """The target's last rows are padding to the draft model: it never proposes them, and reads something when they come."""
+def test_a_draft_model_with_a_smaller_vocabulary():
+    """The draft model never proposes the tokens that it lacks, and reads another token in their place."""
     target = Target.wrap(tiny("llama"))
     drafter = DraftModel(relative("llama", vocab=VOCAB - 9), StaticTree.cartesian([3, 2]))
     for how in (Sampling(), Sampling(1.0, seed=2), Sampling(1.0, rule="shared-noise")):
@@ -126,7 +126,7 @@ def test_a_smaller_vocabulary_is_no_obstacle():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_padding_past_the_targets_vocabulary_is_cut_off(shape):
-    """A head with more rows drafts as it would without them, however likely they are: the same trees, laws and records."""
+    """A head with more rows drafts as it would without them, however likely they are: equal trees, distributions and records."""
     target, text = Target.wrap(tiny("llama")), torch.tensor(PROMPTS[2])
     padded = relative("llama", 0.005, vocab=VOCAB + 16)
     with torch.no_grad():
@@ -137,30 +137,30 @@ def test_padding_past_the_targets_vocabulary_is_cut_off(shape):
         ("shared-noise", "target-sample") if shape == "dynamic" else ("shared-noise", "target-sample", "rejection", "rejection-replacement")
     )
     for how in (Sampling(), *(Sampling(1.0, seed=2, rule=rule) for rule in rules)):
-        found = [Decoder(target, one, slots=2).generate(PROMPTS, how, 20, ()) for one in (drafter, bare)]
-        assert texts(found[0]) == texts(found[1])
-        lengths = [[[(one.size, one.accepted) for one in answer.rounds] for answer in out] for out in found]
+        outputs = [Decoder(target, model, slots=2).generate(PROMPTS, how, 20, ()) for model in (drafter, bare)]
+        assert texts(outputs[0]) == texts(outputs[1])
+        lengths = [[[(round.size, round.accepted) for round in answer.rounds] for answer in out] for out in outputs]
         assert lengths[0] == lengths[1] and max(length for answer in lengths[0] for _, length in answer) > 1
-        assert how.rule.startswith("rejection") or texts(found[0]) == texts(Decoder(target).generate(PROMPTS, how, 20, ()))
+        assert how.rule.startswith("rejection") or texts(outputs[0]) == texts(Decoder(target).generate(PROMPTS, how, 20, ()))
     roots = torch.arange(3, 9)
-    laws = [one.position_logits(one.position_features(text, target.forward(text[None])), roots) for one in (drafter, bare)]
-    assert laws[0].shape == (6, DraftModel.depth_limit, VOCAB)
-    torch.testing.assert_close(*laws)
+    logits = [model.position_logits(model.position_features(text, target.forward(text[None])), roots) for model in (drafter, bare)]
+    assert logits[0].shape == (6, DraftModel.depth_limit, VOCAB)
+    torch.testing.assert_close(*logits)
 
 
 def test_plain_rounds_cost_the_draft_model_nothing():
-    """After the prompt it encodes nothing until it is asked, and then all of it at once."""
+    """After the prompt it encodes nothing until the first draft, and then all pending tokens at once."""
     target, model = Target.wrap(tiny("llama")), relative("llama")
     calls = []
     forward = model.forward
     model.forward = lambda ids, **kwargs: calls.append(ids.shape[1]) or forward(ids, **kwargs)
 
-    class Rests(Now):
-        def depth(self, rows):
-            self.turn += 1
-            return self.max_depth if self.turn == 12 else 0
+    class OneDraft(DepthPattern):
+        def depth(self, slots):
+            self.round += 1
+            return self.max_depth if self.round == 12 else 0
 
-    Decoder(target, DraftModel(model, StaticTree.chain(2)), governor=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
+    Decoder(target, DraftModel(model, StaticTree.chain(2)), governor=OneDraft()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
     assert calls == [2, 12, 1]
 
 
@@ -190,15 +190,15 @@ def copy_of(folder, to, **config):
 
 
 def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_path, loads):
-    other = copy_of(target_folder, tmp_path / "other")
-    text = (other / "tokenizer.json").read_text()
+    folder = copy_of(target_folder, tmp_path / "other")
+    text = (folder / "tokenizer.json").read_text()
     raw = json.loads(text)
     vocab = raw["model"]["vocab"]
     by_id = {index: token for token, index in vocab.items()}
     vocab[by_id[40]], vocab[by_id[41]] = 41, 40
-    (other / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="another tokenizer.*at token 40 the target has") as error:
-        loading.open_models(str(target_folder), [str(other)], "float32")
+        loading.open_models(str(target_folder), [str(folder)], "float32")
     assert repr(by_id[40]) in str(error.value) and repr(by_id[41]) in str(error.value) and "\n" not in str(error.value)
     padded = copy_of(target_folder, tmp_path / "padded", vocab_size=300)
     for pair in ((target_folder, padded), (padded, target_folder)):

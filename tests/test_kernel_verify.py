@@ -353,7 +353,7 @@ def test_static_trees_and_bounds_of_depth(depth):
     """Trees whose rows share one tensor; keys that lie in columns."""
     top, generator = StaticTree.cartesian([2, 2]), torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 6, generator=generator)
-    tree = top.place(torch.randint(3, (7, 3), generator=generator).T)
+    tree = top.fill(torch.randint(3, (7, 3), generator=generator).T)
     keys = torch.tensor([[5, 1], [2, 7], [3, 3]])
     for how in (Sampling(), PLAIN[1]):
         verdict = check((tree, logits, how, keys[:, 0], keys[:, 1], depth), block=4)
@@ -404,7 +404,7 @@ def natively(name, flags):
     return flags if name == "_finish" else flags | {"MULTIPLY": True}
 
 zero = torch.zeros(2, dtype=torch.int64)
-tree = StaticTree.chain(2).place(torch.zeros(2, 3, dtype=torch.int64))
+tree = StaticTree.chain(2).fill(torch.zeros(2, 3, dtype=torch.int64))
 logits = torch.zeros(2, 3, 151_936, dtype=torch.bfloat16)
 for how in (Sampling(), Sampling(0.7, top_k=9, top_p=0.8, min_p=0.1, seed=2**64 - 1), Sampling(0.7, seed=1)):
     kernels.verify(tree, logits, how, zero, zero, 2)

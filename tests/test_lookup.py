@@ -1,4 +1,4 @@
-"""Prompt lookup and suffix decoding against slow forms that search the text itself, and through the decoder against plain decoding."""
+"""Prompt lookup and suffix decoding against slow references that search the text itself, and through the decoder against plain decoding."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from draftsmith.inference import lookup
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter, RoundContext
 from draftsmith.inference.expand import DynamicTree
-from draftsmith.inference.lookup import END, LONGEST, MOST, ORDERS, Corpus, Ngram, Suffix
+from draftsmith.inference.lookup import END, MAX_MATCH, MAX_OCCURRENCES, ORDERS, Ngram, NgramIndex, Suffix
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import HostResult, Verdict
@@ -24,41 +24,41 @@ SHAPES = {
     "chain": StaticTree.chain(6),
     "full": StaticTree.cartesian((3, 2, 2)),
     "sparse": SPARSE,
-    "beam": DynamicTree(5, 3, 12),
+    "dynamic": DynamicTree(5, 3, 12),
     "narrow": DynamicTree(4, 1, 12),
     "small": DynamicTree(8, 4, 5),
 }
 
 
-def bound(drafter, rows: int = 1, vocab: int = 100):
-    drafter.bind(SimpleNamespace(vocab_size=vocab), rows, 1000)
+def bound(drafter, slots: int = 1, vocab: int = 100):
+    drafter.bind(SimpleNamespace(vocab_size=vocab), slots, 1000)
     return drafter
 
 
-def asking(rows: list[int], roots: list[int], depth: int) -> RoundContext:
-    root = torch.tensor(roots)
-    return RoundContext(rows, torch.tensor(rows), root, torch.zeros_like(root), torch.zeros_like(root), Sampling(), depth)
+def round_of(slots: list[int], last_tokens: list[int], depth: int) -> RoundContext:
+    last = torch.tensor(last_tokens)
+    return RoundContext(slots, torch.tensor(slots), last, torch.zeros_like(last), torch.zeros_like(last), Sampling(), depth)
 
 
-def say(drafter, row: int, tokens: list[int]) -> None:
+def emit(drafter, slot: int, tokens: list[int]) -> None:
     """A round with the root alone that emitted `tokens`."""
     tree, last = DraftTree.root(torch.tensor([0])), torch.tensor([tokens[-1]])
-    told = [HostResult(len(tokens), 1, 0, True, list(tokens))]
-    drafter.accept(asking([row], [0], 1), tree, Verdict(tree.parents, tree.size, last, told), None)
+    results = [HostResult(len(tokens), 1, 0, True, list(tokens))]
+    drafter.accept(round_of([slot], [0], 1), tree, Verdict(tree.parents, tree.size, last, results), None)
 
 
-def begin(drafter, row: int, text: list[int]) -> None:
-    """Give `text` as a prompt and, from its half on, as rounds of one and of three tokens."""
+def begin(drafter, slot: int, text: list[int]) -> None:
+    """Give the first half of `text` as a prompt and the rest as rounds of one and of three tokens."""
     half = (len(text) + 1) // 2
-    drafter.start([row], [text[:half]], None)
+    drafter.start([slot], [text[:half]], None)
     while half < len(text):
-        say(drafter, row, text[half : half + 1 + 2 * (half % 2)])
+        emit(drafter, slot, text[half : half + 1 + 2 * (half % 2)])
         half += 1 + 2 * (half % 2)
 
 
-def propose(drafter, rows: list[int], texts: list[list[int]], depth: int) -> list[list[tuple[int, ...]]]:
-    """The round's tree, checked for what holds of any tree -> the token paths of each row's nodes after the root, in node order."""
-    tree = drafter.propose(asking(rows, [text[-1] for text in texts], depth))
+def propose(drafter, slots: list[int], texts: list[list[int]], depth: int) -> list[list[tuple[int, ...]]]:
+    """Check the round's tree for what holds of any tree -> the token paths of each slot's nodes after the root, in node order."""
+    tree = drafter.propose(round_of(slots, [text[-1] for text in texts], depth))
     tree.validate()
     assert tree.tokens[:, 0].tolist() == [text[-1] for text in texts]
     sizes = tree.size.tolist()
@@ -73,17 +73,17 @@ def propose(drafter, rows: list[int], texts: list[list[int]], depth: int) -> lis
     return out
 
 
-def follow(text: list[int], place: int, depth: int) -> list[int]:
-    """What a copy that starts at `place` gives, a token at a time, its own tokens included."""
+def follow(text: list[int], position: int, depth: int) -> list[int]:
+    """A copy from `position` on, token by token, which continues with its own tokens."""
     text = list(text)
     count = len(text)
     for step in range(depth):
-        text.append(text[place + step])
+        text.append(text[position + step])
     return text[count:]
 
 
 def ranks(runs: list[list[int]], depth: int) -> tuple[Counter, dict]:
-    """Of every prefix of the runs: how many have it, and its rank path, by count and then by the first run that has it."""
+    """For every prefix of the runs: how many have it, and its rank path, by count and then by the first run that has it."""
     counts, first = Counter(), {}
     for number, run in enumerate(runs):
         for k in range(1, min(depth, len(run)) + 1):
@@ -91,30 +91,30 @@ def ranks(runs: list[list[int]], depth: int) -> tuple[Counter, dict]:
             first.setdefault(tuple(run[:k]), number)
     path = {(): ()}
     for prefix in sorted(counts, key=lambda prefix: (len(prefix), -counts[prefix], first[prefix])):
-        siblings = sum(len(other) == len(prefix) and other[:-1] == prefix[:-1] for other in path)
+        siblings = sum(len(ranked) == len(prefix) and ranked[:-1] == prefix[:-1] for ranked in path)
         path[prefix] = (*path[prefix[:-1]], siblings)
     return counts, path
 
 
-def allowed(shape, counts: Counter, path: dict, total: int, least: float) -> set:
+def allowed(shape, counts: Counter, path: dict, total: int, min_probability: float) -> set:
     if isinstance(shape, DynamicTree):
         fits = {prefix for prefix in counts if max(path[prefix]) < shape.width and len(prefix) <= shape.depth}
     else:
         fits = {prefix for prefix in counts if path[prefix] in shape.paths}
-    return {prefix for prefix in fits if counts[prefix] >= least * total - 1e-9}
+    return {prefix for prefix in fits if counts[prefix] >= min_probability * total - 1e-9}
 
 
-def check_trie(nodes: list[tuple[int, ...]], runs: list[list[int]], shape, depth: int, budget: int, least: float = 0.0) -> int:
+def check_trie(nodes: list[tuple[int, ...]], runs: list[list[int]], shape, depth: int, budget: int, min_probability: float = 0.0) -> int:
     """The nodes are the likeliest of the trie that the shape allows -> the sum of their counts."""
     counts, path = ranks(runs, min(depth, shape.max_depth))
-    fits = allowed(shape, counts, path, len(runs), least)
+    fits = allowed(shape, counts, path, len(runs), min_probability)
     assert set(nodes) <= fits and len(nodes) == min(budget, len(fits))
     assert sorted(counts[node] for node in nodes) == sorted(counts[prefix] for prefix in fits)[len(fits) - len(nodes) :]
     left = [not any(path[node]) for node in nodes]
     assert left == sorted(left, reverse=True), "the leftmost chain comes first"
     for i, node in enumerate(nodes):
-        rank = [path[other][-1] for other in nodes[:i] if other[:-1] == node[:-1]]
-        assert all(other < path[node][-1] for other in rank), "siblings by rank"
+        earlier = [path[sibling][-1] for sibling in nodes[:i] if sibling[:-1] == node[:-1]]
+        assert all(rank < path[node][-1] for rank in earlier), "siblings by rank"
     return sum(counts[node] for node in nodes)
 
 
@@ -131,7 +131,7 @@ def make_text(rng: random.Random, letters: int, size: int) -> list[int]:
 
 
 def occurrences(text: list[int], size: int) -> list[int]:
-    """Places after an earlier occurrence of the last `size` tokens, the most recent first."""
+    """Positions after an earlier occurrence of the last `size` tokens, the most recent first."""
     return [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == text[len(text) - size :]]
 
 
@@ -145,14 +145,14 @@ def test_ngram_chain_copies_the_last_longest_match(longest, shortest):
         drafter = bound(Ngram(StaticTree.chain(6), longest, shortest, factor))
         begin(drafter, 0, text)
         sizes = [size for size in range(longest, shortest - 1, -1) if occurrences(text, size)]
-        place = occurrences(text, sizes[0])[0] if sizes else 0
-        length = min(depth, 6, int(factor * shared(text, place, text)))
+        position = occurrences(text, sizes[0])[0] if sizes else 0
+        length = min(depth, 6, int(factor * shared(text, position, text)))
         seen["cut by the match"] += 0 < length < min(depth, 6)
-        expected = follow(text, place, length) if sizes else []
+        expected = follow(text, position, length) if sizes else []
         (nodes,) = propose(drafter, [0], [text], depth)
         assert nodes == [tuple(expected[: k + 1]) for k in range(len(expected))], f"trial {trial}"
         seen[sizes[0] if sizes else 0] += 1
-        seen["over"] += bool(sizes) and place + length > len(text)
+        seen["over"] += bool(sizes) and position + length > len(text)
         seen["short"] += depth < 6
     assert set(range(shortest, longest + 1)) | {0} <= set(seen) and min(seen.values()) >= 5
 
@@ -160,17 +160,17 @@ def test_ngram_chain_copies_the_last_longest_match(longest, shortest):
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_ngram_merges_the_last_few_matches(name):
     shape, rng, seen = SHAPES[name], random.Random(7), Counter()
-    few = 1 if name in ("chain", "narrow") else lookup.FEW
+    few = 1 if name in ("chain", "narrow") else lookup.MAX_MERGED
     for _ in range(120):
         text = make_text(rng, rng.choice((2, 3, 5)), rng.randint(1, 70))
         depth = rng.randint(1, 9)
         drafter = bound(Ngram(shape))
         begin(drafter, 0, text)
-        places = next((found for size in (3, 2, 1) if (found := occurrences(text, size))), [])
+        positions = next(filter(None, (occurrences(text, size) for size in (3, 2, 1))), [])
         (nodes,) = propose(drafter, [0], [text], depth)
-        length = min(depth, 2 * shared(text, places[0], text)) if places else 0
-        check_trie(nodes, [follow(text, place, length) for place in places[:few]], shape, depth, shape.num_nodes - 1)
-        seen["cut"] += len(places) > few
+        length = min(depth, 2 * shared(text, positions[0], text)) if positions else 0
+        check_trie(nodes, [follow(text, position, length) for position in positions[:few]], shape, depth, shape.num_nodes - 1)
+        seen["cut"] += len(positions) > few
         seen["branches"] += len({node[0] for node in nodes}) > 1
         seen["nothing"] += not nodes
         seen["full"] += len(nodes) == shape.num_nodes - 1
@@ -178,37 +178,37 @@ def test_ngram_merges_the_last_few_matches(name):
     assert seen["branches"] >= 20 or few == 1
 
 
-def shared(text: list[int], place: int, end: list[int]) -> int:
-    """How many tokens before `place` are the last of `end`."""
+def shared(text: list[int], position: int, end: list[int]) -> int:
+    """How many tokens before `position` are the last of `end`."""
     size = 0
-    while size < min(LONGEST, place, len(end)) and text[place - 1 - size] == end[len(end) - 1 - size]:
+    while size < min(MAX_MATCH, position, len(end)) and text[position - 1 - size] == end[len(end) - 1 - size]:
         size += 1
     return size
 
 
 def candidates(text: list[int], memory: list[list[int]], depth: int) -> list[list[tuple[int, list[int]]]]:
-    """(match length, run) of the row's own text and of memory, the most recent first, of too many those of the rarer n-grams."""
+    """(match length, run) of the slot's own text and of memory, the most recent first; of too many, those of the rarer n-grams."""
     own = [(shared(text, end, text), follow(text, end, depth)) for end in range(len(text) - 1, 0, -1)]
     old = [(shared(answer, end, text), answer[end : end + depth]) for answer in reversed(memory) for end in range(len(answer) - 1, 0, -1)]
     out = []
-    for found in (own, old):
-        found = [(number, *one) for number, one in enumerate(found) if one[0]]
-        found.sort(key=lambda one: (-max(order for order in ORDERS if order <= one[1]), one[0]))
-        out.append([(size, run) for _, size, run in sorted(found[:MOST])])
+    for matches in (own, old):
+        numbered = [(number, size, run) for number, (size, run) in enumerate(matches) if size]
+        numbered.sort(key=lambda match: (-max(order for order in ORDERS if order <= match[1]), match[0]))
+        out.append([(size, run) for _, size, run in sorted(numbered[:MAX_OCCURRENCES])])
     return out
 
 
-def best_match(sources, shape, depth: int, factor: float, offset: float, least: float):
-    """Every source and every match length -> the best score, the longest length that has it, its runs and budget, and its source."""
+def best_match(sources, shape, depth: int, factor: float, offset: float, min_probability: float):
+    """Over all sources and match lengths: the best score, the longest length that has it, its runs and budget, and its source."""
     best = (Fraction(0), 0, [], 0, -1)
-    for source, found in enumerate(sources):
-        for length in range(LONGEST, 0, -1):
-            runs = [run for size, run in found if size >= length]
+    for source, matches in enumerate(sources):
+        for length in range(MAX_MATCH, 0, -1):
+            runs = [run for size, run in matches if size >= length]
             if not runs:
                 continue
             budget = max(0, min(shape.num_nodes - 1, int(factor * length + offset)))
             counts, path = ranks(runs, min(depth, shape.max_depth))
-            fits = sorted((counts[prefix] for prefix in allowed(shape, counts, path, len(runs), least)), reverse=True)
+            fits = sorted((counts[prefix] for prefix in allowed(shape, counts, path, len(runs), min_probability)), reverse=True)
             score = Fraction(sum(fits[:budget]), len(runs))
             if score > best[0]:
                 best = (score, length, runs, budget, source)
@@ -216,19 +216,19 @@ def best_match(sources, shape, depth: int, factor: float, offset: float, least: 
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_suffix_takes_the_draft_that_promises_most(name):
+def test_suffix_proposes_the_draft_of_the_highest_score(name):
     shape, rng, seen = SHAPES[name], random.Random(3), Counter()
     for trial in range(300):
-        factor, offset, least = rng.choice(((1.0, 0.0, 0.1), (2.0, 1.0, 0.01), (0.5, 9.0, 0.6), (1.5, -1.0, 0.3)))
+        factor, offset, min_probability = rng.choice(((1.0, 0.0, 0.1), (2.0, 1.0, 0.01), (0.5, 9.0, 0.6), (1.5, -1.0, 0.3)))
         letters, limit = rng.choice((2, 3, 5, 9)), rng.choice((0, 40, 90))
-        drafter = bound(Suffix(shape, limit, factor, offset, least), 2)
+        drafter = bound(Suffix(shape, limit, factor, offset, min_probability), 2)
         memory: list[list[int]] = []
         source = make_text(rng, letters, 100)
         for _ in range(rng.randint(0, 5)):
             start, size = rng.randrange(90), rng.randint(1, 30)
             answer = source[start : start + size]
             drafter.start([1], [[letters]], None)  # a prompt of a letter of its own
-            say(drafter, 1, answer)
+            emit(drafter, 1, answer)
             drafter.drop([1])
             memory.append([letters, *answer])
         while sum(len(answer) + 1 for answer in memory) > limit:
@@ -238,10 +238,10 @@ def test_suffix_takes_the_draft_that_promises_most(name):
         depth = rng.randint(1, 9)
         begin(drafter, 0, text)
         sources = candidates(text, memory, depth)
-        score, length, runs, budget, source_number = best_match(sources, shape, depth, factor, offset, least)
+        score, length, runs, budget, source_number = best_match(sources, shape, depth, factor, offset, min_probability)
         (nodes,) = propose(drafter, [0], [text], depth)
         if score:
-            assert Fraction(check_trie(nodes, runs, shape, depth, budget, least), len(runs)) == score, f"trial {trial}"
+            assert Fraction(check_trie(nodes, runs, shape, depth, budget, min_probability), len(runs)) == score, f"trial {trial}"
         else:
             assert nodes == []
         seen["memory"] += source_number == 1
@@ -256,10 +256,10 @@ def test_suffix_takes_the_draft_that_promises_most(name):
 
 
 def test_matches_are_all_up_to_the_cap():
-    rng, capped, longest, some = random.Random(4), 0, 0, 0
+    rng, capped, longest, below_cap = random.Random(4), 0, 0, 0
     for _ in range(150):
         text = make_text(rng, rng.choice((2, 3, 8)), rng.randint(1, 150)) + rng.choice(([], [0, 1] * rng.randint(1, 30)))
-        depth, (own, memory) = rng.randint(1, 6), (Corpus(ORDERS), Corpus(ORDERS))
+        depth, (own, memory) = rng.randint(1, 6), (NgramIndex(ORDERS), NgramIndex(ORDERS))
         answers = [make_text(rng, 3, rng.randint(1, 60)) for _ in range(3)]
         own.extend(text)
         for answer in answers:
@@ -267,13 +267,13 @@ def test_matches_are_all_up_to_the_cap():
             memory.close()
         expected = candidates(text, answers, depth)
         assert [own.matches(text, depth), memory.matches(text, depth)] == expected
-        capped += any(len(found) == MOST for found in expected)
-        longest += any(size == LONGEST for found in expected for size, _ in found)
-        some += any(0 < len(found) < MOST for found in expected)
-    assert min(capped, longest, some) >= 20
+        capped += any(len(matches) == MAX_OCCURRENCES for matches in expected)
+        longest += any(size == MAX_MATCH for matches in expected for size, _ in matches)
+        below_cap += any(0 < len(matches) < MAX_OCCURRENCES for matches in expected)
+    assert min(capped, longest, below_cap) >= 20
 
 
-def test_copies_run_over_the_end():
+def test_copies_continue_past_the_end():
     text = [9, 1, 2, 3, 1, 2, 3, 1, 2]
     for drafter in (Ngram(StaticTree.chain(8)), Suffix(StaticTree.chain(8), factor=8.0)):
         begin(bound(drafter), 0, text)
@@ -281,27 +281,27 @@ def test_copies_run_over_the_end():
         assert propose(drafter, [0], [text], 3)[0][-1] == (3, 1, 2)
 
 
-def test_rows_are_padded_and_independent():
+def test_slots_are_padded_and_independent():
     texts = {4: [1, 2, 3, 4, 1, 2], 0: [5, 6], 2: [7, 7, 7, 7, 7], 1: [3]}
     for drafter in (Ngram(StaticTree.chain(5)), Ngram(DynamicTree(5, 2, 6)), Suffix(factor=5.0)):
         assert isinstance(drafter, Drafter) and not drafter.capturable and drafter.taps == ()
-        assert (drafter.max_nodes, drafter.max_depth) == (drafter.shape.num_nodes, drafter.shape.max_depth)
+        assert (drafter.max_nodes, drafter.max_depth) == (drafter.tree_spec.num_nodes, drafter.tree_spec.max_depth)
         bound(drafter, 5)
-        for row, text in texts.items():
-            begin(drafter, row, text)
-        rows = [0, 1, 2, 4]
-        nodes = propose(drafter, rows, [texts[row] for row in rows], 4)
-        assert [len(one) for one in nodes] == [0, 0, 4, 4]
+        for slot, text in texts.items():
+            begin(drafter, slot, text)
+        slots = [0, 1, 2, 4]
+        nodes = propose(drafter, slots, [texts[slot] for slot in slots], 4)
+        assert [len(paths) for paths in nodes] == [0, 0, 4, 4]
         assert nodes[2][-1] == (7, 7, 7, 7) and nodes[3][-1] == (3, 4, 1, 2)
-        alone = drafter.propose(asking([0, 1], [6, 3], 4))
+        alone = drafter.propose(round_of([0, 1], [6, 3], 4))
         assert alone.tokens.tolist() == [[6], [3]] and alone.size.tolist() == [1, 1]
         drafter.drop([4, 2])
-        begin(drafter, 4, [8, 9])  # another prompt takes the row: nothing of the old one is left
-        say(drafter, 4, [1, 2])
+        begin(drafter, 4, [8, 9])  # another prompt takes the slot: no state of the old one is left
+        emit(drafter, 4, [1, 2])
         assert propose(drafter, [0, 4], [texts[0], [8, 9, 1, 2]], 4) == [[], []]
 
 
-def test_another_shape_counts_from_bind_on():
+def test_another_tree_spec_counts_from_bind_on():
     text = [1, 2, 3, 1, 2, 4, 1, 2]
     for drafter in (Ngram(), Suffix(factor=9.0)):
         for shape, count in (
@@ -310,8 +310,8 @@ def test_another_shape_counts_from_bind_on():
             (StaticTree.chain(3), 3),
             (DynamicTree(2, 2, 4), 3),
         ):
-            drafter.shape = shape
-            assert bound(drafter)._rows == {}
+            drafter.tree_spec = shape
+            assert bound(drafter)._texts == {}
             begin(drafter, 0, text)
             assert len(propose(drafter, [0], [text], 9)[0]) == count and drafter.max_nodes >= count + 1
 
@@ -329,48 +329,48 @@ def test_memory_outlives_calls_but_not_the_vocabulary():
 
 def test_memory_holds_answers_in_order_and_within_its_bound():
     rng = random.Random(1)
-    drafter, kept, dropped = bound(Suffix(memory=120), 3), [], 0
+    drafter, remembered, dropped = bound(Suffix(memory=120), 3), [], 0
     for _ in range(60):
         prompt, answer = ([rng.randrange(9) for _ in range(rng.randint(1, size))] for size in (60, 50))
-        row = rng.randrange(3)
-        drafter.start([row], [prompt], None)
-        say(drafter, row, answer)
-        drafter.drop([row])
-        kept.append((prompt[-LONGEST:] + answer)[-119:])
-        while sum(len(one) + 1 for one in kept) > 120:
-            kept.pop(0)
+        slot = rng.randrange(3)
+        drafter.start([slot], [prompt], None)
+        emit(drafter, slot, answer)
+        drafter.drop([slot])
+        remembered.append((prompt[-MAX_MATCH:] + answer)[-119:])
+        while sum(len(text) + 1 for text in remembered) > 120:
+            remembered.pop(0)
             dropped += 1
-        assert drafter._finished.tokens == [token for one in kept for token in (*one, END)]
-    assert dropped >= 30 and len(kept) >= 1
+        assert drafter._finished.tokens == [token for text in remembered for token in (*text, END)]
+    assert dropped >= 30 and len(remembered) >= 1
     drafter.start([0], [[1]], None)
-    say(drafter, 0, list(range(200)))  # longer than all of memory
+    emit(drafter, 0, list(range(200)))  # longer than the memory
     drafter.drop([0])
     assert drafter._finished.tokens == [*range(81, 200), END]
 
 
-def test_corpus_forgets_without_a_trace():
-    """What is left answers as a fresh corpus of the rest does, and no larger."""
+def test_an_index_drops_its_oldest_sequences():
+    """The rest gives the matches of a fresh index of the remaining sequences, and is no larger."""
     rng = random.Random(2)
     for _ in range(40):
         texts = [make_text(rng, 3, rng.randint(1, 30)) for _ in range(6)]
-        gone = rng.randint(1, 5)
-        old, new = Corpus((3, 2, 1)), Corpus((3, 2, 1))
+        dropped = rng.randint(1, 5)
+        old, new = NgramIndex((3, 2, 1)), NgramIndex((3, 2, 1))
         for number, text in enumerate(texts):
-            for corpus in (old, new)[: 1 + (number >= gone)]:
-                corpus.extend(text)
-                corpus.close()
-        for _ in range(gone):
-            old.forget()
-        assert old.tokens == new.tokens and old.first == sum(len(text) + 1 for text in texts[:gone])
+            for index in (old, new)[: 1 + (number >= dropped)]:
+                index.extend(text)
+                index.close()
+        for _ in range(dropped):
+            old.drop_oldest()
+        assert old.tokens == new.tokens and old.first == sum(len(text) + 1 for text in texts[:dropped])
         query = make_text(rng, 3, 12)
         assert old.matches(query, 5) == new.matches(query, 5)
         for order in (3, 2, 1):
-            places = [place + old.first for place in new.places(query, order)]
-            assert list(old.places(query, order)) == places
+            positions = [position + old.first for position in new.occurrences(query, order)]
+            assert list(old.occurrences(query, order)) == positions
             (last, before), (fresh, links) = old._index[order], new._index[order]
             assert last.keys() == fresh.keys() and len(before) == len(links) == len(old.tokens)
-            old_text = [[text[i : i + order] for i in range(len(text) - order)] for text in texts[gone:]]
-            assert len(places) == sum(found.count(query[-order:]) for found in old_text)
+            old_ngrams = [[text[i : i + order] for i in range(len(text) - order)] for text in texts[dropped:]]
+            assert len(positions) == sum(ngrams.count(query[-order:]) for ngrams in old_ngrams)
 
 
 def test_arguments_are_checked():
@@ -379,8 +379,8 @@ def test_arguments_are_checked():
         (lambda: Ngram(shortest=0), "0 to 3"),
         (lambda: Suffix(memory=-1), "memory -1"),
         (lambda: Suffix(factor=-0.5), "factor -0.5"),
-        (lambda: Suffix(least=0.0), "least 0.0"),
-        (lambda: Suffix(least=1.5), "least 1.5"),
+        (lambda: Suffix(min_probability=0.0), "min_probability 0.0"),
+        (lambda: Suffix(min_probability=1.5), "min_probability 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -388,7 +388,7 @@ def test_arguments_are_checked():
 
 NEW = 40
 SAMPLED = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=11)
-GROWN = {"chain": StaticTree.chain(7), "static": StaticTree.cartesian((3, 2, 1, 1)), "dynamic": DynamicTree(6, 3, 14)}
+DECODED = {"chain": StaticTree.chain(7), "static": StaticTree.cartesian((3, 2, 1, 1)), "dynamic": DynamicTree(6, 3, 14)}
 
 
 def make_prompts() -> list[list[int]]:
@@ -400,7 +400,7 @@ PROMPTS = make_prompts()
 
 
 class Spy:
-    """What was accepted, and in how many rounds the accepted path was not 0, 1, 2, …; gives a row text to read before its prompt."""
+    """Counts accepted tokens, drafted rounds, and rounds whose accepted path was not 0, 1, 2, …; puts a hint before each prompt."""
 
     def __init__(self, *args, hints=(), **options) -> None:
         super().__init__(*args, **options)
@@ -410,8 +410,8 @@ class Spy:
     def clear(self) -> None:
         self.accepted, self.drafted, self.moved, self.rounds = 0, 0, 0, 0
 
-    def start(self, rows, prompts, out):
-        super().start(rows, [self.hints.get(tuple(prompt), []) + prompt for prompt in prompts], out)
+    def start(self, slots, prompts, out):
+        super().start(slots, [self.hints.get(tuple(prompt), []) + prompt for prompt in prompts], out)
 
     def propose(self, round):
         tree = super().propose(round)
@@ -420,11 +420,11 @@ class Spy:
 
     def accept(self, round, tree, verdict, out):
         super().accept(round, tree, verdict, out)
-        for told in verdict.on_host(tree):
+        for result in verdict.on_host(tree):
             self.rounds += 1
-            self.accepted += told.length - 1
-            self.drafted += told.size > 1
-            self.moved += not told.in_place
+            self.accepted += result.length - 1
+            self.drafted += result.size > 1
+            self.moved += not result.in_place
 
 
 class SpiedNgram(Spy, Ngram):
@@ -437,83 +437,83 @@ class SpiedSuffix(Spy, Suffix):
 
 @pytest.fixture(scope="module")
 def decoded():
-    """By sampling: a target, its plain answers, and those of two other keys."""
+    """A target and, by sampling, its plain answers with the noise keys 0–4 and with two other sets of keys."""
     target = Target.wrap(tiny("qwen3"))
     out = {}
     for sampling in (Sampling(), SAMPLED):
         plain = Decoder(target, slots=5)
         out[sampling] = [
-            [answer.tokens for answer in plain.generate(PROMPTS, sampling, NEW, (), requests=[key + 5 * other for key in range(5)])]
-            for other in range(3)
+            [answer.tokens for answer in plain.generate(PROMPTS, sampling, NEW, (), requests=[key + 5 * keys for key in range(5)])]
+            for keys in range(3)
         ]
     assert out[SAMPLED][0] != out[SAMPLED][1]
     return target, out
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("slots", [1, 5])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", sorted(GROWN))
-def test_lookup_equals_plain(decoded, name, sampling, rows):
+@pytest.mark.parametrize("name", sorted(DECODED))
+def test_lookup_equals_plain(decoded, name, sampling, slots):
     target, answers = decoded[0], decoded[1][sampling]
-    # What a random model samples hardly repeats: let it be read beforehand, and what other keys gave, so that trees branch.
+    # Samples of a random model hardly repeat. So the answers are read beforehand, and those of other keys, so that trees branch.
     hints = [(prompt, sum((prompt + answers[key][i] for key in (1, 0, 2)), [])) for i, prompt in enumerate(PROMPTS)]
-    makers = [lambda: SpiedNgram(GROWN[name], hints=hints), lambda: SpiedSuffix(GROWN[name], hints=hints, offset=2.0)]
-    if sampling.greedy:  # loops, and needs no hint
-        makers += [lambda: SpiedNgram(GROWN[name]), lambda: SpiedSuffix(GROWN[name])]
+    makers = [lambda: SpiedNgram(DECODED[name], hints=hints), lambda: SpiedSuffix(DECODED[name], hints=hints, offset=2.0)]
+    if sampling.greedy:  # greedy answers loop and need no hint
+        makers += [lambda: SpiedNgram(DECODED[name]), lambda: SpiedSuffix(DECODED[name])]
     for make in makers:
         drafter = make()
-        out = Decoder(target, drafter, slots=rows).generate(PROMPTS, sampling, NEW, ())
-        assert [one.tokens for one in out] == answers[0]
+        out = Decoder(target, drafter, slots=slots).generate(PROMPTS, sampling, NEW, ())
+        assert [answer.tokens for answer in out] == answers[0]
         assert drafter.accepted >= 40 and drafter.drafted >= 20, (drafter.accepted, drafter.drafted)
-        assert drafter.rounds == sum(len(one.rounds) for one in out) <= 5 * NEW - 40
+        assert drafter.rounds == sum(len(answer.rounds) for answer in out) <= 5 * NEW - 40
         assert drafter.moved == 0 if name == "chain" else drafter.moved >= 1 or sampling.greedy
-        assert max(round.size for one in out for round in one.rounds) > 2
-        assert drafter._rows == {}, "every row was dropped"
+        assert max(round.size for answer in out for round in answer.rounds) > 2
+        assert drafter._texts == {}, "every slot was dropped"
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("slots", [1, 5])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", sorted(GROWN))
-def test_suffix_remembers_what_it_decoded(decoded, name, sampling, rows):
+@pytest.mark.parametrize("name", sorted(DECODED))
+def test_suffix_remembers_what_it_decoded(decoded, name, sampling, slots):
     target, answers = decoded[0], decoded[1][sampling]
-    drafter = SpiedSuffix(GROWN[name], memory=1000)
-    decoder = Decoder(target, drafter, slots=rows)
+    drafter = SpiedSuffix(DECODED[name], memory=1000)
+    decoder = Decoder(target, drafter, slots=slots)
     first: list[int] = []
     for again in range(2):
         drafter.clear()
         out = decoder.generate(PROMPTS, sampling, NEW, ())
-        assert [one.tokens for one in out] == answers[0]
+        assert [answer.tokens for answer in out] == answers[0]
         if not again:
             first = [drafter.accepted, drafter.rounds]
-    deepest = GROWN[name].max_depth
+    deepest = DECODED[name].max_depth
     assert drafter.accepted > first[0] and drafter.rounds < first[1] / 2
-    assert sum(round.accepted == deepest + 1 for one in out for round in one.rounds) > drafter.rounds / 2, "most rounds accept all"
+    assert sum(round.accepted == deepest + 1 for answer in out for round in answer.rounds) > drafter.rounds / 2, "most rounds accept all"
 
 
 def test_other_keys_make_branches(decoded):
-    """Memory of the same prompts under other noise: what is right need not be the likeliest."""
+    """Memory of the same prompts under other noise: the right token need not be the likeliest."""
     target, answers = decoded
-    drafter = SpiedSuffix(GROWN["dynamic"], memory=2000, offset=3.0)
+    drafter = SpiedSuffix(DECODED["dynamic"], memory=2000, offset=3.0)
     decoder = Decoder(target, drafter, slots=2)
     for number, key in enumerate((0, 1, 2, 0, 1, 2)):
         if number == 3:
             drafter.clear()
         out = decoder.generate(PROMPTS, SAMPLED, NEW, (), requests=[i + 5 * key for i in range(5)])
-        assert [one.tokens for one in out] == answers[SAMPLED][key]
+        assert [answer.tokens for answer in out] == answers[SAMPLED][key]
     assert drafter.moved >= 2 and drafter.accepted >= 300
 
 
-def test_a_stream_that_is_left_and_a_stop_token(decoded):
-    """Rows that end early, in the middle of what was accepted, are remembered and do no harm."""
+def test_a_closed_stream_and_a_stop_token(decoded):
+    """Slots that end early, in the middle of an accepted path, are remembered and do no harm."""
     target, answers = decoded[0], decoded[1][Sampling()][0]
-    drafter = SpiedSuffix(GROWN["chain"], memory=1000)
+    drafter = SpiedSuffix(DECODED["chain"], memory=1000)
     decoder = Decoder(target, drafter, slots=2)
     stream = decoder.stream(PROMPTS, max_new_tokens=NEW, stop_ids=())
     for _ in range(3):
         next(stream)
     stream.close()
-    assert drafter._rows == {} and drafter._finished.tokens.count(END) == 2
+    assert drafter._texts == {} and drafter._finished.tokens.count(END) == 2
     for _ in range(2):
         out = decoder.generate(PROMPTS, max_new_tokens=NEW, stop_ids={answers[0][9]})
-        for one, answer in zip(out, answers, strict=True):
-            assert one.tokens == answer[: len(one.tokens)] and len(one.tokens) == NEW or one.tokens[-1] == answers[0][9]
+        for got, answer in zip(out, answers, strict=True):
+            assert got.tokens == answer[: len(got.tokens)] and len(got.tokens) == NEW or got.tokens[-1] == answers[0][9]

@@ -1,4 +1,4 @@
-"""The sampler: kept sets equal to transformers' processors, noise from the published generator, the law by a fixed-seed chi-square."""
+"""The sampler: kept sets equal to transformers' processors, noise from the published generator, the distribution by a fixed-seed chi-square."""
 
 import math
 
@@ -14,7 +14,7 @@ CHI2 = {2: 13.816, 4: 18.467, 24: 51.179}
 
 
 def processors(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """What transformers' sampling does to float32 logits [M,V], in its order."""
+    """The filters of transformers' sampling on logits [·,V], in its order; float32."""
     scores, ids = logits.float(), torch.zeros(logits.shape[0], 1, dtype=torch.int64)
     if how.temperature != 1.0:
         scores = TemperatureLogitsWarper(how.temperature)(ids, scores)
@@ -29,15 +29,15 @@ def processors(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab", [1, 5, 64, 501])
 def test_warp_equals_transformers(vocab, monkeypatch):
-    """Bit for bit. Which of several equal logits top-p drops is left open by transformers (its sort is not stable, and depends on
-    the processor); a stable sort settles it, lowest id first. Without that the kept values are the same, and their number.
+    """Bit for bit. transformers leaves open which of several equal logits top-p drops: its sort is not stable and depends on the processor. A
+    stable sort drops the lowest id first. Without it the kept values and their number are the same.
     """
     unstable = torch.sort
     generator = torch.Generator().manual_seed(vocab)
     wide = torch.randn(20, vocab, generator=generator) * 3
     ties = torch.randint(0, 3, (20, vocab), generator=generator).float()
     flat = torch.zeros(2, vocab)
-    cut = kept_some = 0
+    cut = several_remain = 0
     for logits in (wide, ties, flat, wide.to(torch.bfloat16)):
         for temperature in (0.3, 1.0):
             for top_k in (0, 1, 7, 1000):
@@ -52,8 +52,8 @@ def test_warp_equals_transformers(vocab, monkeypatch):
                         assert logits is not wide or torch.equal(got, loose), how
                         assert torch.equal(got.sort().values, loose.sort().values), how
                         cut += int(got.isinf().sum())
-                        kept_some += int((got.isfinite().sum(-1) > 1).sum())
-    assert vocab == 1 or (cut > 1000 and kept_some > 1000)
+                        several_remain += int((got.isfinite().sum(-1) > 1).sum())
+    assert vocab == 1 or (cut > 1000 and several_remain > 1000)
     assert torch.equal(warp(wide.view(4, 5, vocab), how), warp(wide, how).view(4, 5, vocab)), "any batch shape"
 
 
@@ -102,14 +102,14 @@ def test_noise_is_finite_at_both_ends(monkeypatch):
     assert noise[0] == pytest.approx(-math.log(33 * math.log(2)), rel=1e-6) and noise[1] == pytest.approx(33 * math.log(2), rel=1e-6)
 
 
-def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
-    expected = law.double() * counts.sum()
+def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
+    expected = probability.double() * counts.sum()
     assert expected.min() >= 5
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_law_of_plain_sampling():
-    """One draw against its law, two consecutive draws against the product, and nothing outside the kept set."""
+def test_distribution_of_plain_sampling():
+    """One draw against its distribution, two consecutive draws against the product, and nothing outside the kept set."""
     logits = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
     draws = 40_000
     position, request = torch.arange(draws), torch.full((draws,), 6)
@@ -120,31 +120,31 @@ def test_law_of_plain_sampling():
         (Sampling(1.0, top_p=0.75, seed=6), 2),
     ):
         y = sample(logits.expand(draws, 5), how, request, position)
-        law = processors(logits[None], how)[0].softmax(-1)
+        probability = processors(logits[None], how)[0].softmax(-1)
         counts = torch.bincount(y, minlength=5).double()
-        kept = law > 0
-        assert kept.sum() == freedom + 1
-        assert counts[~kept].sum() == 0
-        assert chi_square(counts[kept], law[kept]) < CHI2[freedom], how
+        in_set = probability > 0
+        assert in_set.sum() == freedom + 1
+        assert counts[~in_set].sum() == 0
+        assert chi_square(counts[in_set], probability[in_set]) < CHI2[freedom], how
     how = Sampling(1.0, seed=7)
-    law = logits.softmax(-1)
-    pair = law[:, None] * law
+    probability = logits.softmax(-1)
+    pair = probability[:, None] * probability
     for key in ((request[::2], position[::2], request[1::2], position[1::2]), (position[::2], request[::2], position[1::2], request[1::2])):
         first, second = (sample(logits.expand(draws // 2, 5), how, *key[i : i + 2]) for i in (0, 2))
         counts = torch.bincount(first * 5 + second, minlength=25).double()
         assert chi_square(counts, pair.flatten()) < CHI2[24]
-    other = sample(logits.expand(draws, 5), Sampling(1.0, seed=8), request, position)
-    same = sample(logits.expand(draws, 5), how, request, position)
-    assert chi_square(torch.bincount(same * 5 + other, minlength=25).double(), pair.flatten()) < CHI2[24]
+    other_seed = sample(logits.expand(draws, 5), Sampling(1.0, seed=8), request, position)
+    same_seed = sample(logits.expand(draws, 5), how, request, position)
+    assert chi_square(torch.bincount(same_seed * 5 + other_seed, minlength=25).double(), pair.flatten()) < CHI2[24]
 
 
 def test_greedy_takes_the_lowest_of_ties():
     logits = torch.zeros(3, 500)
     logits[0, [4, 9, 400]] = 2.0
     logits[1, [499, 17]] = 1.0
-    where = torch.zeros(3, dtype=torch.int64)
+    zeros = torch.zeros(3, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert sample(logits.to(dtype), Sampling(top_k=1, seed=9), where, where).tolist() == [4, 17, 0]
+        assert sample(logits.to(dtype), Sampling(top_k=1, seed=9), zeros, zeros).tolist() == [4, 17, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trees: derived depth and ancestors against plain loops, static topologies, bit words."""
+"""Draft trees: depth and ancestors against plain loops, packed words, static trees."""
 
 import random
 
@@ -9,12 +9,12 @@ from draftsmith.inference.tree import DraftTree, StaticTree, pack, unpack
 
 
 def loop_ancestors(parents: list[int], size: int) -> list[set[int]]:
-    """By definition: a node, its parent, its parent's parent, …; padding hangs on the root."""
-    seen: list[set[int]] = []
+    """By definition: a node, its parent, its parent's parent, …; padding nodes are children of the root."""
+    ancestors: list[set[int]] = []
     for i, parent in enumerate(parents):
-        up = parent if i < size else 0
-        seen.append({i} | (seen[up] if i and up >= 0 else set()))
-    return seen
+        real_parent = parent if i < size else 0
+        ancestors.append({i} | (ancestors[real_parent] if i and real_parent >= 0 else set()))
+    return ancestors
 
 
 def random_trees(rng: random.Random, rows: int, nodes: int) -> tuple[list[list[int]], list[int]]:
@@ -84,7 +84,7 @@ def test_validate_names_the_fault():
         DraftTree.build(tokens, good[:, :2], size)
 
 
-def test_topology_from_paths():
+def test_static_tree_from_paths():
     paths = [(1,), (0,), (0, 1), (1, 2), (0, 0), (0, 0, 0), (2,)]
     top = StaticTree.from_paths(paths)
     assert top.paths == ((0,), (0, 0), (0, 0, 0), (1,), (2,), (0, 1), (1, 2))  # the leftmost chain, then by depth
@@ -104,7 +104,7 @@ def test_topology_from_paths():
             StaticTree.from_paths(bad)
 
 
-def test_topology_shapes():
+def test_chains_and_cartesian_trees():
     chain = StaticTree.chain(4)
     assert chain.parents.tolist() == [-1, 0, 1, 2, 3] and chain.max_depth == 4 and chain.width == 1
     grid = StaticTree.cartesian([3, 2])
@@ -115,25 +115,25 @@ def test_topology_shapes():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_topology_tree(rows):
+def test_static_tree_filled_with_children(rows):
     top = StaticTree.from_paths([(0,), (1,), (0, 0), (0, 2), (1, 1), (1, 1, 0)])
     generator = torch.Generator().manual_seed(1)
     children = torch.randint(1000, (rows, 4, 5), generator=generator)
-    root = torch.randint(1000, (rows,), generator=generator)
-    for _ in range(2):  # the second is served from what the first precomputed
-        tree = top.tree(root, children)
+    last_tokens = torch.randint(1000, (rows,), generator=generator)
+    for _ in range(2):  # the second uses the precomputed tensors
+        tree = top.tree(last_tokens, children)
         tree.validate()
-        assert tree.tokens[:, 0].tolist() == root.tolist() and tree.size.tolist() == [7] * rows
+        assert tree.tokens[:, 0].tolist() == last_tokens.tolist() and tree.size.tolist() == [7] * rows
         for b in range(rows):
             for i, path in enumerate(top.paths, 1):
                 assert tree.tokens[b, i] == children[b, len(path) - 1, path[-1]]
     fresh = DraftTree.build(tree.tokens, tree.parents, tree.size)
     for name in ("depth", "ancestors"):
         assert torch.equal(getattr(tree, name), getattr(fresh, name))
-    assert torch.equal(tree.visible(), fresh.visible()) and torch.equal(tree.route(), fresh.route())
+    assert torch.equal(tree.visible(), fresh.visible()) and torch.equal(tree.walk_matrix(), fresh.walk_matrix())
     assert tree.depth.data_ptr() == top.depth.data_ptr(), "expanded, not computed again"
-    placed = top.place(tree.tokens)
-    assert torch.equal(placed.ancestors, tree.ancestors)
+    filled = top.fill(tree.tokens)
+    assert torch.equal(filled.ancestors, tree.ancestors)
     for small in (children[:, :2], children[:, :, :2]):
         with pytest.raises(ValueError, match="at least 3 and 3"):
-            top.tree(root, small)
+            top.tree(last_tokens, small)

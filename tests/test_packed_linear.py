@@ -1,4 +1,4 @@
-"""Packed linear layers: the same numbers, where it was asked for and nowhere else."""
+"""Packed linear layers: equal results, in use only where the caller asks for them."""
 
 import copy
 import threading
@@ -10,7 +10,7 @@ from zoo import tiny
 
 from draftsmith.inference import packed_linear as packing
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.packed_linear import Packing
+from draftsmith.inference.packed_linear import PackedLinears
 from draftsmith.models.target import Target
 
 
@@ -19,7 +19,7 @@ def always(monkeypatch):
     """Pack whether it is faster here or not."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(packing, "GAIN", 0.0)
+    monkeypatch.setattr(packing, "MIN_GAIN", 0.0)
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def counted(monkeypatch):
     return calls
 
 
-def test_the_same_products(always, counted):
+def test_outputs_equal_plain_linear_layers(always, counted):
     layers = nn.Sequential(nn.Linear(48, 80), nn.Linear(80, 33, bias=False))
     plain = copy.deepcopy(layers)
-    packed = Packing(layers)
+    packed = PackedLinears(layers)
     assert len(packed.layers) == 2
     del counted[:]
     for shape in ((1, 48), (3, 48), (2, 5, 48), (1, 1, 48), (1, 64, 48)):
@@ -42,9 +42,9 @@ def test_the_same_products(always, counted):
             torch.testing.assert_close(layers(x), plain(x), rtol=1e-5, atol=1e-5)
     assert len(counted) == 10
     with torch.no_grad():
-        layers(x)  # not asked for
+        layers(x)  # outside `on`
         with packed.on():
-            layers(torch.randn(1, packing.WIDEST + 1, 48))  # a prompt's chunk
+            layers(torch.randn(1, packing.MAX_TOKENS + 1, 48))  # a prompt's chunk
     with packed.on():
         layers(x).sum().backward()  # training
     assert len(counted) == 10 and layers[0].weight.grad is not None
@@ -69,18 +69,18 @@ def test_decoding_uses_it_and_others_do_not(always, counted):
 
 def test_what_is_not_packed(always, monkeypatch):
     layer = nn.Sequential(nn.Linear(32, 32))
-    assert Packing(copy.deepcopy(layer).bfloat16()).layers == []
-    assert Packing(copy.deepcopy(layer).to("meta")).layers == []
+    assert PackedLinears(copy.deepcopy(layer).bfloat16()).layers == []
+    assert PackedLinears(copy.deepcopy(layer).to("meta")).layers == []
     monkeypatch.setattr(packing, "_free_memory", lambda: 4 * 32 * 32)
-    assert Packing(copy.deepcopy(layer)).layers == []
+    assert PackedLinears(copy.deepcopy(layer)).layers == []
     monkeypatch.undo()
-    monkeypatch.setattr(packing, "GAIN", 1e9)
-    assert Packing(layer).layers == []
+    monkeypatch.setattr(packing, "MIN_GAIN", 1e9)
+    assert PackedLinears(layer).layers == []
 
 
 def test_a_changed_weight_is_used_as_it_is(always, counted):
     layer = nn.Sequential(nn.Linear(32, 40))
-    packed, x = Packing(layer), torch.randn(3, 32)
+    packed, x = PackedLinears(layer), torch.randn(3, 32)
     del counted[:]
     with torch.no_grad(), packed.on():
         layer[0].weight[5] = 0.0
@@ -94,7 +94,7 @@ def test_a_changed_weight_is_used_as_it_is(always, counted):
 
 def test_copies_are_plain(always, counted):
     layer = nn.Sequential(nn.Linear(32, 40))
-    packed, x = Packing(layer), torch.randn(3, 32)
+    packed, x = PackedLinears(layer), torch.randn(3, 32)
     again = copy.deepcopy(layer)
     del counted[:]
     with torch.no_grad(), packed.on():
@@ -104,7 +104,7 @@ def test_copies_are_plain(always, counted):
 
 
 def test_contexts_may_nest_and_threads_have_their_own(always):
-    packed = Packing(nn.Sequential(nn.Linear(32, 40)))
+    packed = PackedLinears(nn.Sequential(nn.Linear(32, 40)))
     seen = []
     with packed.on():
         with packed.on():
