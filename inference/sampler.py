@@ -5,10 +5,11 @@ Letters: V vocabulary. `...` is any batch shape, the same for all arguments.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
+
+from draftsmith.inference.rule_names import DEFAULT_RULE, RULES, Rule
 
 __all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "philox", "sample", "uniform", "warp"]
 
@@ -20,31 +21,6 @@ _ROUNDS = 10
 
 # Fourth counter word: what the number is for. A draw of the target must share no number with other uses.
 PURPOSE_TOKEN, PURPOSE_DRAFT, PURPOSE_UNIFORM = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """children: how a drafter chooses the children of a node. top: its best tokens · coupled: its best with the target's own noise
-    added, so that agreement is likelier · drawn: samples of its law q without replacement · replaced: with replacement."""
-
-    children: Literal["top", "shared-noise", "drawn", "replaced"]
-    lossless: bool
-    about: str
-
-
-RULES = {
-    "shared-noise": Rule(
-        "shared-noise", True, "y ~ p at each visited node; descend where a child is y, else emit y; the drafter has the same noise"
-    ),
-    "target-sample": Rule("top", True, "the same with the drafter's best tokens for children"),
-    "rejection": Rule("drawn", True, "children drawn from q without replacement, accepted with p/q, then from the residual"),
-    "rejection-replacement": Rule("replaced", True, "the same with replacement"),
-    "typical": Rule("top", False, "accept where p(x) > min(epsilon, delta·exp(−H(p))), the longest path"),
-    "membership": Rule("top", False, "accept what top_k, top_p and min_p keep, the longest path"),
-}
-# One draw whatever the children are, so that the output is that of "target-sample", and more of it is accepted: T = 1 on the tiny target,
-# tau 1.36 -> 1.69 with Medusa heads, 1.56 -> 2.12 with a draft model.
-DEFAULT_RULE = "shared-noise"
 
 
 @dataclass(frozen=True, slots=True)
