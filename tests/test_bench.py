@@ -14,8 +14,10 @@ from test_cli import failing
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from draftsmith.eval import interleaved
-from draftsmith.eval.benchmarks import transformers as bench
+from draftsmith.data import prompts as prompt_files
+from draftsmith.eval import bench, interleaved, loading
+from draftsmith.eval.answers import encode_prompts
+from draftsmith.eval.benchmarks import transformers as benchmarks
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
@@ -58,7 +60,7 @@ def printed(place):
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        exit_on_error(bench.main, words(place, *named, "--no-governor", "--repeats=2", "--json", "--out", place / "report.json"))
+        exit_on_error(bench.main, words(place, *named, "--no-adaptive-depth", "--repeats=2", "--json", "--out", place / "report.json"))
     return output.getvalue()
 
 
@@ -71,7 +73,7 @@ def test_the_json_is_all_that_is_printed_and_the_file_is_the_same(place, printed
     assert (place / "report.json").read_text() == printed and not list(place.glob("*.part"))
     assert list(report["contenders"]) == OURS + THEIRS
     assert report["target"]["name"] == str(target_folder) and report["settings"]["dtype"] == "float32"
-    assert report["settings"]["trees"]["medusa"] == [[0], [0, 0], [1]] and report["settings"]["governor"] is False
+    assert report["settings"]["trees"]["medusa"] == [[0], [0, 0], [1]] and report["settings"]["adaptive_depth"] is False
     assert report["settings"]["drafters"]["draft model noisy"] == str(place / "noisy")
     assert [prompt["tokens"] for prompt in report["prompts"]] == [len(text) for text in TEXTS]
     assert report["machine"].keys() == {"device", "cores", "threads", "torch", "transformers"} and not report["left_out"]
@@ -112,12 +114,12 @@ def test_all_ratios_follow_from_the_raw_times(report):
 def test_times_are_compared_by_token_where_the_answers_differ():
     short = {"seconds": [[1.0, 2.0], [3.0, 2.0]], "tokens": [[5, 10], [5, 10]], "tokens_per_s": 3.75}
     whole = {"seconds": [[4.0, 4.0], [4.0, 4.0]], "tokens": [[10, 10], [10, 10]], "tokens_per_s": 2.5}
-    found = bench.faster(short, whole)  # 0.4 over 0.4, 0.4 over 0.2
+    found = benchmarks.speedup(short, whole)  # 0.4 over 0.4, 0.4 over 0.2
     assert found == pytest.approx({"median": 1.5, "p10": 1.1, "p90": 1.9, "total": 1.5})
 
 
 def test_the_table_has_everybody_in_a_hundred_columns(report, capsys):
-    bench.show(report)
+    benchmarks.print_benchmark(report)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
@@ -133,14 +135,14 @@ def test_the_table_has_everybody_in_a_hundred_columns(report, capsys):
 def opened(place, target_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        target, drafters = bench.open_all(str(target_folder), [str(place / "noisy"), "ngram"], "auto", False)
-        prompts = bench.prompt_files.load(place / "prompts.jsonl")
-        return target, drafters, interleaved.cases(target, prompts, 48)
+        target, drafters = loading.open_named(str(target_folder), [str(place / "noisy"), "ngram"], "auto", False)
+        prompts = prompt_files.load(place / "prompts.jsonl")
+        return target, drafters, encode_prompts(target, prompts, 48)
 
 
 def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
     target, drafters, cases = opened
-    runners, _, _ = bench.contenders(target, drafters, cases[0], 48, governed=True)
+    runners, _, _ = benchmarks.contenders(target, drafters, cases[0], 48, adaptive_depth=True)
     calls = {"target": 0, "assistant": 0}
 
     def counting(name):
@@ -171,31 +173,31 @@ def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
 def test_each_drafter_has_a_governor_of_its_own_or_none(opened, monkeypatch):
     target, drafters, cases = opened
     given = []
-    monkeypatch.setattr(bench, "Decoder", lambda target, drafter, governor: given.append((drafter, governor)))
-    bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    monkeypatch.setattr(benchmarks, "Decoder", lambda target, drafter, governor: given.append((drafter, governor)))
+    benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=True)
     assert [drafter for drafter, _ in given] == [None, *drafters.values()]
     assert given[0][1] is None and len({id(governor) for _, governor in given[1:]}) == 2 and None not in [one for _, one in given[1:]]
     given.clear()
-    bench.contenders(target, drafters, cases[0], NEW, governed=False)
+    benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=False)
     assert len(given) == 3 and all(governor is None for _, governor in given)
 
 
 def test_where_generate_compiles_a_static_cache_is_a_contender_or_says_why_not(opened, monkeypatch):
     target, drafters, cases = opened
     name = "transformers, static cache compiled"
-    assert name not in bench.contenders(target, drafters, cases[0], NEW, governed=True)[0]
-    monkeypatch.setattr(bench, "_compiles", lambda target: True)
-    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    assert name not in benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=True)[0]
+    monkeypatch.setattr(benchmarks, "_compiles", lambda target: True)
+    runners, _, left_out = benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=True)
     assert [one.tokens for one in runners[name](cases)] == [one.tokens for one in runners["plain"](cases)] and not left_out
-    right = interleaved.transformers
+    right = interleaved.answer_with_transformers
 
     def without_compiler(target, count, assistant=None, **settings):
         if "cache_implementation" not in settings:
             return right(target, count, assistant, **settings)
         return lambda some: (_ for _ in ()).throw(RuntimeError("no C\ncompiler"))
 
-    monkeypatch.setattr(interleaved, "transformers", without_compiler)
-    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
+    monkeypatch.setattr(interleaved, "answer_with_transformers", without_compiler)
+    runners, _, left_out = benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=True)
     assert name not in runners and left_out == {name: "no C compiler"}
 
 
@@ -204,7 +206,7 @@ def test_a_draft_model_that_transformers_cannot_take_is_left_out_there(opened):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=250, max_position_embeddings=128, **sizes))
     drafters = {"draft model small": DraftModel(Target.wrap(model), StaticTree.chain(2))}
-    runners, counterparts, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=False)
+    runners, counterparts, left_out = benchmarks.contenders(target, drafters, cases[0], NEW, adaptive_depth=False)
     assert "draft model small" in runners and "draft model small" not in counterparts
     assert left_out == {"transformers, assistant small": "250 logits, the target has 257"}
 
@@ -216,13 +218,13 @@ def test_models_are_loaded_once_and_named_apart(place, target_folder, monkeypatc
     shutil.copytree(place / "noisy", place / "other" / "noisy" / "artifact")
     given = [str(place / "noisy"), "ngram", str(place / "other" / "noisy" / "artifact"), str(place / "medusa/artifact"), f"{place}/./noisy"]
     given.append(f"{place}/./medusa/artifact")
-    _, drafters = bench.open_all(None, given, "auto", False)
+    _, drafters = loading.open_named(None, given, "auto", False)
     assert list(drafters) == ["draft model noisy", "ngram", "draft model noisy (2)", "medusa", "draft model noisy (3)", "medusa medusa"]
     assert loaded == [str(target_folder), given[0], given[2], given[4]]
 
 
 def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_folder, capsys, monkeypatch):
-    right = interleaved.ours
+    right = interleaved.answer_with_decoder
 
     def wrong(decoder, sampling, count):
         def run(some):
@@ -233,14 +235,14 @@ def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_f
 
         return run
 
-    monkeypatch.setattr(interleaved, "ours", wrong)
+    monkeypatch.setattr(interleaved, "answer_with_decoder", wrong)
     with pytest.raises(SystemExit) as exit:
         exit_on_error(
             bench.main, words(place, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1")
         )
     printed = " ".join(capsys.readouterr().out.split())
     assert exit.value.code == 1 and "0/2" in printed and printed.count("NOT LOSSLESS") == 1
-    assert "ngram: 0 answers part from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
+    assert "ngram: 0 answers differ from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
 
 
 def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monkeypatch):
@@ -250,7 +252,7 @@ def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monk
         seen.append((list(runners), len(units), len(units[0][0].ids), logging.get_verbosity()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(interleaved, "take_turns", interrupted)
+    monkeypatch.setattr(interleaved, "interleave", interrupted)
     before = logging.get_verbosity()
     with pytest.raises(SystemExit) as exit:
         exit_on_error(bench.main, words(place, "--target", target_folder, "--limit=1", "--out", place / "never.json"))
@@ -285,7 +287,7 @@ def test_a_mistake_is_one_line(place, target_folder, capsys, more, says):
     ("more", "shapes"),
     [
         ((), None),
-        (("--no-governor",), None),
+        (("--no-adaptive-depth",), None),
         (("--tree=chain", "--depth=2"), [StaticTree.chain(2), StaticTree.chain(2)]),
         (("--tree=dynamic", "--width=2", "--nodes=5"), [DynamicTree(4, 2, 5), DynamicTree(4, 2, 5)]),
     ],
@@ -293,12 +295,12 @@ def test_a_mistake_is_one_line(place, target_folder, capsys, more, says):
 def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, target_folder, monkeypatch, more, shapes):
     found = []
 
-    def evaluate(target, drafters, cases, max_new_tokens, repeats, governed):
-        assert governed is not (more == ("--no-governor",))
+    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth):
+        assert adaptive_depth is not (more == ("--no-adaptive-depth",))
         found.extend(drafters.values())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "evaluate", evaluate)
+    monkeypatch.setattr(benchmarks, "benchmark", benchmark)
     with pytest.raises(SystemExit):
         exit_on_error(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
     wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().shape]

@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
+from draftsmith.eval import bench
 from draftsmith.eval.benchmarks import kernels as bench_kernels
-from draftsmith.eval.benchmarks import transformers as bench
 from draftsmith.eval.benchmarks.kernels import RIVAL, Report, Sizes, measure_ceilings, measure_parts, run, show
 
 pytest.importorskip("triton")

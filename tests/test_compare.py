@@ -12,7 +12,10 @@ from test_cli import failing
 from test_draft_model import relative
 from zoo import tiny
 
-from draftsmith.eval import acceptance, card, compare, expected, generate, loading
+from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading
+from draftsmith.eval.answers import TargetText, target_texts
+from draftsmith.eval.comparison import paired_difference, rounds_along_texts, summarise
+from draftsmith.eval.summary import bootstrap
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
@@ -64,27 +67,33 @@ def test_expected_rounds_are_those_of_all_draws_there_are(depth):
         law = p[before, torch.tensor(text)].prod()  # whatever q is
         mine = {taken: chance for (one, taken), chance in done.items() if one == text}
         assert sum(mine.values()) == pytest.approx(float(law), abs=1e-12)
-        chances = expected.accepted(p_logits[before], q_logits[before], torch.tensor(text), sampling)
+        chances = expected.acceptance_probabilities(p_logits[before], q_logits[before], torch.tensor(text), sampling)
         wanted = [sum(chance * sum(count > k for count in taken) for taken, chance in mine.items()) for k in range(depth + 1)]
-        torch.testing.assert_close(law * expected.reached(chances, depth), torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0)
-        assert expected.rounds(chances, depth) == pytest.approx(wanted[0] / float(law), abs=1e-11)
+        torch.testing.assert_close(
+            law * expected.rounds_by_accepted(chances, depth), torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0
+        )
+        assert expected.expected_rounds(chances, depth) == pytest.approx(wanted[0] / float(law), abs=1e-11)
 
 
 def test_chances_are_of_the_laws_that_are_drawn_from():
     p, q = torch.tensor([[0.5, 0.3, 0.2]] * 3).log(), torch.tensor([[0.2, 0.2, 0.6]] * 3).log()
     tokens = torch.tensor([0, 1, 2])
-    torch.testing.assert_close(expected.accepted(p, q, tokens, ONE), torch.tensor([0.4, 2 / 3, 1.0], dtype=torch.float64))
-    two = expected.accepted(p, q, tokens, Sampling(temperature=1.0, top_k=2))  # of p 0 and 1 are left, of q (0 and 1 being equal) all
+    torch.testing.assert_close(expected.acceptance_probabilities(p, q, tokens, ONE), torch.tensor([0.4, 2 / 3, 1.0], dtype=torch.float64))
+    two = expected.acceptance_probabilities(
+        p, q, tokens, Sampling(temperature=1.0, top_k=2)
+    )  # of p 0 and 1 are left, of q (0 and 1 being equal) all
     torch.testing.assert_close(two[:2], torch.tensor([0.2 / 0.625, 0.2 / 0.375], dtype=torch.float64))
-    hot = expected.accepted(p, q, tokens, Sampling(temperature=2.0))
+    hot = expected.acceptance_probabilities(p, q, tokens, Sampling(temperature=2.0))
     law = [law.sqrt() / law.sqrt().sum() for law in (p[0].exp(), q[0].exp())]
     torch.testing.assert_close(hot, (law[1] / law[0]).clamp(max=1).double())
-    assert expected.accepted(p, q, tokens, Sampling()).tolist() == [0, 0, 1]
+    assert expected.acceptance_probabilities(p, q, tokens, Sampling()).tolist() == [0, 0, 1]
     # Rows past the target's are padding, whatever they say; a token that the drafter lacks is never drafted.
     more = torch.cat((q, torch.full((3, 2), 9.0)), 1)
-    assert expected.accepted(p, more, tokens, ONE).tolist() == expected.accepted(p, q, tokens, ONE).tolist()
-    assert expected.accepted(p, more, tokens, Sampling()).tolist() == [0, 0, 1]
-    torch.testing.assert_close(expected.accepted(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+    assert expected.acceptance_probabilities(p, more, tokens, ONE).tolist() == expected.acceptance_probabilities(p, q, tokens, ONE).tolist()
+    assert expected.acceptance_probabilities(p, more, tokens, Sampling()).tolist() == [0, 0, 1]
+    torch.testing.assert_close(
+        expected.acceptance_probabilities(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +106,11 @@ PROMPTS = [[5], [3, 9, 27, 1], list(range(2, 14)), [40, 41, 2], [11, 7, 7, 7, 30
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_greedy_rounds_are_those_of_real_decoding(target, depth, monkeypatch):
-    monkeypatch.setattr(compare, "AT_ONCE", 8)
+    monkeypatch.setattr(comparison, "AT_ONCE", 8)
     drafters = [DraftModel(relative("llama", noise), StaticTree.chain(depth)) for noise in (0.005, 0.02)]
     drafters.append(DraftModel(relative("llama", 0.005, vocab=44), StaticTree.chain(depth)))  # lacks four tokens
-    texts = compare.texts(target, PROMPTS, Sampling(), 23)
-    tokens, rounds = compare.expected_rounds(target, drafters, texts, depth, Sampling())
+    texts = target_texts(target, PROMPTS, Sampling(), 23)
+    tokens, rounds = rounds_along_texts(target, drafters, texts, depth, Sampling())
     assert any(token >= 44 for text in texts for token in text.tokens)
     for place, drafter in enumerate(drafters):
         answers = Decoder(target, drafter).generate(PROMPTS, Sampling(), 23)
@@ -117,15 +126,15 @@ def test_expected_rounds_are_the_mean_of_real_decoding(target):
     drafter = DraftModel(relative("llama", 0.03), StaticTree.chain(depth))
     answers = Decoder(target, drafter, slots=100).generate(prompts, ONE, length, stop_ids=(7,))
     real = torch.tensor([len(answer.rounds) for answer in answers], dtype=torch.float64)
-    theirs = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-    tokens, (mean,) = compare.expected_rounds(target, [drafter], theirs, depth, ONE)
+    theirs = [TargetText(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens, (mean,) = rounds_along_texts(target, [drafter], theirs, depth, ONE)
     assert 0 < sum(tokens < length) and 1.3 < tokens.sum() / real.sum() < 3
     difference = real - mean
     assert difference.abs().max() > 0.5
     assert abs(float(difference.mean())) < 4 * float(difference.std()) / count**0.5
     other = Decoder(target, slots=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
-    texts = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, other, strict=True)]
-    _, (elsewhere,) = compare.expected_rounds(target, [drafter], texts, depth, ONE)
+    texts = [TargetText(prompt, answer.tokens) for prompt, answer in zip(prompts, other, strict=True)]
+    _, (elsewhere,) = rounds_along_texts(target, [drafter], texts, depth, ONE)
     error = ((real.var() + elsewhere.var()) / count) ** 0.5
     assert abs(float(real.mean() - elsewhere.mean())) < 4 * float(error)
 
@@ -133,18 +142,18 @@ def test_expected_rounds_are_the_mean_of_real_decoding(target):
 def test_differences_are_paired_by_prompt():
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = torch.full((200,), 60.0), torch.randint(15, 60, (200,), generator=generator).double()
-    assert compare.paired(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
+    assert paired_difference(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
     better = rounds - torch.randint(0, 6, (200,), generator=generator)
-    delta, low, high = compare.paired(tokens, rounds, better)
+    delta, low, high = paired_difference(tokens, rounds, better)
     assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
-    first, second = (compare.bootstrap(tokens, one) for one in (rounds, better))
+    first, second = (bootstrap(tokens, one) for one in (rounds, better))
     alone = (first.var() + second.var()).sqrt()
     assert (high - low) / (2 * 1.96) < 0.4 * alone  # prompts differ far more than the two do on one prompt
-    (a, b) = compare.summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
+    (a, b) = summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
-    assert compare.paired(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
+    assert paired_difference(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +256,7 @@ def test_the_snippet_of_the_card_runs(student, tmp_path, capsys, monkeypatch):
 def test_drafters_side_by_side(student, capsys):
     prompts = str(student.parent / "prompts.jsonl")
     words = ["tiny-draft", str(student), "ngram", "--prompts", prompts, "--max-new-tokens", "10", "--dtype", "float32"]
-    exit_on_error(compare.main, [*words, "--json", "--rows", "4"])
+    exit_on_error(compare.main, [*words, "--json", "--slots", "4"])
     report = json.loads(capsys.readouterr().out)
     names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
     assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
@@ -277,12 +286,12 @@ def test_mistakes_in_comparing(student, capsys):
         ([*pair, "ngram", "--confidence", "0.5"], "--confidence 0.5: ngram is no draft model"),
         ([*pair, "--confidence", "1"], "--confidence 1: expected a probability"),
         ([*pair, "--expected", "--rule", "target-sample"], "what can be computed is rule rejection"),
-        ([*pair, "--expected", "--tree", "dynamic"], "--expected is of whole chains"),
-        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of whole chains"),
+        ([*pair, "--expected", "--tree", "dynamic"], "--expected is of complete chains"),
+        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of complete chains"),
         ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),
         ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
         ([*pair, "--max-new-tokens", "600"], "does not fit the target's context"),
-        ([*pair, "ngram", "--rule", "rejection"], "ngram draws no children from a law"),
+        ([*pair, "ngram", "--rule", "rejection"], "ngram has no distribution to sample children from"),
     ):
         assert says in failing(capsys, compare.main, words), words
     for drafter in ("ngram", "none"):

@@ -28,6 +28,7 @@ from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prepare import load as load_corpora
 from draftsmith.eval import loading
+from draftsmith.eval.options import check_numbers
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
 from draftsmith.models.parallel import COLLECTIVE
@@ -101,7 +102,7 @@ def run_capture(arguments: list[str]) -> None:
 def run_regenerate(arguments: list[str]) -> None:
     """Answer conversations anew, by the target or a server of it."""
     options = _regeneration().parse_args(arguments)
-    loading.check_numbers(options)
+    check_numbers(options)
     settings = regenerate.Settings(
         **{name: getattr(options, name) for name in regenerate.Settings.__dataclass_fields__ if getattr(options, name, None) is not None}
     )
