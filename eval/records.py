@@ -196,7 +196,7 @@ def rank_of(logits: Tensor, token: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     Args:
         logits: [...,D] of the drafter.
         token: [...], ids of the target's vocabulary. A token outside the draft vocabulary is a miss.
-        ranks: how many ranks are told apart.
+        ranks: how many ranks are recorded.
 
     Returns:
         The rank [...], counted from 0, −1 from `ranks` on; the log-probability [...]. Equal logits rank by token id, as in top-k on a CPU
