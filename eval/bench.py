@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
         rounds.main(chosen.out, chosen.json)
         return
     prompts = prompt_files.load(chosen.prompts, chosen.limit)
-    words = list(dict.fromkeys(chosen.drafter or DRAFTERS))
+    words: list[str] = list(dict.fromkeys(chosen.drafter or DRAFTERS))
     if not chosen.drafter and chosen.target in (None, "tiny"):
         words.append("tiny-draft")
     target, drafters = loading.open_named(chosen.target, words, chosen.dtype, chosen.trust_remote_code)

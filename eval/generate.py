@@ -31,13 +31,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_models(parser)
     parser.add_argument("--chat", action="store_true", help="ask the prompt as a user's message, in the target's chat template")
     options.add_max_new_tokens(parser, 200)
-    parser.add_argument(
-        "--temperature", type=float, help="0 is greedy (default, for this and the next four: the generation_config's, else off)"
-    )
-    parser.add_argument("--top-k", type=int, help="0 is off")
-    parser.add_argument("--top-p", type=float, help="1 is off")
-    parser.add_argument("--min-p", type=float, help="0 is off")
-    parser.add_argument("--repetition-penalty", type=float, help="1 is off")
+    default = "default: the target's generation_config, else off"
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the target's generation_config, else 0)")
+    parser.add_argument("--top-k", type=int, help=f"0 is off ({default})")
+    parser.add_argument("--top-p", type=float, help=f"1 is off ({default})")
+    parser.add_argument("--min-p", type=float, help=f"0 is off ({default})")
+    parser.add_argument("--repetition-penalty", type=float, help=f"1 is off ({default})")
     parser.add_argument(
         "--seed",
         type=int,
