@@ -4,9 +4,9 @@
     draftsmith compare runs/medusa-tiny/artifact runs/eagle3-tiny/artifact suffix --tree chain --depth 3
     draftsmith compare tiny-draft runs/student/artifact --expected               # draft models as chains, without decoding a draft
 
-Differences are to the first drafter. --expected takes the target's own texts and computes the τ that a chain has on them: exactly for greedy
-decoding, as an expectation under rejection sampling at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a text costs
-one forward of each model.
+Differences are to the first drafter. --expected takes the target's own texts and computes the τ that a chain has on them: exactly for
+greedy decoding, as an expectation under rejection sampling at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a
+text costs one forward of each model.
 """
 
 import argparse

@@ -139,7 +139,7 @@ def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[lis
     """The report as it is written to JSON.
 
     Returns:
-        target, settings, shapes (the draft tree of each drafter), rows (one for each drafter at each temperature), and same: by temperature,
+        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), and same: by temperature,
         to how many prompts all drafters gave the same answer. same is empty where nothing was decoded.
     """
     rows, same = [], {}
@@ -170,7 +170,7 @@ def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[lis
             "slots": settings.slots,
             "expected": settings.expected,
         },
-        "shapes": {
+        "trees": {
             name: {"tree": tree_config(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
             for name, drafter in drafters.items()
         },
@@ -195,7 +195,7 @@ def print_comparison(report: dict[str, Any]) -> None:
         table.add_row(row["drafter"], f"{row['temperature']:g}", tau, delta, rounds)
     Console().print(table)
     print("In brackets: 95 % intervals over prompts; those of differences are paired.")
-    for name, shape in report["shapes"].items():
-        print(f"{name}: up to {shape['nodes']} nodes a round, {shape['depth']} deep")
+    for name, tree in report["trees"].items():
+        print(f"{name}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
     for temperature, same in report["same"].items():
         print(f"T = {temperature}: {same} of {settings['prompts']} answers are the same with every drafter")

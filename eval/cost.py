@@ -1,4 +1,6 @@
-"""The relative cost of a round: its time over that of a plain round. c(N) is that of a target forward over N tree nodes; drafting adds to it.
+"""The relative cost of a round: its time over that of a plain round.
+
+c(N) is the relative cost of a target forward over N tree nodes; drafting adds to it.
 
 Letters: N tree nodes with the root · K draft depth · C context length.
 """

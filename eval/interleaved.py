@@ -1,4 +1,4 @@
-"""Interleaved timing: several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows them all."""
+"""Several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows all of them."""
 
 import time
 from collections.abc import Callable, Iterator

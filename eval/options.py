@@ -1,4 +1,4 @@
-"""The options that several commands share, each with one text, and checks of their values. No model library is imported: --help is quick."""
+"""The options that several commands share, with checks of their values. No model library is imported, so that --help is quick."""
 
 import argparse
 from collections.abc import Sequence

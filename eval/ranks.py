@@ -1,4 +1,4 @@
-"""Evaluation in several processes: prompts are split over the ranks of a launch, and results are put together. One process is a launch of one."""
+"""Evaluation in several processes: prompts are split over the ranks of a launch, and results are put together."""
 
 from collections.abc import Sequence
 from typing import TypeVar

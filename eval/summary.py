@@ -42,7 +42,7 @@ def bootstrap(tokens: Tensor, rounds: Tensor) -> Tensor:
         rounds: [...,P], rounds of each prompt.
 
     Returns:
-        [...,RESAMPLES] float64, each Σ tokens / Σ rounds over P prompts drawn with replacement. All leading dimensions share the drawn prompts.
+        [...,RESAMPLES] float64, each Σ tokens / Σ rounds over P prompts drawn with replacement, the same prompts for all leading dimensions.
     """
     count = rounds.shape[-1]
     drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))

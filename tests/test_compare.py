@@ -261,7 +261,7 @@ def test_drafters_side_by_side(student, capsys):
     names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
     assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
     assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "target-sample"
-    assert report["shapes"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
+    assert report["trees"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
     for row in report["rows"]:
         assert row["tokens"] == 40 and row["tau"] == 40 / row["rounds"] and ("delta" in row) == (row["drafter"] != names[0])
     exit_on_error(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
@@ -270,7 +270,7 @@ def test_drafters_side_by_side(student, capsys):
         compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"]
     )
     real = json.loads(capsys.readouterr().out)
-    assert computed["rows"][:2] == real["rows"] and computed["shapes"] == real["shapes"]  # to the last bit: exact at T = 0
+    assert computed["rows"][:2] == real["rows"] and computed["trees"] == real["trees"]  # to the last bit: exact at T = 0
     assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
     assert computed["rows"][2]["temperature"] == 1 and computed["rows"][2]["rounds"] % 1
     exit_on_error(compare.main, [*words, "--temperature", "1"])

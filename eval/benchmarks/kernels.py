@@ -1,8 +1,8 @@
 """Time each kernel beside its reference implementation, other libraries and the machine's limits: `draftsmith bench --kernels`, on a GPU.
 
-The limits, the rates of a large copy and of a large matrix product, are measured in the same run. A kernel's floor is the least time for its
-bytes and operations at a stated fraction of these rates (attention 75 % and 60 %, the verdict 70 %); the column `floor / time` says how near
-a time comes to it. Rounds come after these lines: `benchmarks/rounds.py`.
+The limits, which are the rates of a large copy and of a large matrix product, are measured in the same run. A kernel's floor is the least
+time for its bytes and operations at a stated fraction of these rates (attention 75 % and 60 %, the verdict 70 %); the column
+`floor / time` says how near a time comes to it. Rounds come after these lines: `benchmarks/rounds.py`.
 
 Letters: B rows of a batch · V target vocabulary · N tree nodes with the root · K draft depth · C context length.
 """
@@ -221,8 +221,8 @@ def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: floa
 def _flashinfer(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Callable[[], Tensor]:
     """FlashInfer's attention of one row under a mask: -> [N,heads,dim].
 
-    Queries are [N,heads,dim]; keys and values stay [kv heads,positions,dim] ("HND"). The mask [N,positions] is packed into bits once, row by
-    row, the first bit the lowest of its byte.
+    Queries are [N,heads,dim]; keys and values stay [kv heads,positions,dim] ("HND"). The mask [N,positions] is packed into bits once, row
+    by row; the first bit is the lowest of its byte.
     """
     from flashinfer import packbits, single_prefill_with_kv_cache  # pyright: ignore[reportMissingImports]
 

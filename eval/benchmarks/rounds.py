@@ -1,7 +1,7 @@
 """Rounds of an 8B-sized Llama with random weights, beside plain steps of the same run: `draftsmith bench --kernels`, on a GPU.
 
-Since nothing is trained, acceptance is synthetic, and every figure that rests on it says so (`benchmarks/synthetic.py`). The cost of a round
-is real: the drafter drafts, the target reads the complete tree, and the verdict is computed from the logits before another replaces it.
+Since nothing is trained, acceptance is synthetic, and every figure that rests on it says so (`benchmarks/synthetic.py`). The cost of a
+round is real: the drafter drafts, the target reads the complete tree, and the verdict is computed from the logits before another replaces it.
 
 Letters: N tree nodes with the root · C context length.
 """
@@ -118,8 +118,8 @@ class DecodingTime:
         total = sum(self.parts.values())
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self.parts.items())
         return (
-            f"{self.what}: tau {self.tau:.2f}{profile}, round {self.seconds * 1e3:.3f} ms, speedup {self.speedup:.2f} over plain, efficiency "
-            f"{self.efficiency:.2f} (goal: at least {self.goal:.2f})" + (f"; {shares}" if shares else "")
+            f"{self.what}: tau {self.tau:.2f}{profile}, round {self.seconds * 1e3:.3f} ms, speedup {self.speedup:.2f} over plain, "
+            f"efficiency {self.efficiency:.2f} (goal: at least {self.goal:.2f})" + (f"; {shares}" if shares else "")
         )
 
 
