@@ -1,4 +1,4 @@
-"""`draftsmith bench`: its figures follow from the raw times that it reports; all answers are equal; the contenders do what they are named for."""
+"""`draftsmith bench`: its figures follow from the reported raw times; all answers are equal; contenders do what their names say."""
 
 import contextlib
 import io

@@ -120,7 +120,7 @@ def test_greedy_rounds_are_those_of_real_decoding(target, depth, monkeypatch):
 
 
 def test_expected_rounds_are_the_mean_of_real_decoding(target):
-    """400 requests of two prompts: along their own texts, which are distributed as the target's, and along as many plainly decoded texts."""
+    """400 requests of two prompts: along their own texts, which are distributed as the target's, and along as many plain texts."""
     depth, count, length = 3, 400, 12
     prompts = [PROMPTS[i % 2] for i in range(count)]
     drafter = DraftModel(relative("llama", 0.03), StaticTree.chain(depth))

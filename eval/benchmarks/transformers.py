@@ -240,7 +240,8 @@ def print_benchmark(report: dict[str, Any]) -> None:
             unexplained = entry["answers"] - entry["same"] - entry["ties"]
             label = " (NOT LOSSLESS)" if name in not_lossless(report) else ""
             say(
-                f"{name}: {entry['ties']} answers differ from plain's at a tie within measured noise, {unexplained} for no such reason{label}"
+                f"{name}: {entry['ties']} answers differ from plain's at a tie within measured noise, "
+                f"{unexplained} for no such reason{label}"
             )
 
 
