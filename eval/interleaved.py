@@ -1,4 +1,4 @@
-"""Several ways to answer the same prompts, one after the other in turning order, in one process: the only fair clock there is."""
+"""Several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows all of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,58 +8,37 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.data.prompts import Prompt
-from draftsmith.eval import loading
+from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt with its ids; `key` is the noise key of its request."""
-
-    prompt: Prompt
-    ids: list[int]
-    key: int
+AnswerFunction = Callable[[list[EncodedPrompt]], list[Completion]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one way made of some cases: the wall time, and an answer for each."""
+class TimedAnswers:
+    """The answers of one function to one batch of prompts, and the wall time in seconds."""
 
     seconds: float
     answers: list[Completion]
 
 
-Runner = Callable[[list[Case]], list[Completion]]
+def answer_with_decoder(decoder: Decoder, sampling: Sampling, max_new_tokens: int) -> AnswerFunction:
+    """Our decoder, with the drafter that it has."""
+    return lambda batch: decoder.generate(
+        [prompt.ids for prompt in batch], sampling, max_new_tokens, requests=[prompt.index for prompt in batch]
+    )
 
 
-def cases(target: Target, prompts: list[Prompt], max_new_tokens: int) -> list[Case]:
-    """Prompts as ids.
+def answer_with_transformers(target: Target, max_new_tokens: int, assistant: Any = None, **settings: Any) -> AnswerFunction:
+    """Greedy `generate` of transformers, one prompt at a time.
 
-    Raises:
-        ValueError: a prompt that does not fit the target's context with its answer.
-    """
-    found = [Case(prompt, loading.encode(target, prompt), key) for key, prompt in enumerate(prompts)]
-    for case in found:
-        if len(case.ids) + max_new_tokens > target.max_positions:
-            raise ValueError(
-                f"prompt {case.prompt.id!r} has {len(case.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's "
-                f"context of {target.max_positions}; shorten it or lower --max-new-tokens"
-            )
-    return found
-
-
-def ours(decoder: Decoder, sampling: Sampling, max_new_tokens: int) -> Runner:
-    """Our decoder, with whatever drafter it has."""
-    return lambda some: decoder.generate([case.ids for case in some], sampling, max_new_tokens, requests=[case.key for case in some])
-
-
-def transformers(target: Target, max_new_tokens: int, assistant: Any = None, **settings: Any) -> Runner:
-    """transformers' own greedy `generate`, one prompt at a time, whatever else the target's generation_config asks for.
-
-    assistant: a model for assisted generation. settings: of GenerationConfig.
+    Args:
+        target: its generation_config does not matter: greedy decoding without penalties is what is compared.
+        max_new_tokens: most tokens of an answer.
+        assistant: a model for assisted generation.
+        settings: more fields of GenerationConfig.
     """
     stops = sorted(target.stop_ids)
     config = GenerationConfig(
@@ -67,7 +46,7 @@ def transformers(target: Target, max_new_tokens: int, assistant: Any = None, **s
         do_sample=False,
         eos_token_id=stops or None,
         pad_token_id=stops[0] if stops else 0,
-        # What is not said here generate takes from the target's own generation_config.
+        # Fields that are not set here, generate takes from the target's own generation_config.
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         min_length=0,
@@ -75,28 +54,34 @@ def transformers(target: Target, max_new_tokens: int, assistant: Any = None, **s
     )
     extra = {} if assistant is None else {"assistant_model": assistant}
 
-    def run(some: list[Case]) -> list[Completion]:
-        answers = []
-        for case in some:
-            prompt = torch.tensor([case.ids], device=target.device)
+    def answer(batch: list[EncodedPrompt]) -> list[Completion]:
+        completions = []
+        for prompt in batch:
+            ids = torch.tensor([prompt.ids], device=target.device)
             with torch.inference_mode():
-                answer = cast(Any, target.model).generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **extra)
-            answers.append(Completion(answer[0, len(case.ids) :].tolist()))
-        return answers
+                output = cast(Any, target.model).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra)
+            completions.append(Completion(output[0, len(prompt.ids) :].tolist()))
+        return completions
 
-    return run
+    return answer
 
 
-def take_turns(runners: dict[str, Runner], units: list[list[Case]]) -> Iterator[tuple[list[Case], dict[str, Turn]]]:
-    """Every runner on every unit of cases, the first of a unit another one each time; all are warmed up on a case first."""
-    names = list(runners)
-    for run in runners.values():
-        run(units[0][:1])
-    for number, some in enumerate(units):
-        turns = {}
+def interleave(
+    functions: dict[str, AnswerFunction], batches: list[list[EncodedPrompt]]
+) -> Iterator[tuple[list[EncodedPrompt], dict[str, TimedAnswers]]]:
+    """Time every function on every batch; each batch starts with the next function. All are warmed up on the first prompt.
+
+    Yields:
+        A batch, and by the names of the functions their answers with times.
+    """
+    names = list(functions)
+    for function in functions.values():
+        function(batches[0][:1])
+    for number, batch in enumerate(batches):
+        timed = {}
         start = number % len(names)
         for name in names[start:] + names[:start]:
             began = time.perf_counter()
-            answers = runners[name](some)
-            turns[name] = Turn(time.perf_counter() - began, answers)
-        yield some, turns
+            answers = functions[name](batch)
+            timed[name] = TimedAnswers(time.perf_counter() - began, answers)
+        yield batch, timed

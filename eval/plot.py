@@ -1,14 +1,14 @@
-"""Survival by depth, as a picture."""
+"""A picture of survival by depth."""
 
 from pathlib import Path
 from typing import Any
 
 from draftsmith.eval import table
-from draftsmith.eval.records import Report
+from draftsmith.eval.records import Acceptance, Report
 
 
 def survival(report: Report, path: Path) -> None:
-    """S_k, the share of rounds in which at least k drafted tokens were accepted: a line for each domain, one for all."""
+    """Write a picture of S_k, the fraction of rounds that accepted at least k drafted tokens: a line for each domain and temperature."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -16,16 +16,17 @@ def survival(report: Report, path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=150)
-    first = next(iter(report.overall))
-    lines: list[tuple[str, Any, dict[str, Any]]] = [
-        (domain + " LOSSY" * (first in report.lossy), found, {"lw": 1.2, "alpha": 0.8}) for domain, found in report.domains.items()
-    ]
-    lines += [
-        (f"all, T={table.labelled(report, temperature)}", found, {"lw": 2.4, "color": "black", "ls": "-" if temperature == first else "--"})
-        for temperature, found in report.overall.items()
-    ]
-    for name, found, style in lines:
-        axes.plot(range(len(found.survival) + 1), [1.0, *found.survival], marker="o", ms=3.5, label=f"{name}  (τ {found.tau:.2f})", **style)
+
+    def line(name: str, acceptance: Acceptance, **style: Any) -> None:
+        label = f"{name}  (τ {acceptance.tau:.2f})"
+        axes.plot(range(len(acceptance.survival) + 1), [1.0, *acceptance.survival], marker="o", ms=3.5, label=label, **style)
+
+    lossy = " LOSSY" if report.first_temperature in report.lossy else ""
+    for domain, acceptance in report.domains.items():
+        line(domain + lossy, acceptance, lw=1.2, alpha=0.8)
+    for temperature, acceptance in report.overall.items():
+        dashes = "-" if temperature == report.first_temperature else "--"
+        line(f"all, T={table.labelled(report, temperature)}", acceptance, lw=2.4, color="black", ls=dashes)
     axes.set(xlabel="draft depth k", ylabel="survival: P(at least k accepted)", ylim=(0, 1.02), xlim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"{report.method}, {table.size(report)}, {report.settings['prompts']} prompts", fontsize=10)

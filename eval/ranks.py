@@ -1,8 +1,6 @@
-"""Prompts split over the ranks of a launch, and what they found put together. With one process all of it is the identity."""
+"""Evaluation in several processes: prompts are split over the ranks of a launch, and results are put together."""
 
-import os
 from collections.abc import Sequence
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -13,36 +11,25 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-def count() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@cache
-def _state() -> PartialState:
+def state() -> PartialState:
+    """The process's rank, its device and the number of processes, from Accelerate. The first call joins the group of a launch."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-def first() -> bool:
-    """Whether this is the process that speaks and writes."""
-    return count() == 1 or _state().is_main_process
+def count() -> int:
+    """Number of processes."""
+    return state().num_processes
 
 
 def leave() -> None:
-    """Every rank has said its word: part in order, else a rank may be aborted by the others' going."""
+    """Wait until every rank is done, then leave the process group: a rank that ends early may abort the others."""
     if count() > 1:
-        _state().wait_for_everyone()
-        _state().destroy_process_group()
-
-
-def device() -> str:
-    """The device of this process."""
-    if count() > 1:
-        return str(_state().device)
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        state().wait_for_everyone()
+        state().destroy_process_group()
 
 
 def share(items: Sequence[Item]) -> list[Item]:
-    """This rank's items: every count-th, so that all have some of each domain.
+    """The items of this rank: every `count()`-th, so that each rank gets some of each domain.
 
     Raises:
         ValueError: fewer items than ranks.
@@ -51,21 +38,19 @@ def share(items: Sequence[Item]) -> list[Item]:
         raise ValueError(
             f"got {len(items)} prompts for {count()} processes; expected one for each at least; launch fewer, or give more prompts"
         )
-    return list(items[_state().process_index :: count()]) if count() > 1 else list(items)
+    return list(items[state().process_index :: count()])
 
 
 def agreed(value: Value) -> Value:
-    """The first rank's value, on every rank: what was timed differs, what follows from it must not."""
-    if count() == 1:
-        return value
+    """The first rank's value, on every rank. Measured times differ between ranks; what is decided by them must not."""
+    state()
     return broadcast_object_list([value])[0]
 
 
-def gather(found: dict[int, Value]) -> dict[int, Value]:
-    """The dictionaries of all ranks as one, on every rank."""
-    if count() == 1:
-        return found
+def gather(values: dict[int, Value]) -> dict[int, Value]:
+    """The union of all ranks' dictionaries, on every rank."""
+    state()
     merged: dict[int, Value] = {}
-    for part in gather_object([found]):
+    for part in gather_object([values]):
         merged |= part
     return merged

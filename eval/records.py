@@ -1,6 +1,6 @@
-"""What evaluation keeps: a record for every round of real decoding, and one for every position of the target's own text.
+"""What evaluation records: a line for each round of real decoding, a line for each position of the target's own text, and the report.
 
-Letters: S positions · K draft depth.
+Letters: S positions · V target vocabulary · D draft vocabulary · K draft depth · N tree nodes with the root.
 """
 
 import json
@@ -13,13 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALLOWANCE = 4.0  # times the noise measured at the very position: one sample of it is a low guess at its maximum
+from draftsmith.inference import durable
+
+KEYED_RULES = ("target-sample", "shared-noise")  # they draw with noise keyed by position, and so give the very tokens of plain decoding
+ALLOWANCE = 4.0  # a margin up to so many times the noise is a tie: noise is measured once, at that position, so its maximum may be larger
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One round: `rule` that verified it (some are lossy, see RULES), `position` of its root in the sequence, nodes verified, tokens committed (the bonus in, what is past the end
-    out), tokens accepted (the bonus out), seconds."""
+    """One round of real decoding.
+
+    Attributes:
+        prompt: id of the prompt.
+        domain: of the prompt.
+        temperature: 0 is greedy.
+        rule: the rule that verified the draft; some are lossy, see RULES.
+        position: index in the sequence of the last committed token, the root of the draft tree.
+        nodes: nodes verified, the root included.
+        committed: tokens committed, the bonus token included, tokens past the end of the text excluded.
+        accepted: drafted tokens among them.
+        draft_s: seconds of drafting.
+        verify_s: seconds of verifying.
+        other_s: seconds of everything else.
+    """
 
     prompt: str
     domain: str
@@ -36,10 +52,14 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class PositionRecord:
-    """The target's text after one prompt, and where the drafter ranks it.
+    """The target's text after one prompt, and how the drafter ranks it.
 
-    `ranks` [S,K] int64: at root position s, the drafter's rank (from 0) of the target's token at depth k + 1, given the
-    target's own tokens before it; −1 beyond the ranks kept and past the end of the text. `log_probs` [S,K] float32 likewise.
+    Attributes:
+        prompt: id of the prompt.
+        domain: of the prompt.
+        ranks: [S,K] int64. For a draft tree with its root at position s, the rank (from 0) of the target's token at depth k + 1, given the
+            target's own tokens before it; −1 for ranks that are not recorded and past the end of the text.
+        log_probs: [S,K] float32, the drafter's log-probabilities of the same tokens; −inf past the end of the text.
     """
 
     prompt: str
@@ -50,7 +70,10 @@ class PositionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """tau with its 95 % interval; survival[k] = P(at least k+1 accepted); conditional[k] = survival[k] / survival[k−1]."""
+    """τ over some rounds, with its 95 % interval [low, high].
+
+    survival[k] is P(at least k + 1 drafted tokens accepted); conditional[k] is survival[k] / survival[k − 1].
+    """
 
     prompts: int
     rounds: int
@@ -64,7 +87,16 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where two answers part: index in the answer, the score margin between the two tokens, the noise."""
+    """The first difference of an answer from plain decoding's.
+
+    Attributes:
+        prompt: id of the prompt.
+        index: of the token in the answer.
+        expected: the token of plain decoding.
+        got: the token of the answer.
+        margin: difference of their scores.
+        noise: how much a logit changes between forwards of different width, over the temperature.
+    """
 
     prompt: str
     index: int
@@ -75,68 +107,106 @@ class Divergence:
 
     @property
     def verdict(self) -> str:
+        """ "tie" where the noise explains the difference, else "bug"."""
         return "tie" if self.margin <= ALLOWANCE * self.noise else "bug"
 
 
 @dataclass(slots=True)
 class Report:
-    """Everything that `draftsmith eval` found."""
+    """All results of `draftsmith eval`.
+
+    Attributes:
+        target: a `TargetIdentity` as a dict.
+        method: the drafter's.
+        settings: what the numbers depend on.
+        tree: the draft tree, as a config has it.
+        nodes: most nodes of a round.
+        cost: seconds of a target forward over N nodes, by N.
+        drafting: seconds of drafting a chain, by its depth K.
+        by_nodes: for some N, the best tree of N nodes: its depth, its exact τ on the reported half of the prompts, the relative cost of
+            its round, and τ over it.
+        overall: by temperature, over all reported prompts.
+        domains: by domain, at the first temperature.
+        distinct: distinct 8-grams over all 8-grams of the answers at the first temperature.
+        divergences: answers that differ from plain decoding's, where the rule promises the same tokens.
+        answers: how many answers were compared with plain decoding's.
+        like_transformers: how many greedy answers of plain decoding equal those of transformers' generate.
+        compared: how many were compared with those of transformers.
+        speed: measured at the first temperature.
+        lossy: by temperature, the rule, where it changes the distribution of the output.
+    """
 
     target: dict[str, str]
     method: str
     settings: dict[str, Any]
     tree: list[list[int]] | dict[str, int]
     nodes: int
-    cost: dict[int, float]  # seconds of a target forward over N nodes, by N
-    drafting: dict[int, float]  # seconds of drafting a chain of depth K, by K
-    by_nodes: list[dict[str, float]]  # the best tree of N nodes: its depth, exact τ on the reported half, cost of a round, τ over it
-    overall: dict[str, Acceptance] = field(default_factory=dict)  # by temperature
-    domains: dict[str, Acceptance] = field(default_factory=dict)  # greedy
+    cost: dict[int, float]
+    drafting: dict[int, float]
+    by_nodes: list[dict[str, float]]
+    overall: dict[str, Acceptance] = field(default_factory=dict)
+    domains: dict[str, Acceptance] = field(default_factory=dict)
     distinct: float = 1.0
     divergences: list[Divergence] = field(default_factory=list)
     answers: int = 0
-    like_transformers: int = 0  # greedy answers of plain decoding that equal transformers' generate
-    compared: int = 0  # with transformers
+    like_transformers: int = 0
+    compared: int = 0
     speed: dict[str, float] = field(default_factory=dict)
-    lossy: dict[str, str] = field(default_factory=dict)  # rules that change the output's law, by temperature
+    lossy: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def first_temperature(self) -> str:
+        """The temperature of the table by domain, of `distinct` and of `speed`."""
+        return next(iter(self.overall))
 
 
 def as_json(report: Report) -> str:
-    """The report as one line of JSON; an infinite margin is null, a divergence says its verdict."""
+    """The report as one line of JSON. Divergences get their verdict; an infinite margin is null."""
     fields = asdict(report)
-    for row, parted in zip(fields["divergences"], report.divergences, strict=True):
-        row |= {"verdict": parted.verdict, "margin": parted.margin if math.isfinite(parted.margin) else None}
+    for row, divergence in zip(fields["divergences"], report.divergences, strict=True):
+        row["verdict"] = divergence.verdict
+        row["margin"] = divergence.margin if math.isfinite(divergence.margin) else None
     return json.dumps(fields, allow_nan=False)
 
 
 def write_rounds(path: Path, records: Iterable[RoundRecord]) -> None:
-    """One JSON line for each round."""
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+    """Write one JSON line for each round."""
+    durable.write_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))
 
 
 def write_positions(path: Path, records: Iterable[PositionRecord]) -> None:
-    """One JSON line for each prompt: ranks and log-probabilities [S][K]; null where the text had ended."""
-    with path.open("w") as file:
-        for record in records:
-            logs = [[round(log, 4) if math.isfinite(log) else None for log in row] for row in record.log_probs.tolist()]
-            row = {"prompt": record.prompt, "domain": record.domain, "ranks": record.ranks.tolist(), "log_probs": logs}
-            file.write(json.dumps(row) + "\n")
+    """Write one JSON line for each prompt: ranks and log-probabilities [S][K], with null for an infinite one."""
+    lines = []
+    for record in records:
+        logs = [[round(log, 4) if math.isfinite(log) else None for log in row] for row in record.log_probs.tolist()]
+        fields = {"prompt": record.prompt, "domain": record.domain, "ranks": record.ranks.tolist(), "log_probs": logs}
+        lines.append(json.dumps(fields) + "\n")
+    durable.write_text(path, "".join(lines))
 
 
 def distinct_ngrams(texts: list[list[int]], n: int = 8) -> float:
-    """Distinct n-grams over all n-grams of the answers: a target that loops scores low, and makes any drafter look good."""
+    """Distinct n-grams over all n-grams of the texts. A target that repeats itself scores low, and makes any drafter look good."""
     grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def rank_of(logits: Tensor, token: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """logits [...,V] and token [...] -> (rank [...], −1 from `keep` on; log-probability [...])."""
-    known = token < logits.shape[-1]  # a draft vocabulary may be smaller than the target's: a miss
+def rank_of(logits: Tensor, token: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Rank and log-probability of given tokens.
+
+    Args:
+        logits: [...,D] of the drafter.
+        token: [...], ids of the target's vocabulary. A token outside the draft vocabulary is a miss.
+        ranks: how many ranks are recorded.
+
+    Returns:
+        The rank [...], counted from 0, −1 from `ranks` on; the log-probability [...]. Equal logits rank by token id, as in top-k on a CPU
+        and in argmax.
+    """
+    known = token < logits.shape[-1]
     token = torch.where(known, token, 0)
     chosen = logits.gather(-1, token[..., None])
-    # Equal logits rank by id, as top-k on the CPU and the argmax do.
     ids = torch.arange(logits.shape[-1], device=logits.device)
     before = (logits > chosen) | ((logits == chosen) & (ids < token[..., None]))
     rank = before.sum(-1)
     log_prob = chosen[..., 0].float() - logits.float().logsumexp(-1)
-    return torch.where(known & (rank < keep), rank, -1), torch.where(known, log_prob, -torch.inf)
+    return torch.where(known & (rank < ranks), rank, -1), torch.where(known, log_prob, -torch.inf)

@@ -1,84 +1,83 @@
-"""Static trees from position records: the exact τ of any tree, and the best tree of every size.
+"""Static trees from position records: the exact τ of any tree, and the best tree of each size.
 
-Verification follows the target's own text, so one pass that ranks it at every position tells what any tree of top-ranked
+Decoding follows the target's own text. So the ranks that a drafter gives this text, at every position, say what any tree of top-ranked
 children would have accepted there; nothing is decoded again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from draftsmith.eval.cost import RoundCost
 from draftsmith.eval.records import PositionRecord
 
 Path = tuple[int, ...]
-Price = Callable[[int, int], float]  # nodes with the root, depth -> what a round takes over a plain one
 
 
 def tau(records: Sequence[PositionRecord], paths: Sequence[Path]) -> float:
-    """Exact τ of the tree of rank paths `paths`: the rounds that real decoding would take along each text, counted."""
+    """Exact τ of the tree with these rank paths: it counts the rounds that real decoding would take along each text."""
     tree = frozenset(tuple(path) for path in paths)
     tokens = rounds = 0
     for record in records:
         ranks = record.ranks.tolist()
-        at = 0
-        while at < len(ranks):
-            step = 1 + _accepted(ranks[at], tree)
-            tokens += min(step, len(ranks) - at)
+        position = 0
+        while position < len(ranks):
+            step = 1 + _accepted(ranks[position], tree)
+            tokens += min(step, len(ranks) - position)
             rounds += 1
-            at += step
+            position += step
     return tokens / rounds
 
 
-def grow(records: Sequence[PositionRecord], most: int, depth: int | None = None) -> list[Path]:
-    """Rank paths in the order in which best-first growth adds them, `most` at the most, none deeper than `depth`; every prefix of the
-    list is a tree.
+def best_first_paths(records: Sequence[PositionRecord], max_paths: int, max_depth: int | None = None) -> list[Path]:
+    """Rank paths, the most frequently accepted first, at most `max_paths` of them and none deeper than `max_depth`.
 
-    τ is a sum over nodes of the chance that the node is on the accepted path, and a child is never likelier than its parent; so
-    the likeliest nodes are the optimal tree of each size, what dynamic programming over subtrees finds too. (Cai et al. 2024, §2.3.3,
-    assume independent heads, Chen et al. 2024, Sequoia, independent ranks; these are joint counts.)
+    Every prefix of the list is a tree, and the optimal one of its size: τ is the sum over nodes of the probability that the node is on the
+    accepted path, and no child is likelier than its parent. Dynamic programming over subtrees finds the same trees. (Cai et al. 2024,
+    §2.3.3, assume independent heads, and Chen et al. 2024, Sequoia, independent ranks; these are joint counts.)
     """
     counts: Counter[Path] = Counter()
     for record in records:
         for ranks in record.ranks.tolist():
             deepest = next((k for k, rank in enumerate(ranks) if rank < 0), len(ranks))
-            counts.update(tuple(ranks[: k + 1]) for k in range(min(deepest, depth or deepest)))
+            counts.update(tuple(ranks[: k + 1]) for k in range(min(deepest, max_depth or deepest)))
     # Sorting by count keeps parents first; length and rank break ties.
-    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:most]
+    return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:max_paths]
 
 
-def choose(records: Sequence[PositionRecord], price: Price, most: int) -> list[Path]:
-    """The tree, of at most `most` nodes with the root, that maximises τ over the price of its round on `records`.
+def best_tree(records: Sequence[PositionRecord], cost: RoundCost, max_nodes: int) -> list[Path]:
+    """The tree of at most `max_nodes` nodes, the root included, with the highest τ over the relative cost of its round.
 
-    An empty tree (no drafting) is an answer too.
+    It is empty, that is nothing is drafted, where no tree pays.
     """
-    best = best_by_nodes(records, price, most, sizes(most))
-    return max([[], *best.values()], key=lambda paths: value(records, paths, price))
+    best = best_tree_by_nodes(records, cost, max_nodes, candidate_sizes(max_nodes))
+    return max([[], *best.values()], key=lambda paths: tau_over_cost(records, paths, cost))
 
 
-def best_by_nodes(
-    records: Sequence[PositionRecord], price: Price, most: int, wanted: Sequence[int] = (2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
+def best_tree_by_nodes(
+    records: Sequence[PositionRecord], cost: RoundCost, max_nodes: int, sizes: Sequence[int] = (2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
 ) -> dict[int, list[Path]]:
-    """For each of the wanted sizes up to `most` (root included, where there are as many nodes) the tree of the best depth."""
+    """For each size up to `max_nodes` (nodes with the root) that the records allow: the tree of the depth with the highest τ over cost."""
     deepest = max((record.ranks.shape[1] for record in records), default=0)
-    found: dict[int, list[Path]] = {}
+    best: dict[int, list[Path]] = {}
     for depth in range(1, deepest + 1):
-        order = grow(records, most - 1, depth)
-        for size in wanted:
-            if 1 < size <= min(most, len(order) + 1):
+        order = best_first_paths(records, max_nodes - 1, depth)
+        for size in sizes:
+            if 1 < size <= min(max_nodes, len(order) + 1):
                 paths = order[: size - 1]
-                if size not in found or value(records, paths, price) > value(records, found[size], price):
-                    found[size] = paths
-    return found
+                if size not in best or tau_over_cost(records, paths, cost) > tau_over_cost(records, best[size], cost):
+                    best[size] = paths
+    return best
 
 
-def value(records: Sequence[PositionRecord], paths: Sequence[Path], price: Price) -> float:
-    """τ over the price of a round: tokens per plain round's time."""
-    return tau(records, paths) / price(len(paths) + 1, max(map(len, paths), default=0))
+def tau_over_cost(records: Sequence[PositionRecord], paths: Sequence[Path], cost: RoundCost) -> float:
+    """Predicted speedup of a tree: τ over the relative cost of its round."""
+    return tau(records, paths) / cost(len(paths) + 1, max(map(len, paths), default=0))
 
 
-def sizes(most: int) -> list[int]:
-    """Tree sizes worth trying up to `most`, the root included: every one at first, then in steps of about a sixth."""
-    tried = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-    return [size for size in tried if size < most] + [most]
+def candidate_sizes(max_nodes: int) -> list[int]:
+    """Tree sizes to try up to `max_nodes`, the root included: all up to 8, then in steps of about a sixth."""
+    sizes = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+    return [size for size in sizes if size < max_nodes] + [max_nodes]
 
 
 def _accepted(ranks: list[int], tree: frozenset[Path]) -> int:

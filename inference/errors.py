@@ -12,7 +12,10 @@ def exit_on_error(main: Callable[[list[str]], None], arguments: list[str], usage
     if usage is not None and (not arguments or arguments[0] in ("-h", "--help")):
         print(usage.strip())
         raise SystemExit(0 if arguments else 2)
-    import torch  # here, so that --help stays quick
+    if usage is None and not {"-h", "--help"}.isdisjoint(arguments):
+        main(arguments)  # argparse prints the help and exits
+        return
+    import torch  # late, so that --help stays quick
     from jinja2 import TemplateError
     from safetensors import SafetensorError
     from transformers.utils import logging

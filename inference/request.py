@@ -1,11 +1,11 @@
 """What is asked of the decoder and what it says of its work: requests, their limits, rounds, steps, completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.inference.verify import HostResult
 
-__all__ = ["Completion", "Limits", "Request", "RoundStats", "Step", "make_requests", "finalise"]
+__all__ = ["Completion", "Limits", "Request", "RoundStats", "Step", "collect", "finalise", "make_requests"]
 
 
 @dataclass(slots=True)
@@ -113,3 +113,17 @@ def finalise(request: Request, told: HostResult, limits: Limits) -> Step:
     request.position += len(tokens)
     request.last, request.ended = tokens[-1], bool(reason)
     return Step(request.row, request.index, tokens, told.length, told.size, bool(reason), reason, record)
+
+
+def collect(steps: Iterable[Step], completions: Sequence[Completion]) -> None:
+    """Append what a round committed to the completions of its prompts.
+
+    Args:
+        steps: the steps of one round, as `Decoder.stream` yields them.
+        completions: one for each prompt, in the order of the prompts.
+    """
+    for step in steps:
+        completion = completions[step.prompt_index]
+        completion.tokens += step.tokens
+        completion.reason = step.reason
+        completion.rounds.append(step.round)

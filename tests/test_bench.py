@@ -1,4 +1,4 @@
-"""The bench: what it reports follows from the raw times that it reports; nobody's answers differ; the rivals do what they are named for."""
+"""`draftsmith bench`: its figures follow from the reported raw times; all answers are equal; contenders do what their names say."""
 
 import contextlib
 import io
@@ -14,8 +14,10 @@ from test_cli import failing
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from draftsmith.eval import interleaved
-from draftsmith.eval.benchmarks import transformers as bench
+from draftsmith.data import prompts as prompt_files
+from draftsmith.eval import bench, interleaved, loading
+from draftsmith.eval.answers import encode_prompts
+from draftsmith.eval.benchmarks import transformers as benchmarks
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
@@ -31,10 +33,10 @@ NEW = 16
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, target_folder):
+def folder(tmp_path_factory, target_folder):
     """Prompts, a draft model (the target with noise on its weights) and an untrained drafter of the target."""
     folder = tmp_path_factory.mktemp("bench")
-    rows = ({"prompt": text, "id": text[:6], "domain": "ab"[place % 2]} for place, text in enumerate(TEXTS))
+    rows = ({"prompt": text, "id": text[:6], "domain": "ab"[number % 2]} for number, text in enumerate(TEXTS))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copytree(target_folder, folder / "noisy")
     tensors = load_file(folder / "noisy" / "model.safetensors")
@@ -46,19 +48,19 @@ def place(tmp_path_factory, target_folder):
     return folder
 
 
-def words(place, *more):
-    return ["--prompts", str(place / "prompts.jsonl"), f"--max-new-tokens={NEW}", *(str(word) for word in more)]
+def words(folder, *more):
+    return ["--prompts", str(folder / "prompts.jsonl"), f"--max-new-tokens={NEW}", *(str(word) for word in more)]
 
 
 @pytest.fixture(scope="module")
-def printed(place):
-    """What one run prints; the target is the one that the last drafter was made for. No governor: it goes by the clock."""
-    drafters = ("ngram", place / "noisy", "suffix", place / "medusa" / "artifact")
+def printed(folder):
+    """What one run prints; the target is the one that the last drafter was made for. No adaptive depth, which depends on the clock."""
+    drafters = ("ngram", folder / "noisy", "suffix", folder / "medusa" / "artifact")
     named = [word for drafter in drafters for word in ("--drafter", drafter)]
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        exit_on_error(bench.main, words(place, *named, "--no-governor", "--repeats=2", "--json", "--out", place / "report.json"))
+        exit_on_error(bench.main, words(folder, *named, "--no-adaptive-depth", "--repeats=2", "--json", "--out", folder / "report.json"))
     return output.getvalue()
 
 
@@ -67,12 +69,12 @@ def report(printed):
     return json.loads(printed)
 
 
-def test_the_json_is_all_that_is_printed_and_the_file_is_the_same(place, printed, report, target_folder):
-    assert (place / "report.json").read_text() == printed and not list(place.glob("*.part"))
+def test_the_json_is_all_that_is_printed_and_the_file_is_the_same(folder, printed, report, target_folder):
+    assert (folder / "report.json").read_text() == printed and not list(folder.glob("*.part"))
     assert list(report["contenders"]) == OURS + THEIRS
     assert report["target"]["name"] == str(target_folder) and report["settings"]["dtype"] == "float32"
-    assert report["settings"]["trees"]["medusa"] == [[0], [0, 0], [1]] and report["settings"]["governor"] is False
-    assert report["settings"]["drafters"]["draft model noisy"] == str(place / "noisy")
+    assert report["settings"]["trees"]["medusa"] == [[0], [0, 0], [1]] and report["settings"]["adaptive_depth"] is False
+    assert report["settings"]["drafters"]["draft model noisy"] == str(folder / "noisy")
     assert [prompt["tokens"] for prompt in report["prompts"]] == [len(text) for text in TEXTS]
     assert report["machine"].keys() == {"device", "cores", "threads", "torch", "transformers"} and not report["left_out"]
     assert list(report["cost"]["c"]) == ["1", "2", "4", "8", "12", "16", "24", "32", "48", "64"]
@@ -91,11 +93,11 @@ def test_every_answer_is_plain_decodings(report):
 def test_all_ratios_follow_from_the_raw_times(report):
     ways = report["contenders"]
 
-    def check(found, ours, theirs):
-        one, other = ([statistics.median(times) for times in zip(*ways[name]["seconds"], strict=True)] for name in (ours, theirs))
-        ratios = numpy.array(other) / numpy.array(one)
+    def check(ratio, ours, theirs):
+        a, b = ([statistics.median(times) for times in zip(*ways[name]["seconds"], strict=True)] for name in (ours, theirs))
+        ratios = numpy.array(b) / numpy.array(a)
         wanted = [*numpy.percentile(ratios, [50, 10, 90]), sum(ways[theirs]["total_s"]) / sum(ways[ours]["total_s"])]
-        assert [found[key] for key in ("median", "p10", "p90", "total")] == pytest.approx(wanted)
+        assert [ratio[key] for key in ("median", "p10", "p90", "total")] == pytest.approx(wanted)
 
     for name, way in ways.items():
         assert len(way["seconds"]) == 2 and all(len(repeat) == len(TEXTS) and min(repeat) > 0 for repeat in way["seconds"])
@@ -111,13 +113,13 @@ def test_all_ratios_follow_from_the_raw_times(report):
 
 def test_times_are_compared_by_token_where_the_answers_differ():
     short = {"seconds": [[1.0, 2.0], [3.0, 2.0]], "tokens": [[5, 10], [5, 10]], "tokens_per_s": 3.75}
-    whole = {"seconds": [[4.0, 4.0], [4.0, 4.0]], "tokens": [[10, 10], [10, 10]], "tokens_per_s": 2.5}
-    found = bench.faster(short, whole)  # 0.4 over 0.4, 0.4 over 0.2
-    assert found == pytest.approx({"median": 1.5, "p10": 1.1, "p90": 1.9, "total": 1.5})
+    complete = {"seconds": [[4.0, 4.0], [4.0, 4.0]], "tokens": [[10, 10], [10, 10]], "tokens_per_s": 2.5}
+    ratio = benchmarks.speedup(short, complete)  # 0.4 over 0.4, 0.4 over 0.2
+    assert ratio == pytest.approx({"median": 1.5, "p10": 1.1, "p90": 1.9, "total": 1.5})
 
 
-def test_the_table_has_everybody_in_a_hundred_columns(report, capsys):
-    bench.show(report)
+def test_the_table_has_all_contenders_in_a_hundred_columns(report, capsys):
+    benchmarks.print_benchmark(report)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
@@ -130,17 +132,17 @@ def test_the_table_has_everybody_in_a_hundred_columns(report, capsys):
 
 
 @pytest.fixture(scope="module")
-def opened(place, target_folder):
+def opened(folder, target_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        target, drafters = bench.open_all(str(target_folder), [str(place / "noisy"), "ngram"], "auto", False)
-        prompts = bench.prompt_files.load(place / "prompts.jsonl")
-        return target, drafters, interleaved.cases(target, prompts, 48)
+        target, drafters = loading.open_named(str(target_folder), [str(folder / "noisy"), "ngram"], "auto", False)
+        prompts = prompt_files.load(folder / "prompts.jsonl")
+        return target, drafters, encode_prompts(target, prompts, 48)
 
 
 def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
-    target, drafters, cases = opened
-    runners, _, _ = bench.contenders(target, drafters, cases[0], 48, governed=True)
+    target, drafters, prompts = opened
+    functions, _, _ = benchmarks.contenders(target, drafters, prompts[0], 48, adaptive_depth=True)
     calls = {"target": 0, "assistant": 0}
 
     def counting(name):
@@ -155,7 +157,7 @@ def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
         spent = {}
         for name in THEIRS:
             calls.update(target=0, assistant=0)
-            answers = runners[name](cases)
+            answers = functions[name](prompts)
             spent[name] = (calls["target"], calls["assistant"], sum(len(answer.tokens) for answer in answers))
     finally:
         for handle in handles:
@@ -168,95 +170,97 @@ def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
     assert forwards < tokens and drafted > 0
 
 
-def test_each_drafter_has_a_governor_of_its_own_or_none(opened, monkeypatch):
-    target, drafters, cases = opened
-    given = []
-    monkeypatch.setattr(bench, "Decoder", lambda target, drafter, governor: given.append((drafter, governor)))
-    bench.contenders(target, drafters, cases[0], NEW, governed=True)
-    assert [drafter for drafter, _ in given] == [None, *drafters.values()]
-    assert given[0][1] is None and len({id(governor) for _, governor in given[1:]}) == 2 and None not in [one for _, one in given[1:]]
-    given.clear()
-    bench.contenders(target, drafters, cases[0], NEW, governed=False)
-    assert len(given) == 3 and all(governor is None for _, governor in given)
+def test_each_drafter_adapts_its_depth_on_its_own_or_not_at_all(opened, monkeypatch):
+    target, drafters, prompts = opened
+    decoders = []
+    monkeypatch.setattr(benchmarks, "Decoder", lambda target, drafter, governor: decoders.append((drafter, governor)))
+    benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=True)
+    assert [drafter for drafter, _ in decoders] == [None, *drafters.values()]
+    assert decoders[0][1] is None and None not in [adaptive for _, adaptive in decoders[1:]]
+    assert len({id(adaptive) for _, adaptive in decoders[1:]}) == 2
+    decoders.clear()
+    benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=False)
+    assert len(decoders) == 3 and all(adaptive is None for _, adaptive in decoders)
 
 
 def test_where_generate_compiles_a_static_cache_is_a_contender_or_says_why_not(opened, monkeypatch):
-    target, drafters, cases = opened
+    target, drafters, prompts = opened
     name = "transformers, static cache compiled"
-    assert name not in bench.contenders(target, drafters, cases[0], NEW, governed=True)[0]
-    monkeypatch.setattr(bench, "_compiles", lambda target: True)
-    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
-    assert [one.tokens for one in runners[name](cases)] == [one.tokens for one in runners["plain"](cases)] and not left_out
-    right = interleaved.transformers
+    assert name not in benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=True)[0]
+    monkeypatch.setattr(benchmarks, "_compiles", lambda target: True)
+    functions, _, left_out = benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=True)
+    assert [answer.tokens for answer in functions[name](prompts)] == [answer.tokens for answer in functions["plain"](prompts)]
+    assert not left_out
+    original = interleaved.answer_with_transformers
 
     def without_compiler(target, count, assistant=None, **settings):
         if "cache_implementation" not in settings:
-            return right(target, count, assistant, **settings)
-        return lambda some: (_ for _ in ()).throw(RuntimeError("no C\ncompiler"))
+            return original(target, count, assistant, **settings)
+        return lambda batch: (_ for _ in ()).throw(RuntimeError("no C\ncompiler"))
 
-    monkeypatch.setattr(interleaved, "transformers", without_compiler)
-    runners, _, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=True)
-    assert name not in runners and left_out == {name: "no C compiler"}
+    monkeypatch.setattr(interleaved, "answer_with_transformers", without_compiler)
+    functions, _, left_out = benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=True)
+    assert name not in functions and left_out == {name: "no C compiler"}
 
 
 def test_a_draft_model_that_transformers_cannot_take_is_left_out_there(opened):
-    target, _, cases = opened
+    target, _, prompts = opened
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=250, max_position_embeddings=128, **sizes))
     drafters = {"draft model small": DraftModel(Target.wrap(model), StaticTree.chain(2))}
-    runners, counterparts, left_out = bench.contenders(target, drafters, cases[0], NEW, governed=False)
-    assert "draft model small" in runners and "draft model small" not in counterparts
+    functions, counterparts, left_out = benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=False)
+    assert "draft model small" in functions and "draft model small" not in counterparts
     assert left_out == {"transformers, assistant small": "250 logits, the target has 257"}
 
 
-def test_models_are_loaded_once_and_named_apart(place, target_folder, monkeypatch):
+def test_models_are_loaded_once_under_distinct_names(folder, target_folder, monkeypatch):
     loaded = []
     load = Target.load
     monkeypatch.setattr(Target, "load", lambda path, **settings: loaded.append(str(path)) or load(path, **settings))
-    shutil.copytree(place / "noisy", place / "other" / "noisy" / "artifact")
-    given = [str(place / "noisy"), "ngram", str(place / "other" / "noisy" / "artifact"), str(place / "medusa/artifact"), f"{place}/./noisy"]
-    given.append(f"{place}/./medusa/artifact")
-    _, drafters = bench.open_all(None, given, "auto", False)
+    shutil.copytree(folder / "noisy", folder / "other" / "noisy" / "artifact")
+    paths = [folder / "noisy", "ngram", folder / "other/noisy/artifact", folder / "medusa/artifact"]
+    paths = [*map(str, paths), f"{folder}/./noisy", f"{folder}/./medusa/artifact"]
+    _, drafters = loading.open_named(None, paths, "auto", False)
     assert list(drafters) == ["draft model noisy", "ngram", "draft model noisy (2)", "medusa", "draft model noisy (3)", "medusa medusa"]
-    assert loaded == [str(target_folder), given[0], given[2], given[4]]
+    assert loaded == [str(target_folder), paths[0], paths[2], paths[4]]
 
 
-def test_an_answer_that_is_not_plain_decodings_is_told_and_fails(place, target_folder, capsys, monkeypatch):
-    right = interleaved.ours
+def test_an_answer_that_is_not_plain_decodings_is_reported_and_fails(folder, target_folder, capsys, monkeypatch):
+    original = interleaved.answer_with_decoder
 
     def wrong(decoder, sampling, count):
-        def run(some):
-            answers = right(decoder, sampling, count)(some)
+        def run(batch):
+            answers = original(decoder, sampling, count)(batch)
             for answer in answers if isinstance(decoder.drafter, Ngram) else []:
                 answer.tokens[3] = (answer.tokens[3] + 1) % 256
             return answers
 
         return run
 
-    monkeypatch.setattr(interleaved, "ours", wrong)
+    monkeypatch.setattr(interleaved, "answer_with_decoder", wrong)
     with pytest.raises(SystemExit) as exit:
         exit_on_error(
-            bench.main, words(place, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1")
+            bench.main, words(folder, "--target", target_folder, "--drafter=ngram", "--drafter=suffix", "--repeats=1", "--limit=1")
         )
     printed = " ".join(capsys.readouterr().out.split())
     assert exit.value.code == 1 and "0/2" in printed and printed.count("NOT LOSSLESS") == 1
-    assert "ngram: 0 answers part from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
+    assert "ngram: 0 answers differ from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
 
 
-def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monkeypatch):
+def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, monkeypatch):
     seen = []
 
-    def interrupted(runners, units):
-        seen.append((list(runners), len(units), len(units[0][0].ids), logging.get_verbosity()))
+    def interrupted(functions, batches):
+        seen.append((list(functions), len(batches), len(batches[0][0].ids), logging.get_verbosity()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(interleaved, "take_turns", interrupted)
+    monkeypatch.setattr(interleaved, "interleave", interrupted)
     before = logging.get_verbosity()
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(bench.main, words(place, "--target", target_folder, "--limit=1", "--out", place / "never.json"))
-    assert exit.value.code == 130 and not (place / "never.json").exists()
+        exit_on_error(bench.main, words(folder, "--target", target_folder, "--limit=1", "--out", folder / "never.json"))
+    assert exit.value.code == 130 and not (folder / "never.json").exists()
     names = ["plain", "ngram", "suffix", "transformers", "transformers, prompt_lookup"]
-    assert seen == [(names, 6, max(map(len, TEXTS[:2])), logging.ERROR)]  # the first is warmed up on: the longest
+    assert seen == [(names, 6, max(map(len, TEXTS[:2])), logging.ERROR)]  # the warm-up is on the first, the longest
     assert logging.get_verbosity() == before
 
 
@@ -268,38 +272,38 @@ def test_interrupting_leaves_no_traceback_and_no_file(place, target_folder, monk
         (("--max-new-tokens=0",), "--max-new-tokens 0: expected 1 to"),
         (("--nodes=1",), "--nodes 1: expected 2 to"),
         (("--drafter=ngram", "--drafter=medusa"), "drafter 'medusa': expected ngram, suffix, the folder"),
-        (("--drafter=ngram", "--drafter={place}/nowhere"), "no folder '{place}/nowhere'"),
-        (("--drafter={place}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
-        (("--prompts={place}/no.jsonl",), "no.jsonl' not found"),
+        (("--drafter=ngram", "--drafter={folder}/nowhere"), "no folder '{folder}/nowhere'"),
+        (("--drafter={folder}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
+        (("--prompts={folder}/no.jsonl",), "no.jsonl' not found"),
         (("--max-new-tokens=120",), "'def pa' has 16 tokens; with 120 new ones it does not fit the target's context of 128"),
-        (("--out={place}/no/report.json",), "--out {place}/no/report.json: expected a file in a folder that exists"),
-        (("--out={place}",), "expected a file in a folder that exists"),
+        (("--out={folder}/no/report.json",), "--out {folder}/no/report.json: expected a file in a folder that exists"),
+        (("--out={folder}",), "expected a file in a folder that exists"),
     ],
 )
-def test_a_mistake_is_one_line(place, target_folder, capsys, more, says):
-    more = [word.format(place=place) for word in more]
-    assert says.format(place=place) in failing(capsys, bench.main, words(place, "--target", target_folder, *more))
+def test_a_mistake_is_one_line(folder, target_folder, capsys, more, says):
+    more = [word.format(folder=folder) for word in more]
+    assert says.format(folder=folder) in failing(capsys, bench.main, words(folder, "--target", target_folder, *more))
 
 
 @pytest.mark.parametrize(
     ("more", "shapes"),
     [
         ((), None),
-        (("--no-governor",), None),
+        (("--no-adaptive-depth",), None),
         (("--tree=chain", "--depth=2"), [StaticTree.chain(2), StaticTree.chain(2)]),
         (("--tree=dynamic", "--width=2", "--nodes=5"), [DynamicTree(4, 2, 5), DynamicTree(4, 2, 5)]),
     ],
 )
-def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, target_folder, monkeypatch, more, shapes):
-    found = []
+def test_all_drafters_get_the_requested_tree_and_adaptive_depth(folder, target_folder, monkeypatch, more, shapes):
+    benchmarked = []
 
-    def evaluate(target, drafters, cases, max_new_tokens, repeats, governed):
-        assert governed is not (more == ("--no-governor",))
-        found.extend(drafters.values())
+    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth):
+        assert adaptive_depth is not (more == ("--no-adaptive-depth",))
+        benchmarked.extend(drafters.values())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "evaluate", evaluate)
+    monkeypatch.setattr(benchmarks, "benchmark", benchmark)
     with pytest.raises(SystemExit):
-        exit_on_error(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
-    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().tree_spec]
-    assert [tree_config(drafter.tree_spec) for drafter in found] == [tree_config(shape) for shape in wanted]
+        exit_on_error(bench.main, words(folder, "--target", target_folder, "--drafter", folder / "noisy", "--drafter=ngram", *more))
+    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().shape]
+    assert [tree_config(drafter.shape) for drafter in benchmarked] == [tree_config(shape) for shape in wanted]

@@ -1,4 +1,4 @@
-"""The kernels' benchmark on sizes that the interpreter can run: every line is there, and nothing is timed."""
+"""The benchmark of kernels on sizes that Triton's interpreter can run: every line is there, and nothing is timed."""
 
 import sys
 import types
@@ -7,13 +7,13 @@ import numpy
 import pytest
 import torch
 
+from draftsmith.eval import bench
 from draftsmith.eval.benchmarks import kernels as bench_kernels
-from draftsmith.eval.benchmarks import transformers as bench
-from draftsmith.eval.benchmarks.kernels import RIVAL, Report, Sizes, measure_ceilings, measure_parts, run, show
+from draftsmith.eval.benchmarks.kernels import RIVAL, RunningReport, Sizes, measure_kernels, measure_limits, print_kernels, run
 
 pytest.importorskip("triton")
 SMALL = Sizes(1, 4, 2, 16, 64, (20, 40), (2, 5), 2, 2, torch.float32, 1024, 8)
-HERE = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -23,27 +23,27 @@ def _no_rival(monkeypatch):
 
 
 def measured(left_out):
-    """Ceilings, lines, and what the calls gave, those of the ceilings apart."""
+    """Limits, lines, and the results of the timed calls, without those of the limits."""
     calls = []
 
     def once(call):
         calls.append(call())
         return 1e-3
 
-    ceilings = measure_ceilings(SMALL, HERE, once)
+    limits = measure_limits(SMALL, CPU, once)
     assert len(calls) == 2
     calls.clear()
-    lines = [line for part in measure_parts(SMALL, HERE, ceilings, left_out, once) for line in part]
+    lines = [line for part in measure_kernels(SMALL, CPU, limits, left_out, once) for line in part]
     assert len(calls) == len(lines)
-    return ceilings, lines, calls
+    return limits, lines, calls
 
 
 def test_every_way_is_run_once(capsys):
     left_out = {}
-    ceilings, lines, calls = measured(left_out)
-    assert ceilings == {"copy_bytes_per_s": 2 * 1024 / 1e-3, "product_flop_per_s": 2 * 8**3 / 1e-3}
+    limits, lines, calls = measured(left_out)
+    assert limits == {"copy_bytes_per_s": 2 * 1024 / 1e-3, "matmul_flop_per_s": 2 * 8**3 / 1e-3}
     assert len(lines) == 4 * 3 + 3 * 2 + 2 + 2
-    assert {line.how for line in lines} == {"kernel", "twin", "SDPA, dense mask"}
+    assert {line.how for line in lines} == {"kernel", "reference", "SDPA, dense mask"}
     assert list(left_out) == [RIVAL] and "pip install flashinfer-python" in left_out[RIVAL]
     first = lines[0]
     read = 4 * (4 * 2 * 16 * 2 + 2 * 2 * 22 * 16)  # query and result, keys and values, float32
@@ -51,14 +51,14 @@ def test_every_way_is_run_once(capsys):
     assert first.floor == pytest.approx(max(read / (0.75 * 2048e3), 4 * 4 * 2 * 22 * 16 / (0.6 * 1024e3)))
     dense = [call for call, line in zip(calls, lines, strict=True) if line.how == "SDPA, dense mask"]
     fused = [call for call, line in zip(calls, lines, strict=True) if line.what.startswith("attention") and line.how == "kernel"]
-    for one, other in zip(dense, fused, strict=True):
-        torch.testing.assert_close(one.transpose(1, 2), other, rtol=1e-4, atol=1e-4)
-    show(ceilings, lines, "here")
+    for expected, got in zip(dense, fused, strict=True):
+        torch.testing.assert_close(got, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+    print_kernels(limits, lines, "here")
     assert capsys.readouterr().out.count("kernel") == sum(line.how == "kernel" for line in lines)
 
 
 def flashinfer(attend):
-    """FlashInfer as version 0.7 has it, of what is used here; `attend` is what runs on its GPU."""
+    """The functions of FlashInfer 0.7 that are used; `attend` stands for its GPU kernel."""
 
     def packbits(x, bitorder="big"):
         assert x.ndim == 1 and x.dtype == torch.bool
@@ -70,7 +70,7 @@ def flashinfer(attend):
         logits_soft_cap=None, rope_scale=None, rope_theta=None, backend="auto", return_lse=False, kv_cache_sf=None,
         k_scale=None, v_scale=None,
     ):  # fmt: skip
-        k, v = (one if kv_layout == "NHD" else one.transpose(0, 1) for one in (k, v))  # [keys,kv heads,dim]
+        k, v = (x if kv_layout == "NHD" else x.transpose(0, 1) for x in (k, v))  # [keys,kv heads,dim]
         assert q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2] and not causal and packed_custom_mask.dtype == torch.uint8
         bit = torch.arange(len(q) * len(k))  # query by query: bit % 8 of byte bit // 8
         mask = (packed_custom_mask[bit // 8] >> (bit % 8)) & 1
@@ -82,7 +82,7 @@ def flashinfer(attend):
 
 
 def exact(q, k, v, mask, scale):
-    query, key, value = (one.transpose(0, 1)[None] for one in (q, k, v))
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
@@ -100,17 +100,17 @@ def test_flashinfer_is_given_the_same_work(monkeypatch):
 
 def test_a_flashinfer_that_fails_is_left_out(monkeypatch):
     def broken(*_):
-        raise RuntimeError("no nvcc\n  was found")
+        raise RuntimeError("no nvcc\n  on this machine")
 
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer(broken))
     left_out = {}
     _, lines, _ = measured(left_out)
-    assert "no nvcc was found" in left_out[RIVAL] and RIVAL not in {line.how for line in lines}
+    assert "no nvcc on this machine" in left_out[RIVAL] and RIVAL not in {line.how for line in lines}
 
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer(lambda q, k, v, mask, scale: exact(q, k, v, None, scale)))
     left_out = {}
     _, lines, _ = measured(left_out)
-    assert "its result is another" in left_out[RIVAL]
+    assert "its result differs" in left_out[RIVAL]
     assert all(line.what == "attention of 2 nodes after 20" for line in lines if line.how == RIVAL)
 
 
@@ -118,22 +118,22 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     from draftsmith.inference.kernels import attention
 
     monkeypatch.setattr(
-        attention, "tree_attention", lambda *given, **settings: 1.1 * attention.tree_attention_reference(*given, **settings)
+        attention, "tree_attention", lambda *inputs, **settings: 1.1 * attention.tree_attention_reference(*inputs, **settings)
     )
-    with pytest.raises(ValueError, match="attention of 2 nodes after 20: the kernel's result is not its twin's"):
+    with pytest.raises(ValueError, match="attention of 2 nodes after 20: the kernel's result differs from its reference's"):
         measured({})
 
 
-def test_the_report_grows_part_by_part(tmp_path, capsys):
+def test_the_report_is_written_part_by_part(tmp_path, capsys):
     written = []
 
-    class Watched(Report):
+    class Watched(RunningReport):
         def write(self):
             super().write()
-            written.append(len(self.found["lines"]))
+            written.append(len(self.results["lines"]))
 
     report = Watched(tmp_path / "out.json", False, {"device": "here"})
-    run(report, SMALL, HERE, lambda call: (call(), 1e-3)[1])
+    run(report, SMALL, CPU, lambda call: (call(), 1e-3)[1])
     assert written == [6, 12, 18, 22]
     assert (tmp_path / "out.json").read_text() == report.text() + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
@@ -150,6 +150,6 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.gpu
 def test_it_runs():
     device, sizes = torch.device("cuda"), Sizes(contexts=(2048,), nodes=(16,), copied=1 << 26, product=2048)
-    report = Report(None, True, {"device": "a GPU"})
+    report = RunningReport(None, True, {"device": "a GPU"})
     run(report, sizes, device)
-    assert all(line["seconds"] > 0 for line in report.found["lines"])
+    assert all(line["seconds"] > 0 for line in report.results["lines"])

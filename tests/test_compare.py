@@ -1,4 +1,4 @@
-"""Expected rounds against every draw there is and against real decoding; drafters compared by prompt; distilled draft models known as such."""
+"""Expected rounds against an enumeration and against real decoding; paired comparison of drafters; distilled draft models."""
 
 import itertools
 import json
@@ -12,7 +12,10 @@ from test_cli import failing
 from test_draft_model import relative
 from zoo import tiny
 
-from draftsmith.eval import acceptance, card, compare, expected, generate, loading
+from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading
+from draftsmith.eval.answers import TargetText, target_texts
+from draftsmith.eval.comparison import paired_difference, rounds_along_texts, summarise
+from draftsmith.eval.summary import bootstrap
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
@@ -25,7 +28,7 @@ ONE = Sampling(temperature=1.0, rule="rejection")
 
 
 def every_round(p, q, last, depth):
-    """(tokens, chance) of all that a round of speculative sampling can emit after `last`: each draft, its coin, each correction."""
+    """(tokens, probability) of everything that a round of speculative sampling can emit after `last`: each draft, accepted or corrected."""
     outcomes, open_paths = [], [((), 1.0)]
     for _ in range(depth):
         longer = []
@@ -43,48 +46,54 @@ def every_round(p, q, last, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_expected_rounds_are_those_of_all_draws_there_are(depth):
+def test_expected_rounds_equal_an_enumeration_of_all_draws(depth):
     size, length, root = 3, 4, 0
     sampling = Sampling(temperature=0.8, rule="rejection")
     generator = torch.Generator().manual_seed(depth)
     p_logits, q_logits = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(2))
     p, q = (warp(logits, sampling).double().softmax(-1) for logits in (p_logits, q_logits))
-    live, done = Counter({((), ()): 1.0}), Counter()  # by text so far and tokens of each round so far
-    while live:
+    unfinished, finished = Counter({((), ()): 1.0}), Counter()  # by the text so far and the tokens of each round so far
+    while unfinished:
         following = Counter()
-        for (text, taken), chance in live.items():
+        for (text, taken), chance in unfinished.items():
             for tokens, share in every_round(p, q, text[-1] if text else root, depth):
                 inside = tokens[: length - len(text)]
                 state = (text + inside, (*taken, len(inside)))
-                (done if len(state[0]) == length else following)[state] += chance * share
-        live = following
-    assert sum(done.values()) == pytest.approx(1, abs=1e-12)
+                target = finished if len(state[0]) == length else following
+                target[state] += chance * share
+        unfinished = following
+    assert sum(finished.values()) == pytest.approx(1, abs=1e-12)
     for text in itertools.product(range(size), repeat=length):
         before = torch.tensor([root, *text[:-1]])
-        law = p[before, torch.tensor(text)].prod()  # whatever q is
-        mine = {taken: chance for (one, taken), chance in done.items() if one == text}
-        assert sum(mine.values()) == pytest.approx(float(law), abs=1e-12)
-        chances = expected.accepted(p_logits[before], q_logits[before], torch.tensor(text), sampling)
-        wanted = [sum(chance * sum(count > k for count in taken) for taken, chance in mine.items()) for k in range(depth + 1)]
-        torch.testing.assert_close(law * expected.reached(chances, depth), torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0)
-        assert expected.rounds(chances, depth) == pytest.approx(wanted[0] / float(law), abs=1e-11)
+        text_probability = p[before, torch.tensor(text)].prod()  # whatever q is
+        rounds = {taken: chance for (end, taken), chance in finished.items() if end == text}
+        assert sum(rounds.values()) == pytest.approx(float(text_probability), abs=1e-12)
+        a = expected.acceptance_probabilities(p_logits[before], q_logits[before], torch.tensor(text), sampling)
+        wanted = [sum(chance * sum(count > k for count in taken) for taken, chance in rounds.items()) for k in range(depth + 1)]
+        got = text_probability * expected.rounds_by_accepted(a, depth)
+        torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=0)
+        assert expected.expected_rounds(a, depth) == pytest.approx(wanted[0] / float(text_probability), abs=1e-11)
 
 
-def test_chances_are_of_the_laws_that_are_drawn_from():
+def test_probabilities_are_of_the_warped_distributions():
     p, q = torch.tensor([[0.5, 0.3, 0.2]] * 3).log(), torch.tensor([[0.2, 0.2, 0.6]] * 3).log()
     tokens = torch.tensor([0, 1, 2])
-    torch.testing.assert_close(expected.accepted(p, q, tokens, ONE), torch.tensor([0.4, 2 / 3, 1.0], dtype=torch.float64))
-    two = expected.accepted(p, q, tokens, Sampling(temperature=1.0, top_k=2))  # of p 0 and 1 are left, of q (0 and 1 being equal) all
+    torch.testing.assert_close(expected.acceptance_probabilities(p, q, tokens, ONE), torch.tensor([0.4, 2 / 3, 1.0], dtype=torch.float64))
+    two = expected.acceptance_probabilities(
+        p, q, tokens, Sampling(temperature=1.0, top_k=2)
+    )  # of p 0 and 1 are left, of q (0 and 1 being equal) all
     torch.testing.assert_close(two[:2], torch.tensor([0.2 / 0.625, 0.2 / 0.375], dtype=torch.float64))
-    hot = expected.accepted(p, q, tokens, Sampling(temperature=2.0))
-    law = [law.sqrt() / law.sqrt().sum() for law in (p[0].exp(), q[0].exp())]
-    torch.testing.assert_close(hot, (law[1] / law[0]).clamp(max=1).double())
-    assert expected.accepted(p, q, tokens, Sampling()).tolist() == [0, 0, 1]
+    hot = expected.acceptance_probabilities(p, q, tokens, Sampling(temperature=2.0))
+    hot_p, hot_q = (x.sqrt() / x.sqrt().sum() for x in (p[0].exp(), q[0].exp()))
+    torch.testing.assert_close(hot, (hot_q / hot_p).clamp(max=1).double())
+    assert expected.acceptance_probabilities(p, q, tokens, Sampling()).tolist() == [0, 0, 1]
     # Rows past the target's are padding, whatever they say; a token that the drafter lacks is never drafted.
     more = torch.cat((q, torch.full((3, 2), 9.0)), 1)
-    assert expected.accepted(p, more, tokens, ONE).tolist() == expected.accepted(p, q, tokens, ONE).tolist()
-    assert expected.accepted(p, more, tokens, Sampling()).tolist() == [0, 0, 1]
-    torch.testing.assert_close(expected.accepted(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+    assert expected.acceptance_probabilities(p, more, tokens, ONE).tolist() == expected.acceptance_probabilities(p, q, tokens, ONE).tolist()
+    assert expected.acceptance_probabilities(p, more, tokens, Sampling()).tolist() == [0, 0, 1]
+    torch.testing.assert_close(
+        expected.acceptance_probabilities(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,54 +106,54 @@ PROMPTS = [[5], [3, 9, 27, 1], list(range(2, 14)), [40, 41, 2], [11, 7, 7, 7, 30
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_greedy_rounds_are_those_of_real_decoding(target, depth, monkeypatch):
-    monkeypatch.setattr(compare, "AT_ONCE", 8)
+    monkeypatch.setattr(comparison, "AT_ONCE", 8)
     drafters = [DraftModel(relative("llama", noise), StaticTree.chain(depth)) for noise in (0.005, 0.02)]
     drafters.append(DraftModel(relative("llama", 0.005, vocab=44), StaticTree.chain(depth)))  # lacks four tokens
-    texts = compare.texts(target, PROMPTS, Sampling(), 23)
-    tokens, rounds = compare.expected_rounds(target, drafters, texts, depth, Sampling())
+    texts = target_texts(target, PROMPTS, Sampling(), 23)
+    tokens, rounds = rounds_along_texts(target, drafters, texts, depth, Sampling())
     assert any(token >= 44 for text in texts for token in text.tokens)
-    for place, drafter in enumerate(drafters):
+    for number, drafter in enumerate(drafters):
         answers = Decoder(target, drafter).generate(PROMPTS, Sampling(), 23)
         assert [answer.tokens for answer in answers] == [text.tokens for text in texts]
-        assert rounds[place].tolist() == [len(answer.rounds) for answer in answers] and tokens.tolist() == [23] * 5
+        assert rounds[number].tolist() == [len(answer.rounds) for answer in answers] and tokens.tolist() == [23] * 5
     assert len({float(row.sum()) for row in rounds}) == 3
 
 
 def test_expected_rounds_are_the_mean_of_real_decoding(target):
-    """400 requests of two prompts: on their own texts, whose law is the target's, and on as many others that it answered plainly."""
+    """400 requests of two prompts: along their own texts, which are distributed as the target's, and along as many plain texts."""
     depth, count, length = 3, 400, 12
     prompts = [PROMPTS[i % 2] for i in range(count)]
     drafter = DraftModel(relative("llama", 0.03), StaticTree.chain(depth))
     answers = Decoder(target, drafter, slots=100).generate(prompts, ONE, length, stop_ids=(7,))
     real = torch.tensor([len(answer.rounds) for answer in answers], dtype=torch.float64)
-    theirs = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-    tokens, (mean,) = compare.expected_rounds(target, [drafter], theirs, depth, ONE)
+    own_texts = [TargetText(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens, (mean,) = rounds_along_texts(target, [drafter], own_texts, depth, ONE)
     assert 0 < sum(tokens < length) and 1.3 < tokens.sum() / real.sum() < 3
     difference = real - mean
     assert difference.abs().max() > 0.5
     assert abs(float(difference.mean())) < 4 * float(difference.std()) / count**0.5
-    other = Decoder(target, slots=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
-    texts = [compare.Text(prompt, answer.tokens) for prompt, answer in zip(prompts, other, strict=True)]
-    _, (elsewhere,) = compare.expected_rounds(target, [drafter], texts, depth, ONE)
-    error = ((real.var() + elsewhere.var()) / count) ** 0.5
-    assert abs(float(real.mean() - elsewhere.mean())) < 4 * float(error)
+    plain = Decoder(target, slots=100).generate(prompts, ONE, length, stop_ids=(7,), requests=range(1000, 1000 + count))
+    texts = [TargetText(prompt, answer.tokens) for prompt, answer in zip(prompts, plain, strict=True)]
+    _, (plain_mean,) = rounds_along_texts(target, [drafter], texts, depth, ONE)
+    error = ((real.var() + plain_mean.var()) / count) ** 0.5
+    assert abs(float(real.mean() - plain_mean.mean())) < 4 * float(error)
 
 
 def test_differences_are_paired_by_prompt():
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = torch.full((200,), 60.0), torch.randint(15, 60, (200,), generator=generator).double()
-    assert compare.paired(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
+    assert paired_difference(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
     better = rounds - torch.randint(0, 6, (200,), generator=generator)
-    delta, low, high = compare.paired(tokens, rounds, better)
+    delta, low, high = paired_difference(tokens, rounds, better)
     assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
-    first, second = (compare.bootstrap(tokens, one) for one in (rounds, better))
-    alone = (first.var() + second.var()).sqrt()
-    assert (high - low) / (2 * 1.96) < 0.4 * alone  # prompts differ far more than the two do on one prompt
-    (a, b) = compare.summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
+    first, second = (bootstrap(tokens, counts) for counts in (rounds, better))
+    unpaired = (first.var() + second.var()).sqrt()
+    assert (high - low) / (2 * 1.96) < 0.4 * unpaired  # prompts differ far more than the two drafters on one prompt
+    (a, b) = summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
-    assert compare.paired(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
+    assert paired_difference(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -179,28 +188,28 @@ def contents(folder):
 
 def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, tmp_path):
     target, (drafter,) = loading.open_models(None, [str(student)], "float32")
-    assert target.name == "tiny" and tree_config(drafter.tree_spec) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
+    assert target.name == "tiny" and tree_config(drafter.shape) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
     config = json.loads((student / "config.json").read_text())
-    beam = tmp_path / "beam"
-    shutil.copytree(student, beam)
+    dynamic = tmp_path / "dynamic"
+    shutil.copytree(student, dynamic)
     config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
-    (beam / "config.json").write_text(json.dumps(config))
-    _, (drafter, other) = loading.open_models("tiny", [str(beam), "tiny-draft"], "float32")
-    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.tree_spec.paths) == 7 and other.confidence == 0.0
+    (dynamic / "config.json").write_text(json.dumps(config))
+    _, (drafter, other) = loading.open_models("tiny", [str(dynamic), "tiny-draft"], "float32")
+    assert drafter.shape == DynamicTree(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
     loading.set_confidence(drafter, None)
     assert drafter.confidence == 0.25
     loading.set_confidence(drafter, 0.0)
     assert drafter.confidence == 0.0
     config["draftsmith"]["target"]["config_hash"] = "0" * 64
     config["draftsmith"]["target"]["name"] = "org/elsewhere"
-    (beam / "config.json").write_text(json.dumps(config))
+    (dynamic / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="made for 'org/elsewhere', got 'tiny'"):
-        loading.open_models("tiny", [str(beam)], "float32")
+        loading.open_models("tiny", [str(dynamic)], "float32")
     with pytest.warns(UserWarning, match="in bfloat16, this was made with it in float32"):
         loading.open_models("tiny", [str(student)], "bfloat16")
 
 
-def test_what_was_measured_is_written_into_a_distilled_draft_model_alone(student, tmp_path, capsys):
+def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp_path, capsys):
     own, foreign = tmp_path / "own", tmp_path / "foreign"
     shutil.copytree(student, own)
     shutil.copytree(student, foreign)
@@ -247,12 +256,12 @@ def test_the_snippet_of_the_card_runs(student, tmp_path, capsys, monkeypatch):
 def test_drafters_side_by_side(student, capsys):
     prompts = str(student.parent / "prompts.jsonl")
     words = ["tiny-draft", str(student), "ngram", "--prompts", prompts, "--max-new-tokens", "10", "--dtype", "float32"]
-    exit_on_error(compare.main, [*words, "--json", "--rows", "4"])
+    exit_on_error(compare.main, [*words, "--json", "--slots", "4"])
     report = json.loads(capsys.readouterr().out)
     names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
     assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
     assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "target-sample"
-    assert report["shapes"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
+    assert report["trees"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
     for row in report["rows"]:
         assert row["tokens"] == 40 and row["tau"] == 40 / row["rounds"] and ("delta" in row) == (row["drafter"] != names[0])
     exit_on_error(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
@@ -261,7 +270,7 @@ def test_drafters_side_by_side(student, capsys):
         compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"]
     )
     real = json.loads(capsys.readouterr().out)
-    assert computed["rows"][:2] == real["rows"] and computed["shapes"] == real["shapes"]  # to the last bit: exact at T = 0
+    assert computed["rows"][:2] == real["rows"] and computed["trees"] == real["trees"]  # to the last bit: exact at T = 0
     assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
     assert computed["rows"][2]["temperature"] == 1 and computed["rows"][2]["rounds"] % 1
     exit_on_error(compare.main, [*words, "--temperature", "1"])
@@ -277,12 +286,12 @@ def test_mistakes_in_comparing(student, capsys):
         ([*pair, "ngram", "--confidence", "0.5"], "--confidence 0.5: ngram is no draft model"),
         ([*pair, "--confidence", "1"], "--confidence 1: expected a probability"),
         ([*pair, "--expected", "--rule", "target-sample"], "what can be computed is rule rejection"),
-        ([*pair, "--expected", "--tree", "dynamic"], "--expected is of whole chains"),
-        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of whole chains"),
+        ([*pair, "--expected", "--tree", "dynamic"], "--expected is of complete chains"),
+        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of complete chains"),
         ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),
         ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
         ([*pair, "--max-new-tokens", "600"], "does not fit the target's context"),
-        ([*pair, "ngram", "--rule", "rejection"], "ngram draws no children from a law"),
+        ([*pair, "ngram", "--rule", "rejection"], "ngram has no distribution to sample children from"),
     ):
         assert says in failing(capsys, compare.main, words), words
     for drafter in ("ngram", "none"):

@@ -22,8 +22,9 @@ from zoo import CONFIGS, VOCAB, tiny
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import acceptance, trees
-from draftsmith.eval.interleaved import Case
+from draftsmith.eval import trees
+from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.positions import position_records
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
@@ -727,8 +728,8 @@ def test_tau_of_records_of_decoding_and_of_the_objective_agree(target, name, arc
     answers = {"greedy": texts(Decoder(target).generate(prompts, None, NEW, ()))}
     # Fitted to some of them only, so that it is wrong, too.
     drafter = fitted(target, {"greedy": answers["greedy"][:3]}, name, prompts[:3], **arch)
-    cases = [Case(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
-    records = acceptance.positions(target, drafter, cases, NEW)
+    cases = [EncodedPrompt(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
+    records = position_records(target, drafter, cases, NEW)
     taus = []
     for shape in (StaticTree.chain(1), StaticTree.chain(4), SHAPES["static"]):
         drafter.tree_spec = shape

@@ -8,7 +8,7 @@ from draftsmith.inference.errors import exit_on_error
 
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
-    "bench": ("draftsmith.eval.benchmarks.transformers", "measure speed against transformers, the same prompts in turn"),
+    "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
     "plan": ("draftsmith.train.plan.report", "say what a recipe needs, memory and time, before anything is loaded"),

@@ -1,1 +1,1 @@
-"""`draftsmith bench`: decoding beside transformers, kernels beside their rivals, whole rounds."""
+"""What `draftsmith bench` measures: decoding beside transformers, kernels beside other libraries, rounds of a large model."""

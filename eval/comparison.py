@@ -1,0 +1,201 @@
+"""Several drafters on the same prompts and texts, and differences of their τ paired by prompt.
+
+Letters: S positions · V target vocabulary · H hidden size. P is the number of prompts, M the number of drafters, n that of new tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from draftsmith.eval.answers import TargetText, decode_all, target_texts
+from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
+from draftsmith.eval.summary import bootstrap, interval
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.expand import tree_config
+from draftsmith.inference.progress import Bar
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.target import Target
+
+AT_ONCE = 64  # positions whose distributions exist at a time, [64,V] for each model
+HEADER = ("drafter", "T", "τ", "Δτ", "rounds")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How drafters are compared.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer.
+        temperatures: each is measured.
+        rule: how drafts are verified at T > 0.
+        slots: prompts decoded at a time.
+        expected: compute the expected rounds instead of decoding. The drafters are then draft models with chains of one depth.
+    """
+
+    max_new_tokens: int
+    temperatures: list[float]
+    rule: str
+    slots: int
+    expected: bool
+
+
+def rounds_along_texts(
+    target: Target, drafters: Sequence[DraftModel], texts: Sequence[TargetText], depth: int, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """The rounds that draft models take for given texts. Each model runs once along each text.
+
+    Args:
+        target: sampled the texts.
+        drafters: each drafts chains.
+        texts: prompts with the target's own answers.
+        depth: of the chains.
+        sampling: how the texts were sampled.
+
+    Returns:
+        The tokens [P] of the texts, and the rounds [M,P], both float64: exact for greedy, else the expectation under rejection sampling.
+
+    Raises:
+        ValueError: a text is longer than a draft model's context.
+    """
+    rounds = torch.zeros(len(drafters), len(texts), dtype=torch.float64)
+    for drafter in drafters:
+        drafter.check(max(len(text.prompt) + len(text.tokens) for text in texts))
+    with Bar("the drafters along the texts", len(texts)) as bar, torch.inference_mode():
+        for number, text in enumerate(texts):
+            probabilities = _acceptance(target, drafters, text, sampling)
+            rounds[:, number] = torch.tensor([expected_rounds(row, depth) for row in probabilities], dtype=torch.float64)
+            bar.update(number + 1)
+    return torch.tensor([len(text.tokens) for text in texts], dtype=torch.float64), rounds
+
+
+def _acceptance(target: Target, drafters: Sequence[DraftModel], text: TargetText, sampling: Sampling) -> Tensor:
+    """[M,n]: the acceptance probabilities of each drafter along a text."""
+    ids = torch.tensor(text.prompt + text.tokens, device=target.device)
+    output = target.forward(ids[None])
+    hidden = [drafter.position_features(ids, output) for drafter in drafters]  # [S,H] each
+    parts = []
+    for start in range(len(text.prompt), len(ids), AT_ONCE):
+        tokens = ids[start : start + AT_ONCE]
+        before = slice(start - 1, start - 1 + len(tokens))
+        p_logits = target.logits(output.hidden[0, before])
+        q_logits = (drafter.model.logits(states[before]) for drafter, states in zip(drafters, hidden, strict=True))
+        parts.append(torch.stack([acceptance_probabilities(p_logits, logits, tokens, sampling) for logits in q_logits]))
+    return torch.cat(parts, dim=1).cpu()
+
+
+def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> tuple[float, float, float]:
+    """τ_b − τ_a of two drafters, with its 95 % bootstrap interval. Prompts are drawn for both at once, so that their variation cancels.
+
+    Args:
+        tokens: [P], or [2,P] where the answers differ in length.
+        rounds_a: [P].
+        rounds_b: [P].
+
+    Returns:
+        The difference and the ends of its interval.
+    """
+    rounds = torch.stack((rounds_a, rounds_b)).double()
+    tokens = tokens.double().expand(2, -1)
+    tau, samples = tokens.sum(1) / rounds.sum(1), bootstrap(tokens, rounds)
+    low, high = interval(samples[1] - samples[0])
+    return float(tau[1] - tau[0]), low, high
+
+
+def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
+    """Rows of the report, one for each drafter at one temperature. All but the first have the difference to the first.
+
+    Args:
+        names: of the drafters.
+        temperature: for the rows.
+        tokens: [M,P].
+        rounds: [M,P].
+    """
+    rows = []
+    for number, name in enumerate(names):
+        low, high = interval(bootstrap(tokens[number], rounds[number]))
+        row = {
+            "drafter": name,
+            "temperature": temperature,
+            "tau": float(tokens[number].sum() / rounds[number].sum()),
+            "low": low,
+            "high": high,
+            "tokens": int(tokens[number].sum()),
+            "rounds": float(rounds[number].sum()),
+        }
+        if number:
+            row["delta"], row["delta_low"], row["delta_high"] = paired_difference(tokens[[0, number]], rounds[0], rounds[number])
+        rows.append(row)
+    return rows
+
+
+def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[list[int]], settings: Settings) -> dict[str, Any]:
+    """The report as it is written to JSON.
+
+    Returns:
+        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), and same: by temperature,
+        to how many prompts all drafters gave the same answer. same is empty where nothing was decoded.
+    """
+    rows, same = [], {}
+    for temperature in settings.temperatures:
+        sampling = Sampling(temperature=temperature, rule=settings.rule)
+        if settings.expected:
+            models = list(drafters.values())
+            texts = target_texts(target, prompts, sampling, settings.max_new_tokens)
+            tokens, rounds = rounds_along_texts(target, models, texts, models[0].max_depth, sampling)
+            tokens = tokens.expand_as(rounds)
+        else:
+            answers = []
+            for drafter in drafters.values():
+                decoder = Decoder(target, drafter, slots=settings.slots)
+                answers.append(decode_all(drafter.method, decoder, prompts, sampling, settings.max_new_tokens))
+            tokens = torch.tensor([[len(answer.tokens) for answer in row] for row in answers], dtype=torch.float64)
+            rounds = torch.tensor([[len(answer.rounds) for answer in row] for row in answers], dtype=torch.float64)
+            distinct = [len({tuple(answer.tokens) for answer in column}) for column in zip(*answers, strict=True)]
+            same[f"{temperature:g}"] = distinct.count(1)
+        rows += summarise(list(drafters), temperature, tokens, rounds)
+    return {
+        "target": target.identity.to_dict(),
+        "settings": {
+            "prompts": len(prompts),
+            "max_new_tokens": settings.max_new_tokens,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "rule": settings.rule,
+            "slots": settings.slots,
+            "expected": settings.expected,
+        },
+        "trees": {
+            name: {"tree": tree_config(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
+            for name, drafter in drafters.items()
+        },
+        "rows": rows,
+        "same": same,
+    }
+
+
+def print_comparison(report: dict[str, Any]) -> None:
+    """Print the report for a person."""
+    settings, expected = report["settings"], report["settings"]["expected"]
+    title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {'expected' if expected else 'decoded'}"
+    if any(row["temperature"] for row in report["rows"]):
+        title += f", rule {settings['rule']}"
+    table = Table(title=f"Drafters for {report['target']['name']}: {title}", box=box.SIMPLE_HEAD)
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", overflow="fold")
+    for row in report["rows"]:
+        tau = f"{row['tau']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
+        delta = f"{row['delta']:+.2f} ({row['delta_low']:+.2f} – {row['delta_high']:+.2f})" if "delta" in row else ""
+        rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
+        table.add_row(row["drafter"], f"{row['temperature']:g}", tau, delta, rounds)
+    Console().print(table)
+    print("In brackets: 95 % intervals over prompts; those of differences are paired.")
+    for name, tree in report["trees"].items():
+        print(f"{name}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
+    for temperature, same in report["same"].items():
+        print(f"T = {temperature}: {same} of {settings['prompts']} answers are the same with every drafter")

@@ -1,0 +1,132 @@
+"""The options that several commands share, with checks of their values. No model library is imported, so that --help is quick."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from draftsmith.inference.rule_names import RULES
+
+DRAFTER_HELP = "ngram, suffix, or the folder or Hub id of a trained drafter or of a causal LM with the target's tokens"
+TREES = {
+    "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",
+    "largest": "the best tree of --nodes nodes",
+    "saved": "the drafter's own tree",
+    "chain": "one token at each depth",
+    "dynamic": "in each round the likeliest tokens",
+}
+RANGES = {
+    "nodes": (2, 256),
+    "depth": (1, 64),
+    "width": (1, 64),
+    "slots": (1, 1 << 12),
+    "rows": (1, 1 << 12),
+    "max_new_tokens": (1, 1 << 20),
+    "limit": (1, 1 << 20),
+    "repeats": (1, 1 << 12),
+}
+
+
+def new_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """An empty parser for `draftsmith <command>`. The description keeps its line breaks."""
+    return argparse.ArgumentParser(f"draftsmith {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """--target, --dtype, --trust-remote-code."""
+    parser.add_argument("--target", help="folder or Hub id of the target (default: the one that a drafter was trained for, else `tiny`)")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="precision of the weights (default auto: bfloat16 on a GPU that supports it, else float32)",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the models' own code from the Hub")
+
+
+def add_prompts(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
+    """--prompts, --limit, --max-new-tokens, for commands that measure. limit: the default of --limit; None is all prompts."""
+    parser.add_argument("--prompts", help=".jsonl file with `prompt` (or `turns`, `messages`) and `domain` (default: the shipped prompts)")
+    parser.add_argument("--limit", type=int, default=limit, help=f"prompts of each domain (default {limit or 'all'})")
+    add_max_new_tokens(parser, 96)
+
+
+def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=default, help=f"most tokens of an answer (default {default})")
+
+
+def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: str = "saved") -> None:
+    """--tree, --depth, --width, --nodes. `default` only describes in --help what the command does without --tree."""
+    about = "; ".join(f"{name}: {TREES[name]}" for name in choices)
+    parser.add_argument("--tree", choices=choices, help=f"the draft tree (default {default}). {about}")
+    parser.add_argument("--depth", type=int, help="draft no deeper than this (default: 4 for a chain or a dynamic tree)")
+    parser.add_argument("--width", type=int, help="of a dynamic tree: children of a node, and nodes of a level that get some (default 4)")
+    chosen = ", 64 for a best or largest one" if "best" in choices else ""
+    parser.add_argument("--nodes", type=int, help=f"most nodes, the root included (default: 16 for a dynamic tree{chosen})")
+
+
+def add_confidence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--confidence", type=float, help="draft models: draft on while the best next token is at least this likely")
+
+
+def add_adaptive_depth(parser: argparse.ArgumentParser, default: bool) -> None:
+    """--adaptive-depth and --no-adaptive-depth."""
+    parser.add_argument(
+        "--adaptive-depth",
+        action=argparse.BooleanOptionalAction,
+        help=f"draft only as deep as pays, judged by acceptance and time of earlier rounds (default {'on' if default else 'off'})",
+    )
+    parser.set_defaults(adaptive_depth=default)  # given above, argparse would append it to the help as well
+
+
+def add_slots(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=int, default=1, help="prompts decoded at a time (default 1)")
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels", action="store_true", help="decode with Triton kernels and one CUDA graph a round; no GPU has run them yet"
+    )
+
+
+def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: str) -> None:
+    """--rule, None where it is not given. `default` only describes in --help which rule the command then takes."""
+    about = "; ".join(f"{name}{'' if RULES[name].lossless else ' (LOSSY)'}: {RULES[name].about}" for name in choices)
+    parser.add_argument("--rule", choices=choices, help=f"how drafts are verified at T > 0 (default {default}). {about}".replace("%", "%%"))
+
+
+def add_temperatures(parser: argparse.ArgumentParser) -> None:
+    """--temperature, which may be repeated."""
+    parser.add_argument("--temperature", type=float, action="append", help="0 is greedy; may be given more than once (default: 0 and 1)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
+
+
+def temperatures(given: Sequence[float] | None) -> list[float]:
+    """The distinct temperatures to measure at; 0 and 1 where none is given.
+
+    Raises:
+        ValueError: a temperature that is negative, infinite or no number.
+    """
+    chosen = list(dict.fromkeys(given or [0.0, 1.0]))
+    for temperature in chosen:
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"--temperature {temperature}: expected 0 or more")
+    return chosen
+
+
+def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
+    """Check the numbers among parsed options.
+
+    Raises:
+        ValueError: a number outside its range; the message names the option.
+    """
+    ranges = RANGES | {"max_new_tokens": (min_new_tokens, RANGES["max_new_tokens"][1])}
+    for name, (low, high) in ranges.items():
+        value = getattr(options, name, None)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {low} to {high}")
+    confidence = getattr(options, "confidence", None)
+    if confidence is not None and not 0 <= confidence < 1:
+        raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")
