@@ -31,7 +31,7 @@ from draftsmith.train.engine import checkpoint, order, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
-from draftsmith.train.recipe import Recipe, Section, TreeSection, load, usage
+from draftsmith.train.recipe import Changeable, Recipe, Section, TreeSection, load, usage
 
 
 class StudentSection(Section):
@@ -47,7 +47,7 @@ class StudentSection(Section):
     heads: int | None = Field(default=None, ge=1, description="query heads; a pruned student keeps whole KV groups")
     kv_heads: int | None = Field(default=None, ge=1, description="of a random one; unset: as many as heads")
     lora: int = Field(default=0, ge=0, description="rank of LoRA adapters, which alone are trained; 0: all weights are")
-    checkpointing: bool = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
+    checkpointing: Changeable[bool] = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
 
 
 class DistillSection(Section):

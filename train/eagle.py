@@ -28,7 +28,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.draft import chain, chunked_draft_loss, feature_loss, mix
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
-from draftsmith.train.recipe import Recipe, Section, load, usage
+from draftsmith.train.recipe import Changeable, Recipe, Section, load, usage
 
 
 class EagleSection(Section):
@@ -51,7 +51,7 @@ class EagleSection(Section):
     )
     noise: float = Field(default=0.2, ge=0, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(default=0.1, ge=0, description="version 1: weight of the soft cross-entropy beside SmoothL1")
-    checkpointing: bool = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
+    checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(default=None, description="folder or Hub id of an EAGLE drafter to begin with; its head is re-indexed")
 
 
