@@ -134,7 +134,7 @@ def training(output: Path, rank: int, objective: Objective = objective, rows=Num
     """Train the numbers of test_loop.py, and leave the weights that the first rank ends with in `output`."""
     model = new_model()
     measured = (lambda: tau_of(model)) if probe else None
-    loop.fit(new_recipe(output, **settings), model, objective, rows(), rows(), facts or {}, probe=measured)
+    loop.fit(new_recipe(output, **settings), model, objective, rows(), rows(), facts or {}, measure_tau=measured)
     if rank == 0:
         save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, output / "weights.safetensors")
 

@@ -15,7 +15,7 @@ from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, train
 from test_loop import Numbers
 
 from draftsmith.train.engine import curves, processes
-from draftsmith.train.engine.watchdog import STALLED
+from draftsmith.train.engine.watchdog import EXIT_NO_PROGRESS
 
 GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
 
@@ -34,7 +34,7 @@ FATES: dict[str, tuple[Callable[[], object], int]] = {
     "exits with status 1": (lambda: os._exit(1), 1),
     "raises an error of the user's": (wrong_data, 2),
     "raises an error of the program's": (wrong_code, 1),
-    "hangs": (lambda: time.sleep(2 * LIMIT), STALLED),
+    "hangs": (lambda: time.sleep(2 * LIMIT), EXIT_NO_PROGRESS),
 }
 
 
@@ -55,7 +55,7 @@ def lost(folder: Path, fates: Iterable[str] = FATES) -> Iterator[Row]:
                 f"rank {rank}",
                 ended_within_a_minute=ended.seconds < LIMIT,
                 that_rank_ended_so=ended.codes[rank] == code,
-                the_other_ended_in_error=ended.codes[other] == (STALLED if fate == "hangs" else 2),
+                the_other_ended_in_error=ended.codes[other] == (EXIT_NO_PROGRESS if fate == "hangs" else 2),
                 the_other_said_why=fate == "hangs" or ended.said(*GONE, rank=other),
                 stalled_ranks_said_where=fate != "hangs"
                 or all("made no progress for 0.05 minutes while in step 4" in one for one in ended.err),
@@ -217,7 +217,7 @@ def _full(folder: Path) -> Row:
                 row.trial(
                     f"{ranks} rank(s){', with a probe' if probe else ''}",
                     all_ended_with_2=ended.codes == [2] * ranks,
-                    said_so=ended.said("could not be written", "No space left on device", "is whole; make room there"),
+                    said_so=ended.said("could not be written", "No space left on device", "is complete; make room there"),
                     the_one_before_kept=there == 2,
                     gone_on=again.codes == [0] * ranks,
                 )
@@ -290,7 +290,7 @@ def _read_only(folder: Path) -> Row:
             row.trial(
                 f"{ranks} rank(s)",
                 all_ended_with_2=ended.codes == [2] * ranks,
-                said_so=ended.said("could not be written", "is whole; make room there, or see that the folder may be written"),
+                said_so=ended.said("could not be written", "is complete; make room there, or see that the folder may be written"),
                 the_one_before_kept=there == 2,
                 refused_at_once=refused.codes == [2] * ranks and refused.said("checkpoints may not be written"),
                 gone_on=run(output, ranks, save_every=2).codes == [0] * ranks,

@@ -15,7 +15,8 @@ from test_loop import Numbers, new_model, new_recipe, objective
 from torch.distributed.tensor import DTensor
 
 from draftsmith.train import distill, eagle, loop, medusa
-from draftsmith.train.engine import processes
+from draftsmith.train.engine import processes, resume
+from draftsmith.train.engine.sharded import ShardedModel
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
@@ -41,7 +42,7 @@ def words(method, folder, output):
     return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
 
 
-class Watched(loop.ShardedModel):
+class Watched(ShardedModel):
     """Notes what a launcher that silently did something else would not show."""
 
     seen: list[dict] = []
@@ -82,7 +83,7 @@ def train_numbers(folder, **settings):
 
 def main(kind: str, folder: Path) -> None:
     """`whole` goes from the beginning to the end, `from_one` was begun by another launch, `to_one` will be ended by another."""
-    loop.ShardedModel = Watched
+    resume.ShardedModel = Watched
     if kind == "fsdp2":
         processes.accelerator = on_gloo
     jobs = {"whole": {}, "from_one": {}, "to_one": {"steps": 4}} | ({"bf16": {"precision": "bf16"}} if kind.startswith("zero") else {})

@@ -59,7 +59,7 @@ def settings(output, **train):
 
 
 def accelerator_of(made, accumulation=1):
-    accelerator = Accelerator(cpu=True, **log.trackers(made.train))
+    accelerator = Accelerator(cpu=True, **trackers.options(made.train))
     accelerator.gradient_accumulation_steps = accumulation
     return accelerator
 
@@ -86,13 +86,13 @@ def test_a_row_is_what_a_hand_computes(tmp_path, clock, monkeypatch, capsys):
     said = Log(made, accelerator_of(made, accumulation=2), 0, reference)
     left, right = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     for number in range(4):  # two steps of two micro-batches
-        with said.watching("batch"):
+        with said.measuring("batch"):
             (left @ right).sum().backward()  # 2 · (2·3·4) FLOPs forward, as many for the gradient of the right one
             clock.now += 0.5
         said.add(loss_of(6, 4, hits=1) if number % 2 else loss_of(1, 12, hits=7))
     with said.paused():
         clock.now += 1000
-    text = said.training(2, 0.25, left_out=0)
+    text = said.write_training(2, 0.25, left_out=0)
     assert rows_of(tmp_path) == [
         {
             "step": 2,
@@ -111,10 +111,10 @@ def test_a_row_is_what_a_hand_computes(tmp_path, clock, monkeypatch, capsys):
     assert "a step is 1.92e-10 TFLOP a rank, and this device does 1e-09 TFLOP/s (measured); the target's forward alone takes 4 s of it" in (
         capsys.readouterr().out
     )
-    said.held_out(2, {"loss": 0.5})
+    said.write_evaluation(2, {"loss": 0.5})
     clock.now += 3
     said.add(loss_of(2, 2, hits=1))
-    assert said.training(5, 0.25) == "loss 1.000  hits 0.500  1 tok/s  held out: loss 0.500"
+    assert said.write_training(5, 0.25) == "loss 1.000  hits 0.500  1 tok/s  held out: loss 0.500"
     assert rows_of(tmp_path)[1] == {"step": 2, "valid_loss": 0.5}
     assert {"seconds": 1.0, "tokens_per_s": 0.7, "mfu": 0.192, "loss": 1.0}.items() <= rows_of(tmp_path)[2].items()
 
@@ -124,7 +124,7 @@ def test_without_a_reference_there_is_no_ratio_and_without_weight_no_division_by
     said = Log(made, accelerator_of(made), 0)
     said.add(loss_of(0, 0))
     clock.now += 1
-    said.training(1, 0.1)
+    said.write_training(1, 0.1)
     assert (
         rows_of(tmp_path)[0].keys() == {"step", "lr", "tokens_per_s", "seconds", "peak_gb", "loss"} and rows_of(tmp_path)[0]["loss"] == 0.0
     )
@@ -144,11 +144,11 @@ def test_adding_waits_for_no_device(tmp_path):
     made = settings(tmp_path)
     said = Log(made, accelerator_of(made), 0)
     with Waits() as waits:
-        with said.watching({}):
+        with said.measuring({}):
             said.add(loss_of(1, 2, hits=1))
         assert waits.count == 0
         assert said.sums["loss"].item() == 1 and waits.count == 1
-    said.training(1, 0.1)
+    said.write_training(1, 0.1)
     assert rows_of(tmp_path)[0]["loss"] == 0.5
 
 
@@ -161,7 +161,7 @@ def test_rows_after_the_checkpoint_and_a_row_cut_off_are_dropped(tmp_path, tail)
         said = Log(made, accelerator_of(made), done)
         assert file.read_text() == "".join(lines[:kept])
         said.add(loss_of(1, 1))
-        said.training(done + 1, 0.1)
+        said.write_training(done + 1, 0.1)
         assert [row["step"] for row in rows_of(tmp_path)][kept:] == [done + 1]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -262,8 +262,8 @@ def told(made, done, steps, crash=False):
     said = Log(made, accelerator_of(made), done)
     for step in steps:
         said.add(loss_of(20 * step, 2, top1=1))
-        said.training(step, 0.5)
-        said.held_out(step, {"loss": 100.0 * step})
+        said.write_training(step, 0.5)
+        said.write_evaluation(step, {"loss": 100.0 * step})
     if not crash:
         said.close()
         assert said.accelerator.trackers == []
@@ -397,11 +397,11 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
         raise trackers.PackageNotFoundError(name)
 
     monkeypatch.setattr(trackers, "version", version)
-    assert trackers.trackers(settings("x").train) == {}
+    assert trackers.options(settings("x").train) == {}
     with pytest.raises(
         ValueError, match=re.escape("train.trackers has trackio, which is not installed; pip install 'draftsmith[trackio]'")
     ):
-        trackers.trackers(settings("x", trackers=("trackio",)).train)
+        trackers.options(settings("x", trackers=("trackio",)).train)
 
 
 def test_what_trackers_are_told_of_a_recipe():
@@ -553,7 +553,9 @@ def test_a_picture_has_the_curves_of_the_rows(metrics, held_out, titles, steps):
     found = {axes.get_title(loc="left"): axes for axes in made.axes}
     assert list(found["loss"].lines[0].get_ydata()) == [metrics["loss"] * step for step in range(1, steps + 1)]
     assert found["loss"].get_title(loc="right") == f"{metrics['loss'] * steps:g}" + held_out * f", held out {-metrics['loss'] * steps:g}"
-    summary = f"name: step {steps},  90 tokens/s,  25% of the measured matmul rate,  2.0 × the target's forward,  {2 - 1 / steps:.1f} GB at the most"
+    summary = (
+        f"name: step {steps},  90 tokens/s,  25% of the measured matmul rate,  2.0 × the target's forward,  peak {2 - 1 / steps:.1f} GB"
+    )
     assert made.get_suptitle() == summary
     if "survival" in found:
         assert [text.get_text() for text in found["survival"].get_legend().get_texts()] == ["1", "2"]

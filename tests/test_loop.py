@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
     run(tmp_path)
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_sync", "write_text"])
+@pytest.mark.parametrize("failing", ["save_file", "sync", "write_text"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing):
     run(tmp_path, steps=2, schedule="constant")
     kept = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing
 
     with monkeypatch.context() as patched:
         patched.setattr(Path if failing == "write_text" else checkpoint, failing, full)
-        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is whole; make room"):
+        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is complete; make room"):
             run(tmp_path, steps=3, schedule="constant")
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000002"
     assert not list((tmp_path / "checkpoints").glob(".*"))

@@ -113,10 +113,10 @@ def test_best_weights_that_could_not_be_written_are_said_to_be(tmp_path, monkeyp
     run(tmp_path, steps=2, schedule="constant")
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(
-        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is whole; make room there"
+        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is complete; make room there"
     ):
         recipe = new_recipe(tmp_path, steps=3, schedule="constant")
-        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, probe=lambda: 1.5)
+        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda: 1.5)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
@@ -135,5 +135,7 @@ def test_a_batch_that_is_not_finite_is_kept_on_any_machine(tmp_path):
         NonFiniteCounter(tmp_path / "other" / "machine", 1, 0, 1).after(3, False, [batch])
     assert len(list((tmp_path / "other" / "machine").iterdir())) == 1
     (tmp_path / "file").write_text(json.dumps("no folder"))
-    with pytest.raises(FloatingPointError, match=r"not finite in 1 steps on end, the last of them step 3; its batch could not be kept \("):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite in 1 steps in a row, the last of them step 3; its batch could not be kept \("
+    ):
         NonFiniteCounter(tmp_path / "file", 1, 0, 1).after(3, False, [batch])

@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> None:
         facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
     watched = setup.monitors(recipe, target, drafter, positions=student.max_positions)
-    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, between=between, **watched)
+    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, refresh=between, **watched)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)
         publish.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)

@@ -252,7 +252,7 @@ def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
     check(recipe)
-    context = processes.context(recipe.train.context_parallel)
+    context = processes.context_group(recipe.train.context_parallel)
     target, corpora = setup.load_target_and_data(recipe)
     shape = architecture(section, target)
     drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)

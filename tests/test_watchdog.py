@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_loop import Numbers, new_model, new_recipe, objective, run
 
 from draftsmith.train import loop
+from draftsmith.train.eagle import EagleRecipe
 from draftsmith.train.engine import checkpoint, order, watchdog
 from draftsmith.train.engine.watchdog import NonFiniteCounter, Watchdog
 
@@ -64,7 +65,7 @@ def by_hand_without(*left_out):
 
 def test_a_run_that_stays_not_finite_stops_and_keeps_its_batch(tmp_path):
     with pytest.raises(
-        FloatingPointError, match="not finite in 3 steps on end, the last of them step 5; its batch is kept in .*step-00000005-rank0"
+        FloatingPointError, match="not finite in 3 steps in a row, the last of them step 5; its batch is kept in .*step-00000005-rank0"
     ):
         run(tmp_path, poisoned(3, 4, 5), max_nonfinite_steps=3, save_every=1)
     kept = load_file(tmp_path / "not-finite-step-00000005-rank0.safetensors")
@@ -84,15 +85,15 @@ def test_a_stalled_run_ends_and_says_where(tmp_path):
     program = """
 import time
 from draftsmith.train.engine.watchdog import Watchdog
-with Watchdog(0.02, "the same command goes on") as clock:
-    clock.at("waiting for the data of step 3")
+with Watchdog(0.02, "the same command goes on") as watchdog:
+    watchdog.report("waiting for the data of step 3")
     for _ in range(3):
         time.sleep(0.5)
-        clock.at("waiting for the data of step 4")
+        watchdog.report("waiting for the data of step 4")
     time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == watchdog.STALLED == 75
+    assert done.returncode == watchdog.EXIT_NO_PROGRESS == 75
     assert "rank 0 made no progress for 0.02 minutes while waiting for the data of step 4; the same command goes on" in done.stderr
     assert "time.sleep" in done.stderr or "line 9" in done.stderr
 
@@ -166,18 +167,18 @@ def test_best_weights_belong_to_the_checkpoint_that_speaks_of_them(tmp_path):
     """A run that falls back to an older checkpoint has that one's best weights."""
     taus = iter([1.1, 1.5, 1.2, 1.9, 1.3, 1.3, 1.3])
     recipe = new_recipe(tmp_path, eval_every=1, save_every=1, keep=3)
-    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, probe=lambda: next(taus))
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
     folder = tmp_path / "checkpoints"
     assert {int(file.stem[5:]) for file in folder.glob("best-*")} == {4}
     taus = iter([1.1, 1.5, 1.2, 1.9])
     recipe = new_recipe(tmp_path / "b", eval_every=1, save_every=1, keep=3, steps=4, schedule="constant")
-    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, probe=lambda: next(taus))
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
     folder = tmp_path / "b" / "checkpoints"
     assert {int(file.stem[5:]) for file in folder.glob("best-*")} == {2, 4}
     second = load_file(folder / "best-00000002.safetensors")
     (folder / "step-00000004" / "model.safetensors").write_bytes(b"")
     model, taus = new_model(), iter([1.2])
-    _, step = loop.fit(recipe, model, objective, Numbers(), Numbers(), {}, probe=lambda: next(taus))
+    _, step = loop.fit(recipe, model, objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
     assert step == 2 and all(torch.equal(parameter, second[name]) for name, parameter in model.named_parameters())
 
 
@@ -185,9 +186,10 @@ def test_an_exhausted_gpu_is_answered_with_keys(tmp_path):
     def full(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
 
-    keys = "train.micro_batch_size=4 .now 8. .*data.seq_len.*checkpointing=true.*Tried to allocate 2.00 GiB"
+    keys = "train.micro_batch_size=4 .now 8. .*data.seq_len.*eagle.checkpointing=true.*Tried to allocate 2.00 GiB"
+    recipe = EagleRecipe(train=new_recipe(tmp_path).train)
     with pytest.raises(MemoryError, match=keys) as caught:
-        run(tmp_path, full)
+        loop.fit(recipe, new_model(), full, Numbers(), Numbers(), {})
     assert "\n" not in str(caught.value)
 
 
