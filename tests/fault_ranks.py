@@ -71,7 +71,7 @@ def never_came(folder: Path) -> Iterator[Row]:
     row = Row("a rank that ends before the ranks have met")
 
     def work(rank: int) -> None:
-        processes.MEETING = timedelta(seconds=2)
+        processes.RENDEZVOUS_TIMEOUT = timedelta(seconds=2)
         if rank == 1:
             os._exit(1)
         training(folder / "run", rank)
@@ -217,7 +217,7 @@ def _full(folder: Path) -> Row:
                 row.trial(
                     f"{ranks} rank(s){', with a probe' if probe else ''}",
                     all_ended_with_2=ended.codes == [2] * ranks,
-                    said_so=ended.said("could not be written", "No space left on device", "is complete; make room there"),
+                    said_so=ended.said("could not be written", "No space left on device", "is complete; free disk space there"),
                     the_one_before_kept=there == 2,
                     gone_on=again.codes == [0] * ranks,
                 )
@@ -290,7 +290,7 @@ def _read_only(folder: Path) -> Row:
             row.trial(
                 f"{ranks} rank(s)",
                 all_ended_with_2=ended.codes == [2] * ranks,
-                said_so=ended.said("could not be written", "is complete; make room there, or see that the folder may be written"),
+                said_so=ended.said("could not be written", "is complete; free disk space there, or see that the folder may be written"),
                 the_one_before_kept=there == 2,
                 refused_at_once=refused.codes == [2] * ranks and refused.said("checkpoints may not be written"),
                 gone_on=run(output, ranks, save_every=2).codes == [0] * ranks,

@@ -192,7 +192,7 @@ def _judge(row: Row, where: str, output: Path, fault: str, ended: Ended, probe: 
     """Whether a run that was disturbed ended as it should, and goes on."""
     ranks = len(ended.codes)
     if fault in ERRORS:
-        in_error = ended.codes == [2] * ranks and ended.said("could not be written", "make room there")
+        in_error = ended.codes == [2] * ranks and ended.said("could not be written", "free disk space there")
         as_it_should = in_error or ended.codes == [0] * ranks  # what could not be deleted does no harm
     else:
         as_it_should = ended.codes == [-signal.SIGKILL, *[2] * (ranks - 1)]

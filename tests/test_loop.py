@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing
 
     with monkeypatch.context() as patched:
         patched.setattr(Path if failing == "write_text" else checkpoint, failing, full)
-        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is complete; make room"):
+        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is complete; free disk space"):
             run(tmp_path, steps=3, schedule="constant")
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000002"
     assert not list((tmp_path / "checkpoints").glob(".*"))

@@ -113,7 +113,7 @@ def test_best_weights_that_could_not_be_written_are_said_to_be(tmp_path, monkeyp
     run(tmp_path, steps=2, schedule="constant")
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(
-        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is complete; make room there"
+        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is complete; free disk space there"
     ):
         recipe = new_recipe(tmp_path, steps=3, schedule="constant")
         loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda: 1.5)

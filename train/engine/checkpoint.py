@@ -73,7 +73,7 @@ def _write_error(path: Path, error: Exception) -> OSError:
     rest = f"the checkpoint before it, {previous}, is complete" if previous else "there was none before it"
     return OSError(
         f"checkpoint {path} could not be written ({error}); {rest}; "
-        "make room there, or see that the folder may be written, and run the same command again"
+        "free disk space there, or see that the folder may be written, and run the same command again"
     )
 
 
@@ -121,7 +121,7 @@ def best_file(folder: Path, step: int) -> Path:
     return folder / f"best-{step:08d}.safetensors"
 
 
-def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
+def check_disk_space(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
     """Check that a run's checkpoints fit on the disk: weights and two optimizer tensors of each, `keep` + 1 checkpoints at a time.
 
     Raises:
@@ -139,7 +139,7 @@ def check_room(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"{folder}: {free / 1e9:.2f} GB free, the checkpoints of this run need {needed / 1e9:.2f}; make room or give another train.output"
+            f"{folder}: {free / 1e9:.2f} GB free, the checkpoints of this run need {needed / 1e9:.2f}; free disk space or give another train.output"
         )
 
 

@@ -43,7 +43,7 @@ FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
 
 
 class Flops(TorchDispatchMode):
-    """Within it `count` grows by the FLOPs of matrix products and attention, in backward and in compiled code too.
+    """Within it `count` grows by the FLOPs of matmuls and attention, in backward and in compiled code too.
 
     Nothing runs differently within it. (torch's FlopCounterMode, whose formulas these are, stops compiled FlexAttention with an error, and
     knows neither addmm_, which train/losses/chunked.py makes gradients with, nor attention on a CPU.) Attention counts in full even if it is
@@ -188,7 +188,7 @@ class Log:
                 with self.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise OSError(f"{self.file} could not be written ({error}); make room there and run the same command again") from None
+                raise OSError(f"{self.file} could not be written ({error}); free disk space there and run the same command again") from None
             if self.accelerator.trackers and row["step"] > self.tracked_step:
                 self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 

@@ -58,7 +58,7 @@ def join() -> PartialState:
         options["timeout"] = COLLECTIVE_TIMEOUT
         if not torch.distributed.is_initialized():
             _wait_for_all_ranks()
-    # Accelerate starts DeepSpeed only where it was not told of a CPU, and then finds no backend by itself.
+    # Accelerate starts DeepSpeed only where the option cpu is off, and then finds no backend by itself.
     if deepspeed() and cpu:
         options["backend"] = "gloo"
     return PartialState(cpu=cpu and not deepspeed(), **options)

@@ -72,7 +72,7 @@ def start_or_resume(
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
     if progress["step"] < section.steps:
-        processes.on_main(lambda: checkpoint.check_room(folder, model, section.keep))
+        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, section.keep))
     processes.on_main(lambda: recipes.save(recipe, folder.parent))
     if accelerator.is_main_process:
         distributed = accelerator.distributed_type.value.lower()

@@ -206,7 +206,7 @@ def _memory_advice(recipe: Recipe) -> str:
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     activations = max(0.0, peak - between_steps)
     advice = [
-        f"out of GPU memory: peak {peak:.1f} GB, of which {activations:.1f} GB grow with the batch; "
+        f"out of GPU memory: peak {peak:.1f} GB, of which {activations:.1f} GB scale with the batch; "
         f"train.micro_batch_size={max(1, micro_batch // 2)} (now {micro_batch}) frees about {activations / 2:.1f} GB",
         "data.seq_len at half as much",
     ]
