@@ -12,6 +12,7 @@ from draftsmith.train.recipe import Recipe, TrainSection
 
 
 def recipe_of(output, **train):
+    """A recipe of 40 steps without a method's section."""
     return Recipe(train=TrainSection(**({"output": str(output), "steps": 40, "batch_size": 4, "lr": 0.5} | train)))
 
 
@@ -22,11 +23,13 @@ def accelerator_of(recipe, accumulation=1):
 
 
 def loss_of(total, weight, **metrics):
+    """A loss of given sums, with a gradient."""
     scalars = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in metrics.items()}
     return Loss(torch.tensor(float(total), requires_grad=True), torch.tensor(weight), scalars)
 
 
 def rows_of(folder):
+    """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -23,7 +23,7 @@ from draftsmith.train.medusa import MedusaSection
 
 
 class Clock:
-    """perf_counter that only goes on when logged_run to."""
+    """A perf_counter that advances only by hand."""
 
     now = 100.0
 

@@ -158,7 +158,7 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
         trackers.options(recipe_of("x", trackers=("trackio",)).train)
 
 
-def test_what_trackers_are_told_of_a_recipe():
+def test_what_trackers_get_of_a_recipe():
     recipe = medusa.MedusaRecipe(
         target={"path": "https://me:hf_secret@host/model"},
         data={"train": ({"path": "//me:hf_secret@host/a", "weight": 2.0},)},

@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong: numbers that are not finite, no progress, ranks that disagree, a checkpoint that a disk spoilt."""
+"""What a run does when something goes wrong: numbers that are not finite, no progress, ranks that disagree, a damaged checkpoint."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_loop import Numbers, new_model, new_recipe, objective, run
+from test_loop import Numbers, crashing, new_model, new_recipe, objective, run
 
 from draftsmith.train import loop
 from draftsmith.train.eagle import EagleRecipe
@@ -38,9 +38,9 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(tmp_path):
     model = new_model()
     recipe = new_recipe(tmp_path, schedule="constant", warmup_steps=0)
     loop.fit(recipe, model, poisoned(3, 5), Numbers(), Numbers(), {})
-    found = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    torch.testing.assert_close(found, by_hand_without(3, 5), rtol=0, atol=1e-12)
-    assert not torch.allclose(found, by_hand_without(3), atol=1e-3)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(weights, by_hand_without(3, 5), rtol=0, atol=1e-12)
+    assert not torch.allclose(weights, by_hand_without(3), atol=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["left_out"] for row in rows if "lr" in row] == [0, 0, 1, 1, 2, 2, 2]
     assert [row["step"] for row in rows if "lr" in row and "loss" not in row] == [3, 5], "JSON has no NaN"
@@ -63,25 +63,25 @@ def by_hand_without(*left_out):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_a_run_that_stays_not_finite_stops_and_keeps_its_batch(tmp_path):
+def test_a_run_that_stays_not_finite_stops_and_saves_its_batch(tmp_path):
     with pytest.raises(
         FloatingPointError, match="not finite in 3 steps in a row, the last of them step 5; its batch is kept in .*step-00000005-rank0"
     ):
         run(tmp_path, poisoned(3, 4, 5), max_nonfinite_steps=3, save_every=1)
-    kept = load_file(tmp_path / "not-finite-step-00000005-rank0.safetensors")
+    batch = load_file(tmp_path / "not-finite-step-00000005-rank0.safetensors")
     rows = order.sample_rows(22, 0, 4 * 8, 8)
-    assert torch.equal(kept["0.x"], Numbers().batch(rows)["x"])
+    assert torch.equal(batch["0.x"], Numbers().batch(rows)["x"])
     assert checkpoint.newest(tmp_path / "checkpoints")[0].name == "step-00000004"
 
 
-def test_steps_left_out_must_be_on_end(tmp_path):
-    finite = NonFiniteCounter(tmp_path, 2, 0, 0)
+def test_only_steps_left_out_in_a_row_stop_a_run(tmp_path):
+    counter = NonFiniteCounter(tmp_path, 2, 0, 0)
     for step, applied in enumerate([False, True, False, True], 1):
-        finite.after(step, applied, [])
-    assert finite.left_out == 2 and not list(tmp_path.iterdir())
+        counter.after(step, applied, [])
+    assert counter.left_out == 2 and not list(tmp_path.iterdir())
 
 
-def test_a_stalled_run_ends_and_says_where(tmp_path):
+def test_a_run_without_progress_ends_and_says_where(tmp_path):
     program = """
 import time
 from draftsmith.train.engine.watchdog import Watchdog
@@ -98,7 +98,7 @@ with Watchdog(0.02, "the same command goes on") as watchdog:
     assert "time.sleep" in done.stderr or "line 9" in done.stderr
 
 
-def test_a_clock_ends_with_its_run():
+def test_a_watchdog_ends_with_its_run():
     before = threading.active_count()
     with Watchdog(10, ""):
         assert threading.active_count() == before + 1
@@ -106,13 +106,13 @@ def test_a_clock_ends_with_its_run():
         if threading.active_count() == before:
             return
         threading.Event().wait(0.05)
-    raise AssertionError("its thread goes on")
+    raise AssertionError("its thread is still alive")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("fault", ["cut", "flipped", "gone"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, file, fault, capsys):
-    expected = run(tmp_path / "whole")
+    expected = run(tmp_path / "uninterrupted")
     with pytest.raises(RuntimeError):
         run(tmp_path / "cut", crashing(5), save_every=2)
     newest = tmp_path / "cut" / "checkpoints" / "step-00000004" / file
@@ -123,24 +123,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, file, 
     if fault == "flipped":
         newest.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
     assert torch.equal(run(tmp_path / "cut", save_every=2), expected)
-    said = capsys.readouterr().out
-    assert "step-00000004 cannot be read" in said and "going on from" in said and "step-00000002, the one before" in said
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("step-00000004 cannot be read", "going on from", "step-00000002, the one before"))
 
 
-def crashing(at):
-    calls = 0
-
-    def wrong(model, batch):
-        nonlocal calls
-        calls += model.training
-        if model.training and calls == at:
-            raise RuntimeError("power cut")
-        return objective(model, batch)
-
-    return wrong
-
-
-def test_checkpoints_that_were_deleted_are_missed(tmp_path):
+def test_deleted_checkpoints_are_noticed(tmp_path):
     run(tmp_path)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         for file in folder.iterdir():
@@ -152,7 +139,7 @@ def test_checkpoints_that_were_deleted_are_missed(tmp_path):
         run(tmp_path)
 
 
-def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+def test_as_many_checkpoints_are_kept_as_the_recipe_says(tmp_path):
     run(tmp_path, save_every=1, keep=3)
     assert [folder.name[-1] for folder in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["5", "6", "7"]
 
@@ -163,7 +150,7 @@ def test_a_folder_with_checkpoints_can_be_refused(tmp_path):
         run(tmp_path, resume="never")
 
 
-def test_best_weights_belong_to_the_checkpoint_that_speaks_of_them(tmp_path):
+def test_best_weights_belong_to_the_checkpoint_that_refers_to_them(tmp_path):
     """A run that falls back to an older checkpoint has that one's best weights."""
     taus = iter([1.1, 1.5, 1.2, 1.9, 1.3, 1.3, 1.3])
     recipe = new_recipe(tmp_path, eval_every=1, save_every=1, keep=3)
@@ -182,7 +169,7 @@ def test_best_weights_belong_to_the_checkpoint_that_speaks_of_them(tmp_path):
     assert step == 2 and all(torch.equal(parameter, second[name]) for name, parameter in model.named_parameters())
 
 
-def test_an_exhausted_gpu_is_answered_with_keys(tmp_path):
+def test_an_exhausted_gpu_names_keys_that_help(tmp_path):
     def full(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
 
@@ -193,7 +180,7 @@ def test_an_exhausted_gpu_is_answered_with_keys(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_another_rank_that_is_gone_is_said(tmp_path):
+def test_a_lost_rank_is_reported(tmp_path):
     def lost(model, batch):
         raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
 
