@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from draftsmith.train import loop
-from draftsmith.train.engine import checkpoint, order, watchdog
+from draftsmith.train.engine import checkpoint, order, resume, watchdog
 from draftsmith.train.objective import Loss
 from draftsmith.train.recipe import Recipe, TrainSection
 
@@ -152,6 +152,22 @@ def test_another_recipe_does_not_continue_this_run(tmp_path):
         run(tmp_path, lr=0.1)
     with pytest.raises(ValueError, match="was made with data=numbers, this run has letters"):
         loop.fit(new_recipe(tmp_path), new_model(), objective, Numbers(), Numbers(), {"data": "letters"})
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "FORMAT", 1)
+    run(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"is of another version of draftsmith \(format 1, this version reads 2\); give another train.output"
+    ):
+        run(tmp_path)
+
+
+def test_keys_that_change_no_step_may_change(tmp_path):
+    run(tmp_path, steps=3, schedule="constant")
+    changed = {"micro_batch_size": 2, "eval_every": 2, "save_every": 3, "keep": 1, "max_nonfinite_steps": 1, "watchdog_minutes": 9.0}
+    torch.testing.assert_close(run(tmp_path, schedule="constant", **changed), run(tmp_path / "at-once", schedule="constant"))
 
 
 def test_what_was_measured_once_stays_decided(tmp_path):

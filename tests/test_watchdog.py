@@ -1,6 +1,7 @@
 """What a run does when something goes wrong: numbers that are not finite, no progress, ranks that disagree, a damaged checkpoint."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 from test_loop import Numbers, crashing, new_model, new_recipe, objective, run
 
 from draftsmith.train import loop
+from draftsmith.train.distill import DistillRecipe
 from draftsmith.train.eagle import EagleRecipe
 from draftsmith.train.engine import checkpoint, order, watchdog
 from draftsmith.train.engine.watchdog import NonFiniteCounter, Watchdog
+from draftsmith.train.recipe import changeable_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -188,3 +191,12 @@ def test_a_lost_rank_is_reported(tmp_path):
         ConnectionError, match="another process of this run is gone .*the same command goes on from the newest checkpoint in"
     ):
         run(tmp_path, lost)
+
+
+def test_the_loop_names_no_key_of_a_method():
+    """Methods mark their own keys as `Changeable`; the loop and its engine read the mark. (replay.py belongs to distillation.)"""
+    files = [ROOT / "train" / "loop.py", *(file for file in (ROOT / "train" / "engine").glob("*.py") if file.name != "replay.py")]
+    assert len(files) > 10
+    assert not [file.name for file in files if re.search(r"\b(medusa|eagle|student|distill)\.[a-z]", file.read_text(encoding="utf-8"))]
+    assert "eagle.checkpointing" in changeable_keys(EagleRecipe) and "eagle.steps" not in changeable_keys(EagleRecipe)
+    assert "student.checkpointing" in changeable_keys(DistillRecipe) and "train.lr" not in changeable_keys(DistillRecipe)

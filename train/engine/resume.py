@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from draftsmith.inference import machine
@@ -75,13 +76,17 @@ def start_or_resume(
         processes.on_main(lambda: checkpoint.check_disk_space(folder, model, section.keep))
     processes.on_main(lambda: recipes.save(recipe, folder.parent))
     if accelerator.is_main_process:
-        distributed = accelerator.distributed_type.value.lower()
-        setting = f"{state['threads']} threads, {precision}, {accelerator.num_processes} process(es), {distributed}"
-        print(f"resuming from {newest}; {setting}" if newest else setting, flush=True)
+        _announce(newest, state, accelerator)
     sharded = ShardedModel(accelerator, model, make_step, make_optimizer)
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
+
+
+def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerator) -> None:
+    distributed = accelerator.distributed_type.value.lower()
+    setting = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {distributed}"
+    print(f"resuming from {newest}; {setting}" if newest else setting, flush=True)
 
 
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
