@@ -53,7 +53,7 @@ def recipe_of(output: Path, seq_len: int, eagle: dict, **train) -> EagleRecipe:
 def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] | None = None, **settings) -> None:
     """A tiny random target's drafter, trained on packed rows; the first rank leaves its weights."""
     recipe = recipe_of(output, seq_len, settings.pop("eagle", {}), **settings)
-    context = processes.context(recipe.train.context_parallel)
+    context = processes.context_group(recipe.train.context_parallel)
     if fault:
         fault()
     seen: list[tuple[int, int]] = []
@@ -100,7 +100,7 @@ class Live(TorchDispatchMode):
 
 def remember(output: Path, rank: int, size: int) -> None:
     """The most that training-time test holds of a row of LONG positions, forward and backward."""
-    context = processes.context(size)
+    context = processes.context_group(size)
     target = Target.wrap(tiny("llama"))
     drafter = make(target, "3, small")
     ids, place = torch.arange(LONG)[None] % target.vocab_size, torch.arange(LONG)[None] % 200

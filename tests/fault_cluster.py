@@ -1,4 +1,4 @@
-"""Runs on several machines: Slurm's batch script with programs in place of Slurm's, and two machines that are network namespaces."""
+"""Runs on several machines: Slurm's batch script with stubs for Slurm's programs, and two machines that are network namespaces."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ ARGUMENTS = """launch --config_file recipes/accelerate-multi-node.yaml --num_mac
 
 
 def slurm(folder: Path) -> Iterator[Row]:
-    """recipes/slurm.sh: what it starts on each machine, and when it queues itself again."""
+    """What recipes/slurm.sh starts on each machine, and when it queues itself again."""
     row = Row("recipes/slurm.sh, with programs in place of Slurm's")
     cases = [
         (0, "+1 hour", False),
@@ -75,7 +75,7 @@ def slurm(folder: Path) -> Iterator[Row]:
 
 @contextmanager
 def machines(names: tuple[str, str]) -> Iterator[str]:
-    """Two network namespaces with a wire between them, 10.213.7.1 and .2 -> "" or why there are none."""
+    """Two network namespaces with a link between them, 10.213.7.1 and .2 -> "" or why there are none."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
@@ -86,10 +86,10 @@ def machines(names: tuple[str, str]) -> Iterator[str]:
             for name in names:
                 ip("netns", "add", name)
                 stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire1", "netns", names[1])
+            ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth1", "netns", names[1])
             for number, name in enumerate(names):
-                ip("-n", name, "addr", "add", f"10.213.7.{number + 1}/24", "dev", f"wire{number}")
-                for link in ("lo", f"wire{number}"):
+                ip("-n", name, "addr", "add", f"10.213.7.{number + 1}/24", "dev", f"veth{number}")
+                for link in ("lo", f"veth{number}"):
                     ip("-n", name, "link", "set", link, "up")
         except FileNotFoundError:
             failed = "no program `ip` here"
@@ -99,13 +99,13 @@ def machines(names: tuple[str, str]) -> Iterator[str]:
 
 
 class Pair:
-    """The same run on both machines, each with a disk of its own at the same path."""
+    """The same run on two machines, each of which has its own disk at the same path."""
 
     def __init__(self, folder: Path, names: tuple[str, str], ends: ExitStack) -> None:
         self.folder, self.names, self.ends = folder, names, ends
         self.disks = [folder / name for name in names]
-        for place in (*self.disks, folder / "disk"):
-            place.mkdir(parents=True)
+        for path in (*self.disks, folder / "disk"):
+            path.mkdir(parents=True)
 
     def launch(self, *words: str, second: tuple[str, ...] = ()) -> list[Launch]:
         """Start it; `second` goes to the second machine alone."""
@@ -114,7 +114,7 @@ class Pair:
             where = ("--num_machines", 2, "--machine_rank", number, "--main_process_ip", "10.213.7.1", "--main_process_port", 29577)
             command = launched("cpu-2", *where, RANK, self.folder / "disk" / "run", "none", *words, *(second if number else ()))
             own = ["bash", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', self.disks[number], self.folder / "disk"]
-            environment = {"GLOO_SOCKET_IFNAME": f"wire{number}"}
+            environment = {"GLOO_SOCKET_IFNAME": f"veth{number}"}
             started.append(
                 self.ends.enter_context(Launch(self.disks[number], ["ip", "netns", "exec", name, *own, *command], **environment))
             )
@@ -122,7 +122,7 @@ class Pair:
 
 
 def two_machines(folder: Path) -> Iterator[Row]:
-    """A run on two machines without a shared disk: only the first has checkpoints, and the second needs none to go on."""
+    """A run on two machines without a shared disk: only the first has checkpoints, and the second needs none to continue."""
     row = Row("two machines (network namespaces) without a shared disk")
     names = (f"draftsmith-{os.getpid()}-a", f"draftsmith-{os.getpid()}-b")
     with machines(names) as missing, ExitStack() as ends:
@@ -139,22 +139,22 @@ def _stopped_and_gone_on(row: Row, pair: Pair) -> None:
     first.reaches(2)
     os.kill(second.process.pid, signal.SIGTERM)
     codes = [launch.ends()[0] for launch in (first, second)]
-    there = saved(pair.disks[0] / "run")
+    last = saved(pair.disks[0] / "run")
     row.trial(
         f"SIGTERM to the second's launcher: launchers {codes}, ranks {first.codes() + second.codes()}",
         both_launchers_ended_in_error=all(codes),
         both_ranks_ended_with_143=first.codes() + second.codes() == [143, 143],
-        saved_on_the_first=there >= 2,
+        saved_on_the_first=last >= 2,
         nothing_saved_on_the_second=not list(pair.disks[1].glob("run/checkpoints/step-*")),
     )
     again = pair.launch(*SLOW, "slow=0")
     codes = [launch.ends(2 * LIMIT)[0] for launch in again]
-    run(pair.folder / "whole", steps=100, schedule="constant")
+    run(pair.folder / "undisturbed", steps=100, schedule="constant")
     row.trial(
         "gone on",
         ended_well=codes == [0, 0],
-        from_what_was_saved=f"resuming from {pair.folder / 'disk' / 'run' / 'checkpoints' / f'step-{there:08d}'}" in again[0].said(),
-        the_same_weights=same(pair.disks[0] / "run", weights(pair.folder / "whole"), 1e-6),
+        from_what_was_saved=f"resuming from {pair.folder / 'disk' / 'run' / 'checkpoints' / f'step-{last:08d}'}" in again[0].said(),
+        the_same_weights=same(pair.disks[0] / "run", weights(pair.folder / "undisturbed"), 1e-6),
     )
 
 

@@ -1,6 +1,6 @@
 """Training runs in forked processes, one for each rank, so that a trial of a fault costs a fraction of a second.
 
-What is forked has imported everything and computed nothing: no threads of torch's that a fork would lose.
+The process that is forked has imported everything and computed nothing, so that torch has no threads yet, which a fork would lose.
 """
 
 import contextlib
@@ -37,7 +37,13 @@ Objective = Callable[[Any, Any], Loss]
 
 @dataclass(slots=True)
 class Ended:
-    """How the ranks of a run ended: exit statuses (−n: by signal n), what they wrote, and the seconds until the last was gone."""
+    """How the ranks of a run ended.
+
+    Attributes:
+        codes: exit status of each rank; −n: by signal n.
+        out, err: what each rank wrote.
+        seconds: until the last rank had ended.
+    """
 
     codes: list[int]
     out: list[str]
@@ -45,14 +51,14 @@ class Ended:
     seconds: float
 
     def said(self, *words: str, rank: int = 0) -> bool:
-        """Whether this rank wrote one line of error with these words, and no traceback."""
+        """Whether this rank wrote a single line of error, with these words, and no traceback."""
         lines = [line for line in self.err[rank].splitlines() if line.startswith("error: ")]
         return "Traceback" not in self.err[rank] and len(lines) == 1 and all(word in lines[0] for word in words)
 
 
 @dataclass(slots=True)
 class Row:
-    """A line of the table: a fault, how often it was tried, and what did not survive it."""
+    """A line of the table: a fault, the number of trials, and the trials that did not survive it."""
 
     fault: str
     trials: int = 0
@@ -60,14 +66,14 @@ class Row:
     skipped: str = ""
 
     def trial(self, where: object, **checks: bool) -> None:
-        """One more trial, of which all `checks` should be true."""
+        """Count one more trial, in which all `checks` should be true."""
         self.trials += 1
         if wrong := [name.replace("_", " ") for name, right in checks.items() if not right]:
             self.failures.append(f"{where}: not {', not '.join(wrong)}")
 
 
 class Run:
-    """A run under way: its processes by rank."""
+    """A run that is under way: its processes by rank."""
 
     def __init__(self, work: Callable[[int], object], folder: Path, ranks: int = 1) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +92,11 @@ class Run:
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
-        faulthandler.register(signal.SIGUSR2)  # where one stands that does not end
+        faulthandler.register(signal.SIGUSR2)  # prints where a process stands that does not end
         if self.store:  # as a worker of torchrun, whose agent holds the store
             world = {"WORLD_SIZE": str(len(self.ranks)), "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
             os.environ |= world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        # No part of what survives, and most of the time of so short a run.
+        # Neither is tested here, and they take most of the time of so short a run.
         machine.matmul_rate = lambda *_: 1.0
         curves.draw = lambda *_: None
         exit_on_error(lambda _: work(rank), [])
@@ -100,10 +106,15 @@ class Run:
             os.kill(self.ranks[rank].pid, number)
 
     def end(self, limit: float = LIMIT, agent: bool = False) -> Ended:
-        """Wait until all have ended. Raises TimeoutError, having killed those left, where one outlives `limit` seconds.
+        """Wait until all ranks have ended.
 
-        agent: do as torchrun's agent, which ends those that are left when one is lost, though later: a rank that waits for another to begin
-        with can know nothing, and one in a few hundred that is about to send in the moment when its peer dies is left waiting by gloo.
+        Args:
+            limit: seconds to wait.
+            agent: act as torchrun's agent, which ends the other ranks when one is lost, though later than it does. A rank that still waits for
+                the others to start cannot notice the loss, and gloo leaves one in a few hundred waiting that sends just when its peer dies.
+
+        Raises:
+            TimeoutError: some ranks outlived `limit`; they have been killed.
         """
         until = time.monotonic() + limit
         lost = None
@@ -126,26 +137,28 @@ class Run:
 
 
 def tau_of(model: torch.nn.Module) -> float:
-    """In place of a measured τ: it goes up and down, and is the same of the same weights."""
+    """Stands in for a measured τ: it goes up and down, and depends on the weights alone."""
     return 1.0 + float(sum(parameter.detach().abs().sum() for parameter in model.parameters())) * 23 % 1
 
 
-def training(output: Path, rank: int, objective: Objective = objective, rows=Numbers, facts=None, probe: bool = False, **settings) -> None:
-    """Train the numbers of test_loop.py, and leave the weights that the first rank ends with in `output`."""
+def training(
+    output: Path, rank: int, objective: Objective = objective, rows=Numbers, fingerprint=None, probe: bool = False, **settings
+) -> None:
+    """Train the numbers of test_loop.py, and leave the weights of the main process in `output`. probe: measure τ."""
     model = new_model()
     measured = (lambda: tau_of(model)) if probe else None
-    loop.fit(new_recipe(output, **settings), model, objective, rows(), rows(), facts or {}, probe=measured)
+    loop.fit(new_recipe(output, **settings), model, objective, rows(), rows(), fingerprint or {}, measure_tau=measured)
     if rank == 0:
         save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, output / "weights.safetensors")
 
 
 def run(output: Path, ranks: int = 1, limit: float = LIMIT, **options) -> Ended:
-    """A run of `training` from its beginning or from what it saved, waited for."""
+    """Run `training` from its beginning or from its checkpoint, and wait for its end."""
     return Run(partial(training, output, **options), output, ranks).end(limit)
 
 
 def at_step(step: int, rank: int, act: Callable[[], object], slow: float = 0.0) -> Objective:
-    """The objective of a run whose `rank` does `act` in the `step`-th step that it takes, from 1. slow: seconds added to each."""
+    """The objective of test_loop.py; `rank` calls `act` in the `step`-th step that it takes, from 1. slow: seconds added to each step."""
     calls = 0
 
     def wrapped(model, batch):
@@ -161,7 +174,7 @@ def at_step(step: int, rank: int, act: Callable[[], object], slow: float = 0.0) 
 
 
 def weights(output: Path) -> dict[str, Tensor]:
-    """What a finished run ended with: its best weights, or the last; the last and their moments."""
+    """Tensors that a finished run ended with: its best weights (or the last), the last weights, and their optimizer state."""
     last = checkpoint.latest(output / "checkpoints")
     assert last is not None, "a run that finished has saved"
     return load_file(output / "weights.safetensors") | {
@@ -170,18 +183,18 @@ def weights(output: Path) -> dict[str, Tensor]:
 
 
 def same(output: Path, expected: dict[str, Tensor], tolerance: float = 0.0) -> bool:
-    """Whether a run ended with these weights: to the last bit, or to `tolerance`."""
+    """Whether a run ended with these tensors, to the last bit or to `tolerance`."""
     if not (output / "weights.safetensors").is_file():
         return False
-    found = weights(output)
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) if not tolerance else bool((found[name] - tensor).abs().max() <= tolerance)
+    actual = weights(output)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], tensor) if not tolerance else bool((actual[name] - tensor).abs().max() <= tolerance)
         for name, tensor in expected.items()
     )
 
 
 def saved(output: Path) -> int:
-    """The step of the newest whole checkpoint, 0 where none was ever written, −1 where there are some and none can be read."""
+    """The step of the newest complete checkpoint, 0 where none was ever written, −1 where there are some and none can be read."""
     try:
         with contextlib.redirect_stdout(None):
             newest = checkpoint.newest(output / "checkpoints")
@@ -190,7 +203,7 @@ def saved(output: Path) -> int:
     return newest[1]["step"] if newest else 0
 
 
-def steps_told(output: Path) -> list[int]:
+def steps_logged(output: Path) -> list[int]:
     """Steps of the training rows in metrics.jsonl."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [row["step"] for row in rows if "lr" in row]

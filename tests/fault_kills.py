@@ -1,4 +1,4 @@
-"""Runs that are killed at random, stopped by signals, and moved between numbers of ranks."""
+"""Runs that are killed at random, stopped by signals, and continued on another number of ranks."""
 
 import functools
 import itertools
@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fault_forks import STEPS, Ended, Row, Run, at_step, run, same, saved, steps_told, training, weights
+from fault_forks import STEPS, Ended, Row, Run, at_step, run, same, saved, steps_logged, training, weights
 
 from draftsmith.train.engine import curves
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Saves often and takes its time, so that kills land in saves, steps and between.
+# Saves often and runs slowly, so that kills hit saves, steps and the time between.
 SLOW = {"steps": 24, "save_every": 1, "eval_every": 6, "schedule": "constant"}
 TOLERANCE = {1: 0.0, 2: 1e-6}
 
@@ -27,14 +27,14 @@ def slow_run(output: Path, ranks: int) -> Run:
 
 
 def killed_at_random(folder: Path, ranks: int, all_of_them: bool = True, trials: int = 20) -> Iterator[Row]:
-    """kill -9 at moments drawn uniformly over a run, of one rank or of all of them."""
+    """kill -9 at a time drawn uniformly over a run, of one rank or of all of them."""
     draw = random.Random(7)
     row = Row(f"kill -9 at random, {'all' if all_of_them else 'one'} of {ranks} rank(s)")
-    whole = slow_run(folder / "whole", ranks).end()
-    assert whole.codes == [0] * ranks, whole.err
-    expected = weights(folder / "whole")
+    undisturbed = slow_run(folder / "undisturbed", ranks).end()
+    assert undisturbed.codes == [0] * ranks, undisturbed.err
+    expected = weights(folder / "undisturbed")
     for number in range(trials):
-        moment, victim = draw.uniform(0, whole.seconds), draw.randrange(ranks)
+        moment, victim = draw.uniform(0, undisturbed.seconds), draw.randrange(ranks)
         output = folder / str(number)
         going = slow_run(output, ranks)
         time.sleep(moment)
@@ -48,14 +48,14 @@ def killed_at_random(folder: Path, ranks: int, all_of_them: bool = True, trials:
             no_success_feigned=all(killed.codes) or step == SLOW["steps"],
             gone_on=again.codes == [0] * ranks,
             the_same_weights=same(output, expected, TOLERANCE[ranks]),
-            told_every_step_once=steps_told(output) == list(range(1, SLOW["steps"] + 1)),
+            logged_every_step_once=steps_logged(output) == list(range(1, SLOW["steps"] + 1)),
         )
         shutil.rmtree(output)
     yield row
 
 
 def stopped_at(output: Path, ranks: int, steps: int, number: int = signal.SIGTERM, rank: int | None = None, times: int = 1) -> Ended:
-    """A run that takes `steps` more steps and is then stopped by signal `number`, sent to one rank (None: the last) `times` times."""
+    """A run that takes `steps` more steps and then stops, since one rank (None: the last) gets signal `number`, `times` times."""
 
     def act() -> None:
         for _ in range(times):
@@ -65,10 +65,10 @@ def stopped_at(output: Path, ranks: int, steps: int, number: int = signal.SIGTER
 
 
 def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2), steps: Sequence[int] = range(1, STEPS + 1)) -> Iterator[Row]:
-    """Each signal at each rank in each of `steps`: all ranks save after it and exit with 128 + signal; more of them change nothing."""
+    """Each signal to each rank in each of `steps`: all ranks save after that step and exit with 128 + signal; repeated signals change nothing."""
     for ranks in worlds:
-        run(folder / f"whole-{ranks}", ranks)
-        expected = weights(folder / f"whole-{ranks}")
+        run(folder / f"undisturbed-{ranks}", ranks)
+        expected = weights(folder / f"undisturbed-{ranks}")
         for number in SIGNALS:
             row = Row(f"{number.name} to each of {ranks} rank(s), in step {', '.join(map(str, steps))}")
             for step, rank in itertools.product(steps, range(ranks)):
@@ -87,7 +87,7 @@ def stopped_by_signals(folder: Path, worlds: Sequence[int] = (1, 2), steps: Sequ
 
 
 def passed_on_late(folder: Path) -> Iterator[Row]:
-    """A launcher passes a signal on, or dies of it, when its ranks have saved and one still draws the curves: they end with 143 all the same."""
+    """The launcher passes a signal on, or dies of it, after its ranks have saved and while one draws the curves: they still end with 143."""
     row = Row("a signal that the launcher passes on while ranks end")
 
     def work(rank: int, output: Path, late: int) -> None:
@@ -105,23 +105,23 @@ def passed_on_late(folder: Path) -> Iterator[Row]:
 
 
 def moved(folder: Path, ranks: Sequence[int] = (1, 2, 1), any_two: bool = True) -> Iterator[Row]:
-    """A run that is stopped and goes on with another number of ranks, twice, at any two steps or at each step and the next."""
-    run(folder / "whole")
-    expected = weights(folder / "whole")
+    """A run that is stopped and continued with another number of ranks, twice, at any two steps or at each step and the next."""
+    run(folder / "undisturbed")
+    expected = weights(folder / "undisturbed")
     row = Row(f"{' → '.join(map(str, ranks))} ranks, at {'any two steps' if any_two else 'each step and the next'}")
     for first, second in itertools.combinations(range(1, STEPS), 2):
         if any_two or second == first + 1:
             output = folder / f"{'-'.join(map(str, ranks))}-{first}-{second}"
-            one = stopped_at(output, ranks[0], first)
-            there = saved(output)
-            two = stopped_at(output, ranks[1], second - first)
+            first_run = stopped_at(output, ranks[0], first)
+            first_saved = saved(output)
+            second_run = stopped_at(output, ranks[1], second - first)
             row.trial(
                 f"steps {first} and {second}",
-                stopped=one.codes == [143] * ranks[0] and two.codes == [143] * ranks[1],
-                saved_there=(there, saved(output)) == (first, second),
+                stopped=first_run.codes == [143] * ranks[0] and second_run.codes == [143] * ranks[1],
+                saved_there=(first_saved, saved(output)) == (first, second),
                 gone_on=run(output, ranks[2]).codes == [0] * ranks[2],
                 the_same_weights=same(output, expected, 1e-6),
-                told_every_step_once=steps_told(output) == list(range(1, STEPS + 1)),
+                logged_every_step_once=steps_logged(output) == list(range(1, STEPS + 1)),
             )
             shutil.rmtree(output)
     yield row

@@ -1,4 +1,4 @@
-"""The same faults under the real `accelerate launch`: what its launcher does, and what the ranks make of it."""
+"""The same faults under the real `accelerate launch`: what the launcher does, and how the ranks react."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from fault_forks import LIMIT, STEPS, Row, saved
 
 ROOT = Path(__file__).resolve().parents[1]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-# The run takes half a minute where nothing happens to it, and saves at its end only.
+# Undisturbed, the run takes half a minute, and saves only at its end.
 SLOW = ("slow=0.25", "steps=100", 'schedule="constant"')
 
 
@@ -28,7 +28,7 @@ RANK = ROOT / "tests" / "fault_rank.py"
 
 
 class Launch:
-    """A command under way in a session of its own; its output goes to `folder`/said, its ranks' numbers to `folder`/pid-<rank>."""
+    """A command that runs in a session of its own. Its output goes to `folder`/said, the process numbers of its ranks to `folder`/pid-<rank>."""
 
     def __init__(self, folder: Path, command: Sequence[object], **environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever is left of it is killed."""
+        """Kill what is left of it."""
         for pid in (self.process.pid, *self.ranks()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -65,7 +65,7 @@ class Launch:
             raise TimeoutError(f"{self.process.args} did not get to step {step}:\n{self.said()}")
 
     def ends(self, limit: float = LIMIT) -> tuple[int | None, float]:
-        """(exit status of the launcher, seconds until it and all of its ranks were gone); None and `limit` where they were not."""
+        """(exit status of the launcher, seconds until it and all its ranks had ended); (None, `limit`) where they did not."""
         began = time.monotonic()
         gone = until(lambda: self.process.poll() is not None and not any(alive(pid) for pid in self.ranks()), limit)
         return (self.process.returncode, time.monotonic() - began) if gone else (None, limit)
@@ -79,7 +79,7 @@ class Launch:
 
 
 def until(true: Callable[[], bool], limit: float) -> bool:
-    """Wait until something is true -> whether it became so."""
+    """Wait until `true()` holds -> whether it did within `limit` seconds."""
     end = time.monotonic() + limit
     while not true():
         if time.monotonic() > end:
@@ -89,7 +89,7 @@ def until(true: Callable[[], bool], limit: float) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (one that ended and was not asked for does not)."""
+    """Whether a process runs; one that has ended and whose status nobody read does not."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -97,12 +97,12 @@ def alive(pid: int) -> bool:
 
 def lost(folder: Path) -> Iterator[Row]:
     """One of two ranks is lost in step 4."""
-    stalled = "made no progress for 0.1 minutes while in step 4"
-    for fate, word in (("exit", "is gone"), ("kill", "is gone"), ("hang", stalled), ("stop", stalled)):
+    no_progress = "made no progress for 0.1 minutes while in step 4"
+    for fate, word in (("exit", "is gone"), ("kill", "is gone"), ("hang", no_progress), ("stop", no_progress)):
         row = Row(f"accelerate launch, one of two ranks: {fate}")
-        place = folder / fate
-        stall = ("stall_minutes=0.1",) if word == stalled else ()
-        with Launch(place, launched("cpu-2", RANK, place / "run", fate, "save_every=1", *stall)) as launch:
+        output = folder / fate
+        watchdog = ("watchdog_minutes=0.1",) if word == no_progress else ()
+        with Launch(output, launched("cpu-2", RANK, output / "run", fate, "save_every=1", *watchdog)) as launch:
             launch.reaches(3)
             code, seconds = launch.ends()
             row.trial(
@@ -110,14 +110,14 @@ def lost(folder: Path) -> Iterator[Row]:
                 launcher_ended_in_error=bool(code),
                 all_gone_within_a_minute=seconds < LIMIT,
                 said_why=word in launch.said(),
-                nothing_saved_lost=saved(place / "run") in (2, 3),
+                nothing_saved_lost=saved(output / "run") in (2, 3),
             )
         yield row
 
 
 def signalled(folder: Path) -> Iterator[Row]:
     """Signals to the launcher alone, or to it and all ranks: the ranks save before they go, and none is left."""
-    to_all, to_launcher = (lambda one: [one.process.pid, *one.ranks()]), (lambda one: [one.process.pid])
+    to_all, to_launcher = (lambda launch: [launch.process.pid, *launch.ranks()]), (lambda launch: [launch.process.pid])
     cases: list[tuple[str, int, int, Callable[[Launch], list[int]], str]] = [
         ("one", signal.SIGTERM, signal.SIGTERM, to_launcher, "SIGTERM to its launcher"),
         ("one", signal.SIGKILL, signal.SIGTERM, to_launcher, "SIGKILL to its launcher"),
@@ -130,8 +130,8 @@ def signalled(folder: Path) -> Iterator[Row]:
     ]
     for number, (launcher, sent, caught, to, what) in enumerate(cases):
         row = Row(f"accelerate launch ({launcher}), {what}")
-        place = folder / str(number)
-        with Launch(place, launched(launcher, RANK, place / "run", "none", *SLOW)) as launch:
+        output = folder / str(number)
+        with Launch(output, launched(launcher, RANK, output / "run", "none", *SLOW)) as launch:
             launch.reaches(2)
             for pid in to(launch):
                 os.kill(pid, sent)
@@ -141,13 +141,13 @@ def signalled(folder: Path) -> Iterator[Row]:
                 launcher_ended_in_error=bool(code),
                 none_left=seconds < LIMIT,
                 every_rank_ended_with_128_plus_signal=launch.codes() == [128 + caught] * len(launch.ranks()),
-                saved=saved(place / "run") >= 2,
+                saved=saved(output / "run") >= 2,
             )
         yield row
 
 
 def before_the_time_is_up(folder: Path) -> Iterator[Row]:
-    """SIGUSR1 to launcher and ranks, where the launcher was told to ignore it, as recipes/slurm.sh does."""
+    """SIGUSR1 to launcher and ranks; the launcher ignores it, as under recipes/slurm.sh."""
     row = Row("accelerate launch (cpu-2), SIGUSR1 to all, ignored by the launcher")
     command = launched("cpu-2", RANK, folder / "run", "none", *SLOW)
     with Launch(folder, ["bash", "-c", 'trap "" USR1; exec "$@"', "launch", *command]) as launch:
@@ -167,7 +167,7 @@ def before_the_time_is_up(folder: Path) -> Iterator[Row]:
 
 
 def port_in_use(folder: Path) -> Iterator[Row]:
-    """A fixed port that another program has: on one machine Accelerate takes another, on several it refuses. (The recipes give port 0.)"""
+    """Another program has the fixed port: on one machine Accelerate takes another port, on several it refuses. (The recipes give port 0.)"""
     row = Row("accelerate launch, its port in use")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

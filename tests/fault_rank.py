@@ -1,8 +1,8 @@
-"""A rank of a real `accelerate launch`: trains the numbers of test_loop.py, slowly, until something happens to it.
+"""A rank of a real `accelerate launch`: it trains the numbers of test_loop.py slowly until a fault.
 
 fault_rank.py <output folder> <fate in step 4 of the last rank: none | exit | kill | hang | stop> [key=value of the train section ...]
 
-Leaves pid-<rank>, and code-<rank> when it ends by itself, beside the output folder.
+It writes pid-<rank>, and code-<rank> when it ends by itself, beside the output folder.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Ranks that die, hang, raise or disagree, and folders that are taken away: the others end soon, say why, and lose nothing that was saved."""
+"""Ranks that die, hang, raise or disagree, and folders that vanish: the other ranks end soon, say why, and lose nothing that was saved."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, train
 from test_loop import Numbers
 
 from draftsmith.train.engine import curves, processes
-from draftsmith.train.engine.watchdog import STALLED
+from draftsmith.train.engine.watchdog import EXIT_NO_PROGRESS
 
 GONE = ("another process of this run is gone", "the same command goes on from the newest checkpoint in")
 
@@ -34,32 +34,32 @@ FATES: dict[str, tuple[Callable[[], object], int]] = {
     "exits with status 1": (lambda: os._exit(1), 1),
     "raises an error of the user's": (wrong_data, 2),
     "raises an error of the program's": (wrong_code, 1),
-    "hangs": (lambda: time.sleep(2 * LIMIT), STALLED),
+    "hangs": (lambda: time.sleep(2 * LIMIT), EXIT_NO_PROGRESS),
 }
 
 
 def lost(folder: Path, fates: Iterable[str] = FATES) -> Iterator[Row]:
-    """One of two ranks is lost in step 4: what was saved after step 3, or 2 where that was under way, is what the next run begins with."""
-    run(folder / "whole", 2, save_every=1)
-    expected = weights(folder / "whole")
+    """One of two ranks is lost in step 4. The next run begins with the checkpoint of step 3, or of step 2 if step 3 was being saved."""
+    run(folder / "undisturbed", 2, save_every=1)
+    expected = weights(folder / "undisturbed")
     for fate in fates:
         act, code = FATES[fate]
         row = Row(f"one of two ranks {fate}")
         for rank in (0, 1):
             output = folder / f"{fate}-{rank}"
-            patience = {"stall_minutes": 0.05} if fate == "hangs" else {}
+            patience = {"watchdog_minutes": 0.05} if fate == "hangs" else {}
             ended = run(output, 2, objective=at_step(4, rank, act), save_every=1, **patience)
             other = 1 - rank
-            there = saved(output)
+            last = saved(output)
             row.trial(
                 f"rank {rank}",
                 ended_within_a_minute=ended.seconds < LIMIT,
                 that_rank_ended_so=ended.codes[rank] == code,
-                the_other_ended_in_error=ended.codes[other] == (STALLED if fate == "hangs" else 2),
+                the_other_ended_in_error=ended.codes[other] == (EXIT_NO_PROGRESS if fate == "hangs" else 2),
                 the_other_said_why=fate == "hangs" or ended.said(*GONE, rank=other),
-                stalled_ranks_said_where=fate != "hangs"
-                or all("made no progress for 0.05 minutes while in step 4" in one for one in ended.err),
-                nothing_saved_lost=there in (2, 3),
+                hanging_ranks_said_where=fate != "hangs"
+                or all("made no progress for 0.05 minutes while in step 4" in error for error in ended.err),
+                nothing_saved_lost=last in (2, 3),
                 gone_on=run(output, 2, save_every=1).codes == [0, 0],
                 the_same_weights=same(output, expected, 1e-6),
             )
@@ -67,11 +67,11 @@ def lost(folder: Path, fates: Iterable[str] = FATES) -> Iterator[Row]:
 
 
 def never_came(folder: Path) -> Iterator[Row]:
-    """A rank that ends before the ranks have met, on another machine, whose launcher tells the first one nothing."""
+    """A rank on another machine ends before the ranks have met; its launcher does not tell the first machine."""
     row = Row("a rank that ends before the ranks have met")
 
     def work(rank: int) -> None:
-        processes.MEETING = timedelta(seconds=2)
+        processes.RENDEZVOUS_TIMEOUT = timedelta(seconds=2)
         if rank == 1:
             os._exit(1)
         training(folder / "run", rank)
@@ -82,7 +82,7 @@ def never_came(folder: Path) -> Iterator[Row]:
 
 
 class OtherRows(Numbers):
-    """On the second rank a value of the first batch differs, as where another machine has other data."""
+    """On the second rank a value of the first batch differs, as if its machine had other data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,17 +96,17 @@ class FewerRows(Numbers):
 
 
 def disagreeing(folder: Path) -> Iterator[Row]:
-    """Ranks that would train on other data, or with another recipe: refused before the first step."""
+    """Ranks that would train on different data or with different recipes are refused before the first step."""
     row = Row("ranks that disagree")
 
-    def other_facts(rank: int) -> None:
-        training(folder / "facts", rank, facts={"data": rank})
+    def other_fingerprint(rank: int) -> None:
+        training(folder / "fingerprint", rank, fingerprint={"data": rank})
 
     def other_recipe(rank: int) -> None:
         training(folder / "recipe", rank, lr=0.05 + 0.01 * rank)
 
     ways: dict[str, Callable[[int], None]] = {
-        "facts": other_facts,
+        "fingerprint": other_fingerprint,
         "recipe": other_recipe,
         "batch": functools.partial(training, folder / "batch", rows=OtherRows),
         "rows": functools.partial(training, folder / "rows", rows=FewerRows),
@@ -126,18 +126,18 @@ def disagreeing(folder: Path) -> Iterator[Row]:
 def mounted(folder: Path, options: str) -> Iterator[str]:
     """A small file system at `folder` -> "" or why there is none."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, text=True, check=False)
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, text=True, check=False)
     try:
-        yield made.stderr.strip()
+        yield mount.stderr.strip()
     finally:
-        if made.returncode == 0:
+        if mount.returncode == 0:
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def folders(folder: Path) -> Iterator[Row]:
-    """The folder of a run is deleted, is of another run, may not be written, or its disk is full."""
-    run(folder / "whole", save_every=2)
-    expected = weights(folder / "whole")
+    """The folder of a run is deleted, is another run's, may not be written, or its disk is full."""
+    run(folder / "undisturbed", save_every=2)
+    expected = weights(folder / "undisturbed")
     for ranks in (1, 2):
         row = Row(f"checkpoint folder deleted while running, {ranks} rank(s)")
         for step in range(2, STEPS):
@@ -154,16 +154,16 @@ def folders(folder: Path) -> Iterator[Row]:
     yield _refused(folder)
     yield _full(folder / "full")
     yield _full_for_others(folder / "full-for-others")
-    yield _spoilt_metrics(folder, expected)
+    yield _damaged_metrics(folder, expected)
     yield _read_only(folder / "read-only")
 
 
 def _refused(folder: Path) -> Row:
-    """What is there before a run begins."""
+    """A run refuses what it finds in its folder before it begins."""
     row = Row("a folder of another recipe, other data, or no folder")
     for ranks in (1, 2):
         output = folder / f"other-{ranks}"
-        run(output, ranks, facts={"data": "a"})
+        run(output, ranks, fingerprint={"data": "a"})
 
         def refuse(what: str, *words: str, ranks: int = ranks, output: Path = output, **options) -> None:
             ended = run(output, ranks, **options)
@@ -174,9 +174,9 @@ def _refused(folder: Path) -> Row:
                 nothing_lost=saved(output) in (0, STEPS),
             )
 
-        refuse("lr", "was made with train.lr=0.05, this run has 0.1; give another train.output", facts={"data": "a"}, lr=0.1)
-        refuse("data", "was made with data=a, this run has b", facts={"data": "b"})
-        refuse("never", "holds checkpoints and train.resume=never", facts={"data": "a"}, resume="never")
+        refuse("lr", "was made with train.lr=0.05, this run has 0.1; give another train.output", fingerprint={"data": "a"}, lr=0.1)
+        refuse("data", "was made with data=a, this run has b", fingerprint={"data": "b"})
+        refuse("never", "holds checkpoints and train.resume=never", fingerprint={"data": "a"}, resume="never")
         file = folder / f"file-{ranks}"
         file.mkdir()
         (file / "checkpoints").write_text("")
@@ -184,41 +184,41 @@ def _refused(folder: Path) -> Row:
     return row
 
 
-def fill(rest: Path) -> None:
-    with suppress(OSError), rest.open("wb") as stream:
+def fill(filler: Path) -> None:
+    with suppress(OSError), filler.open("wb") as stream:
         while True:
             stream.write(b"0" * 4096)
             stream.flush()
 
 
 def _full(folder: Path) -> Row:
-    """A real disk without room."""
+    """A real disk that is full."""
     row = Row("a disk that fills up while running (tmpfs)")
     for ranks in (1, 2):
         with mounted(folder / str(ranks), "size=256k") as missing:
             if missing:
                 row.skipped = missing
                 return row
-            output, rest = folder / str(ranks) / "run", folder / str(ranks) / "rest"
+            output, filler = folder / str(ranks) / "run", folder / str(ranks) / "filler"
 
             for probe in (False, True):
                 ended = run(
                     output,
                     ranks,
-                    objective=at_step(4, 0, functools.partial(fill, rest)),
+                    objective=at_step(4, 0, functools.partial(fill, filler)),
                     save_every=2,
                     log_every=20,
                     eval_every=4 if probe else 0,
                     probe=probe,
                 )
-                there = saved(output)
-                rest.unlink()
+                last = saved(output)
+                filler.unlink()
                 again = run(output, ranks, save_every=2, log_every=20, eval_every=4 if probe else 0, probe=probe)
                 row.trial(
                     f"{ranks} rank(s){', with a probe' if probe else ''}",
                     all_ended_with_2=ended.codes == [2] * ranks,
-                    said_so=ended.said("could not be written", "No space left on device", "is whole; make room there"),
-                    the_one_before_kept=there == 2,
+                    said_so=ended.said("could not be written", "No space left on device", "is complete; free disk space there"),
+                    the_one_before_kept=last == 2,
                     gone_on=again.codes == [0] * ranks,
                 )
                 shutil.rmtree(output)
@@ -226,7 +226,7 @@ def _full(folder: Path) -> Row:
 
 
 def _full_for_others(folder: Path) -> Row:
-    """The disk is full when metrics.jsonl grows, or when curves.png is drawn after a save has failed: what is said names the place."""
+    """The disk is full when metrics.jsonl grows, or when curves.png is drawn after a save has failed: the error names the file or its folder."""
     row = Row("a disk that fills up before metrics or curves are written (tmpfs)")
 
     def work(rank: int, draw: Callable, **options) -> None:
@@ -238,7 +238,7 @@ def _full_for_others(folder: Path) -> Row:
             row.skipped = missing
             return row
         for what, every in (("metrics", 1), ("curves", 3)):
-            act = at_step(4, 0, functools.partial(fill, folder / "rest"))
+            act = at_step(4, 0, functools.partial(fill, folder / "filler"))
             ended = Run(functools.partial(work, draw=curves.draw, objective=act, save_every=2, log_every=every), folder / "run").end()
             row.trial(
                 what,
@@ -246,22 +246,22 @@ def _full_for_others(folder: Path) -> Row:
                 said_so=ended.said("No space left on device", str(folder / "run")),
                 the_one_before_kept=saved(folder / "run") == 2,
             )
-            (folder / "rest").unlink()
+            (folder / "filler").unlink()
             shutil.rmtree(folder / "run")
     return row
 
 
-def _spoilt_metrics(folder: Path, expected: dict) -> Row:
-    """metrics.jsonl is not synced: a power cut may leave anything in it, which is no reason not to go on."""
-    row = Row("metrics.jsonl spoilt by a power cut")
-    spoil: dict[str, Callable[[bytes], bytes]] = {
+def _damaged_metrics(folder: Path, expected: dict) -> Row:
+    """metrics.jsonl is not synced: a power cut may leave anything in it, and the run continues all the same."""
+    row = Row("metrics.jsonl damaged by a power cut")
+    damages: dict[str, Callable[[bytes], bytes]] = {
         "empty": lambda text: b"",
         "cut": lambda text: text[:-9],
         "zeros at its end": lambda text: text[:-20] + 20 * b"\0",
         "zeros within": lambda text: text[:-40] + 20 * b"\0" + text[-20:],
         "noise": lambda text: text[:-40] + b"\xff\xfe\n{}\n[]\n" + text[-20:],
     }
-    for what, change in spoil.items():
+    for what, change in damages.items():
         output = folder / what
         run(output, objective=at_step(4, 0, lambda: os.kill(os.getpid(), signal.SIGTERM)))
         metrics = output / "metrics.jsonl"
@@ -284,14 +284,14 @@ def _read_only(folder: Path) -> Row:
         for ranks in (1, 2):
             output = folder / f"run-{ranks}"
             ended = run(output, ranks, objective=at_step(4, 0, lambda: remount("ro")), save_every=2, log_every=20)
-            there = saved(output)
+            last = saved(output)
             refused = run(output, ranks, save_every=2)
             remount("rw")
             row.trial(
                 f"{ranks} rank(s)",
                 all_ended_with_2=ended.codes == [2] * ranks,
-                said_so=ended.said("could not be written", "is whole; make room there, or see that the folder may be written"),
-                the_one_before_kept=there == 2,
+                said_so=ended.said("could not be written", "is complete; free disk space there, or see that the folder may be written"),
+                the_one_before_kept=last == 2,
                 refused_at_once=refused.codes == [2] * ranks and refused.said("checkpoints may not be written"),
                 gone_on=run(output, ranks, save_every=2).codes == [0] * ranks,
             )

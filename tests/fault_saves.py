@@ -1,7 +1,7 @@
-"""Faults at each operation of a save: a kill, a disk that is full or fails, and power that is lost.
+"""Faults at each operation of a save: a kill, a disk that is full or fails, a loss of power.
 
-An operation is what changes a disk: a folder or file made, a file half written, an fsync, a rename, a deletion. They are counted in a save
-that nothing disturbs; then, for each of them and for the end, a run is disturbed there and goes on.
+An operation changes the disk: it makes a folder or a file, writes half a file, syncs, renames or deletes. They are counted in an undisturbed
+save; then, for each operation and for the end, a run is disturbed there and continued.
 """
 
 import errno
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fault_forks import STEPS, Ended, Row, Run, run, same, saved, steps_told, training, weights
+from fault_forks import STEPS, Ended, Row, Run, run, same, saved, steps_logged, training, weights
 from safetensors import SafetensorError
 
 from draftsmith.train.engine import checkpoint
@@ -25,14 +25,14 @@ Strike = Callable[["Disk", str], None]
 
 
 class Disk:
-    """Watches the operations of a process below a folder and does `strike` before the `at`-th (from 0) of those of the second save."""
+    """Watches the disk operations of a process and calls `strike` before operation `at` (from 0) of the second save."""
 
     def __init__(self, folder: Path, at: int, strike: Strike) -> None:
         self.folder, self.at, self.strike = folder, at, strike
         self.operations: list[str] = []
         self.saves, self.watching, self.within = 0, False, False
-        self.synced: set[int] = set()  # inodes whose content is on the disk
-        self.unsynced: list[tuple[Path, Path, Path | None]] = []  # renames that are not: from, to, what was there
+        self.synced: set[int] = set()  # inodes whose content has been synced
+        self.unsynced: list[tuple[Path, Path, Path | None]] = []  # renames not synced: from, to, copy of the file replaced
         for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
             setattr(os, name, functools.partial(self._system, name, getattr(os, name)))
         Path.write_text = self._half_written(Path.write_text)
@@ -54,7 +54,7 @@ class Disk:
         return save
 
     def before(self, operation: str) -> None:
-        """One more operation is about to be done."""
+        """An operation is about to happen."""
         if self.watching and not self.within:
             self.operations.append(operation)
             if len(self.operations) > self.at:
@@ -67,19 +67,19 @@ class Disk:
     def _system(self, name: str, plain: Callable, *arguments, **options):
         self.before(name)
         if name == "fsync":
-            found = os.fstat(arguments[0])
-            self.synced.add(found.st_ino)
-            self.unsynced = [one for one in self.unsynced if one[1].parent.exists() and one[1].parent.stat().st_ino != found.st_ino]
-        if name == "unlink":  # its number will be another file's
+            inode = os.fstat(arguments[0]).st_ino
+            self.synced.add(inode)
+            self.unsynced = [item for item in self.unsynced if item[1].parent.exists() and item[1].parent.stat().st_ino != inode]
+        if name == "unlink":  # another file will get its inode
             self.synced.discard(os.stat(*arguments, **options, follow_symlinks=False).st_ino)
         if name in ("rename", "replace"):
             source, to = map(Path, arguments)
-            kept = None
+            replaced = None
             if to.is_file():
                 self.synced.discard(to.stat().st_ino)
-                kept = self.folder.parent / f"{self.folder.name}-kept-{len(self.unsynced)}"
-                shutil.copy2(to, kept)
-            self.unsynced.append((source, to, kept))
+                replaced = self.folder.parent / f"{self.folder.name}-replaced-{len(self.unsynced)}"
+                shutil.copy2(to, replaced)
+            self.unsynced.append((source, to, replaced))
         return plain(*arguments, **options)
 
     def _half_written(self, plain: Callable) -> Callable:
@@ -92,7 +92,7 @@ class Disk:
         return write_text
 
     def _half_serialised(self, plain: Callable) -> Callable:
-        """safetensors writes under a name of its own, in the same folder, and renames; whoever kills it leaves that."""
+        """safetensors writes under a name of its own in the same folder and renames that file; a kill leaves it behind."""
 
         def save_file(tensors, path: Path):
             self.before("save_file")
@@ -111,12 +111,12 @@ class Disk:
         return save_file
 
     def lose_power(self, names: bool) -> None:
-        """What was not synced is lost: what is in files, and (names) renames in folders that were not synced, the last of them first."""
-        for source, to, kept in reversed(self.unsynced) if names else ():
+        """Lose what was not synced: the content of files and, if `names`, renames in folders that were not synced, the last rename first."""
+        for source, to, replaced in reversed(self.unsynced) if names else ():
             if to.exists():
                 to.rename(source)
-            if kept:
-                self.synced.add(kept.rename(to).stat().st_ino)
+            if replaced:
+                self.synced.add(replaced.rename(to).stat().st_ino)
         for file in self.folder.rglob("*"):
             if file.is_file() and file.stat().st_ino not in self.synced:
                 os.truncate(file, 0)
@@ -132,13 +132,13 @@ def power_lost(disk: Disk, operation: str, names: bool) -> None:
 
 
 def full(_: Disk, operation: str) -> None:
-    """From here on; deleting still works."""
+    """The disk is full from this operation on; deleting still works."""
     if operation not in HARMLESS:
         raise _error(operation, errno.ENOSPC)
 
 
 def failing(disk: Disk, operation: str) -> None:
-    """Once."""
+    """This operation alone fails."""
     if len(disk.operations) == disk.at + 1 and operation != "the end":
         raise _error(operation, errno.EIO)
 
@@ -150,7 +150,7 @@ def _error(operation: str, number: int) -> Exception:
     return OSError(number, text)
 
 
-ERRORS: dict[str, Strike] = {"disk full from there on": full, "an input/output error": failing}
+ERRORS: dict[str, Strike] = {"disk full from then on": full, "an input/output error": failing}
 FAULTS: dict[str, Strike] = ERRORS | {
     "kill -9": kill,
     "power lost, and content that was not synced": functools.partial(power_lost, names=False),
@@ -159,7 +159,7 @@ FAULTS: dict[str, Strike] = ERRORS | {
 
 
 def _disturbed(output: Path, rank: int, at: int, strike: Strike, probe: bool) -> None:
-    if rank:  # the first one saves
+    if rank:  # only the main process saves
         return training(output, rank, probe=probe, **SETTINGS)
     disk = Disk(output, at, strike)
     training(output, rank, probe=probe, **SETTINGS)
@@ -171,7 +171,7 @@ def _run(output: Path, at: int, strike: Strike, probe: bool, ranks: int) -> Ende
 
 
 def at_each_operation(folder: Path, fault: str, probes: tuple[bool, ...] = (False, True), ranks: int = 1) -> Iterator[Row]:
-    """A trial for each operation of a save, alone and after that of the best weights (with a probe)."""
+    """A trial for each operation of a save, without and (with a probe) after a save of the best weights."""
     row = Row(f"{fault}, at each operation of a save of {ranks} rank(s)")
     ended_by_it = 0
     for probe in probes:
@@ -189,22 +189,22 @@ def at_each_operation(folder: Path, fault: str, probes: tuple[bool, ...] = (Fals
 
 
 def _judge(row: Row, where: str, output: Path, fault: str, ended: Ended, probe: bool, expected: dict) -> None:
-    """Whether a run that was disturbed ended as it should, and goes on."""
+    """Whether a disturbed run ended as it should, and continues."""
     ranks = len(ended.codes)
     if fault in ERRORS:
-        in_error = ended.codes == [2] * ranks and ended.said("could not be written", "make room there")
+        in_error = ended.codes == [2] * ranks and ended.said("could not be written", "free disk space there")
         as_it_should = in_error or ended.codes == [0] * ranks  # what could not be deleted does no harm
     else:
         as_it_should = ended.codes == [-signal.SIGKILL, *[2] * (ranks - 1)]
-    there = saved(output)
+    last = saved(output)
     again = run(output, ranks, probe=probe, **SETTINGS)
     row.trial(
         where,
         ended_as_it_should=as_it_should,
-        whole_afterwards=there >= 2,
+        complete_afterwards=last >= 2,
         gone_on=again.codes == [0] * ranks,
         the_same_weights=same(output, expected, 0.0 if ranks == 1 else 1e-6),
-        told_every_step_once="power" in fault or steps_told(output) == list(range(1, STEPS + 1)),
+        logged_every_step_once="power" in fault or steps_logged(output) == list(range(1, STEPS + 1)),
         tidy=not list((output / "checkpoints").glob(".*")),
     )
     shutil.rmtree(output)

@@ -1,8 +1,8 @@
-"""Every fault that a training run must survive, tried: `make test-faults`, or `python tests/faults.py [--quick]`.
+"""Tries every fault that a training run must survive: `make test-faults`, or `python tests/faults.py [--quick]`.
 
-Prints a row for each fault as it is done: how often it was tried, how often survived. Survived means: ended as it should (killed, or in
-error with one line that says what to do), nothing lost that was saved, and gone on to the weights of a run that nothing disturbed. Ends with
-status 1 where something was not survived. --quick: what `make test` runs of it.
+It prints a row for each fault: the number of trials, and of those survived. A run survives if it ends as it should (killed, or in error with
+one line that says what to do), loses nothing that was saved, and continues to the weights of an undisturbed run. The exit status is 1 if a
+trial was not survived. --quick runs the part that `make test` includes.
 """
 
 import os
@@ -60,7 +60,7 @@ ALL: dict[str, Group] = {
 
 
 def done(name: str, group: Group, folder: Path) -> list[Row]:
-    """A group's rows; the last one, where it could not go on (a run did not end at all), says so."""
+    """The rows of a group; where the group could not go on (a run did not end at all), the last row says so."""
     torch.set_num_threads(1)
     rows: list[Row] = []
     try:
@@ -71,7 +71,7 @@ def done(name: str, group: Group, folder: Path) -> list[Row]:
 
 
 def main(groups: dict[str, Group]) -> bool:
-    """Whether all was survived. Two groups run at a time: mostly they wait."""
+    """Whether all trials were survived. Two groups run at a time, since they mostly wait."""
     rows: list[Row] = []
     began = time.monotonic()
     print(f"{'trials':>6} {'survived':>8}  fault", flush=True)

@@ -1,4 +1,4 @@
-"""Under `accelerate launch`: the numbers of test_loop.py and every method, trained, saved and resumed; and how they were wrapped.
+"""A script for `accelerate launch`: trains, saves and resumes the numbers of test_loop.py and every method, and notes how they were wrapped.
 
 launched.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
 """
@@ -15,7 +15,8 @@ from test_loop import Numbers, new_model, new_recipe, objective
 from torch.distributed.tensor import DTensor
 
 from draftsmith.train import distill, eagle, loop, medusa
-from draftsmith.train.engine import processes
+from draftsmith.train.engine import processes, resume
+from draftsmith.train.engine.sharded import ShardedModel
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
@@ -41,8 +42,8 @@ def words(method, folder, output):
     return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
 
 
-class Watched(loop.ShardedModel):
-    """Notes what a launcher that silently did something else would not show."""
+class Watched(ShardedModel):
+    """Notes how the model was wrapped, since a launcher may silently do something else."""
 
     seen: list[dict] = []
 
@@ -62,7 +63,7 @@ class Watched(loop.ShardedModel):
 
 
 def on_gloo(*arguments, plain=processes.accelerator, **options):
-    """Accelerate takes FSDP2 for a GPU's alone, and runs DDP on a CPU without a word: told so afterwards, it shards."""
+    """Accelerate allows FSDP2 on GPUs only, and runs DDP on a CPU without a word. With the type set afterwards it shards."""
     accelerator = plain(*arguments, **options)
     PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -72,7 +73,7 @@ def on_gloo(*arguments, plain=processes.accelerator, **options):
 
 
 def train_numbers(folder, **settings):
-    """The numbers trained into `folder`, where the first rank leaves the weights too."""
+    """Train the numbers of test_loop.py into `folder`; the main process leaves the weights there too."""
     model = new_model().float()
     rows = Numbers(single=True), Numbers(rows=3, single=True)
     accelerator, _ = loop.fit(new_recipe(folder, **(SETTINGS | settings)), model, objective, *rows, {})
@@ -81,11 +82,13 @@ def train_numbers(folder, **settings):
 
 
 def main(kind: str, folder: Path) -> None:
-    """`whole` goes from the beginning to the end, `from_one` was begun by another launch, `to_one` will be ended by another."""
-    loop.ShardedModel = Watched
+    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`."""
+    resume.ShardedModel = Watched
     if kind == "fsdp2":
         processes.accelerator = on_gloo
-    jobs = {"whole": {}, "from_one": {}, "to_one": {"steps": 4}} | ({"bf16": {"precision": "bf16"}} if kind.startswith("zero") else {})
+    jobs = {"uninterrupted": {}, "from_one": {}, "to_one": {"steps": 4}}
+    if kind.startswith("zero"):
+        jobs["bf16"] = {"precision": "bf16"}
     for name, own in jobs.items():
         train_numbers(folder / name, **own)
     for method, (script, *_) in METHODS.items() if kind != "ddp" else ():

@@ -244,7 +244,7 @@ def test_what_cannot_be_shared_is_refused(method, recipe, keys, match, tmp_path)
 
 
 def test_one_rank_is_alone():
-    assert processes.context(1) is SINGLE_RANK and processes.groups(1) == (1, 0)
+    assert processes.context_group(1) is SINGLE_RANK and processes.data_parallel(1) == (1, 0)
     rows = torch.randn(2, 4, 6, 3)
     assert SINGLE_RANK.upto(rows) is rows and SINGLE_RANK.total(rows) is rows
     assert SINGLE_RANK.part(7) == SINGLE_RANK.part(7, 3) == slice(0, 7)

@@ -1,4 +1,4 @@
-"""Every launcher trains the same weights, is what it says it is, and goes on from what any other saved."""
+"""Every launcher trains the same weights, wraps as it says, and continues what any other saved."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def deepspeed_missing() -> str:
     except ImportError:
         return "deepspeed is not installed"
     missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool, path=tools())]
-    return f"deepspeed compiles with {missing[0]}, which is not here" if missing else ""
+    return f"deepspeed compiles with {missing[0]}, which is not installed" if missing else ""
 
 
 def tools():
@@ -62,16 +62,16 @@ def losses(folder):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def same(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
+def same(actual, expected, tolerance=1e-6):
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance)
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_are_one_and_go_on_from_each_other(kind, tmp_path, target_folder):
-    """Two ranks × two micro-batches of two rows are one of eight; what one rank began two end, and the other way; every method."""
+def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_path, target_folder):
+    """Two ranks × two micro-batches of two sequences equal one of eight; two ranks end what one began, and vice versa; for every method."""
     if kind.startswith("zero") and (reason := deepspeed_missing()):
         pytest.skip(reason)
     launcher, *wrapped = KINDS[kind]
@@ -86,7 +86,7 @@ def test_two_ranks_are_one_and_go_on_from_each_other(kind, tmp_path, target_fold
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen == [{"world": 2} | dict(zip(names, wrapped, strict=True))] * {"ddp": 3, "fsdp2": 9}.get(kind, 10)
     train_numbers(tmp_path / "to_one")
-    for name in ("whole", "from_one", "to_one"):
+    for name in ("uninterrupted", "from_one", "to_one"):
         same(weights(tmp_path / name), weights(tmp_path / "one"))
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5) and len(losses(tmp_path / name)) == 7
     if kind.startswith("zero"):
@@ -94,13 +94,13 @@ def test_two_ranks_are_one_and_go_on_from_each_other(kind, tmp_path, target_fold
         assert 0 < max(gaps) < 2e-2, "reduced precision is on, and does not change what is learned"
     for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
         script([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])
-        found, expected = (load_file(tmp_path / ranks / method / "artifact" / "model.safetensors") for ranks in ("two", "alone"))
-        same(found, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
+        actual, expected = (load_file(tmp_path / ranks / method / "artifact" / "model.safetensors") for ranks in ("two", "alone"))
+        same(actual, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
         assert losses(tmp_path / "two" / method) == pytest.approx(losses(tmp_path / "alone" / method), rel=1e-5)
         assert len(losses(tmp_path / "two" / method)) == 4
 
 
-def test_launcher_files_say_what_they_are():
+def test_launcher_files_start_what_they_name():
     """Files that Accelerate would read as something else: MULTI_CPU starts one process, use_cpu with FSDP runs DDP."""
     files = sorted((ROOT / "recipes").glob("accelerate-*.yaml"))
     assert len(files) == 11

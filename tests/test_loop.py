@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from draftsmith.train import loop
-from draftsmith.train.engine import checkpoint, order, watchdog
+from draftsmith.train.engine import checkpoint, order, resume, watchdog
 from draftsmith.train.objective import Loss
 from draftsmith.train.recipe import Recipe, TrainSection
 
@@ -20,7 +20,7 @@ STEPS = 7
 
 
 class Numbers:
-    """Rows of random numbers with a ragged mask: micro-batches of unequal weight, which a mean of means gets wrong."""
+    """Sequences of random numbers with a ragged mask: micro-batches of unequal weight, for which a mean of means is wrong."""
 
     def __init__(self, rows: int = 22, length: int = 9, single: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -46,6 +46,20 @@ def objective(model, batch):
     mask = batch["loss_mask"][:, 1:]
     losses = (model(batch["x"])[:, 1:, 0] - batch["x"][:, 1:].sum(-1)).square()
     return Loss((losses * mask).sum(), mask.sum(), {"small": ((losses < 1) & mask).sum()})
+
+
+def crashing(at: int):
+    """The objective, which raises RuntimeError in the `at`-th training step, from 1."""
+    calls = 0
+
+    def wrapped(model, batch):
+        nonlocal calls
+        calls += model.training
+        if model.training and calls == at:
+            raise RuntimeError("power cut")
+        return objective(model, batch)
+
+    return wrapped
 
 
 def new_model():
@@ -96,7 +110,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path):
 
 @pytest.mark.parametrize("stop", range(STEPS))
 def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
-    expected = run(tmp_path / "whole")
+    expected = run(tmp_path / "uninterrupted")
     calls = 0
 
     def interrupted(model, batch):
@@ -116,17 +130,10 @@ def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
 
 
 def test_a_crash_between_checkpoints_resumes_to_the_last_bit(tmp_path):
-    expected = run(tmp_path / "whole", save_every=2)
+    expected = run(tmp_path / "uninterrupted", save_every=2)
 
-    def crashing(model, batch):
-        if crashing.calls == 5:
-            raise RuntimeError("power cut")
-        crashing.calls += 1
-        return objective(model, batch)
-
-    crashing.calls = 0
     with pytest.raises(RuntimeError, match="power cut"):
-        run(tmp_path / "cut", crashing, save_every=2)
+        run(tmp_path / "cut", crashing(6), save_every=2)
     assert checkpoint.latest(tmp_path / "cut" / "checkpoints").name == "step-00000004"
     assert torch.equal(run(tmp_path / "cut", save_every=2), expected)
 
@@ -147,7 +154,23 @@ def test_another_recipe_does_not_continue_this_run(tmp_path):
         loop.fit(new_recipe(tmp_path), new_model(), objective, Numbers(), Numbers(), {"data": "letters"})
 
 
-def test_what_a_probe_decided_stays_decided(tmp_path):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "FORMAT", 1)
+    run(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"is of another version of draftsmith \(format 1, this version reads 2\); give another train.output"
+    ):
+        run(tmp_path)
+
+
+def test_keys_that_change_no_step_may_change(tmp_path):
+    run(tmp_path, steps=3, schedule="constant")
+    changed = {"micro_batch_size": 2, "eval_every": 2, "save_every": 3, "keep": 1, "max_nonfinite_steps": 1, "watchdog_minutes": 9.0}
+    torch.testing.assert_close(run(tmp_path, schedule="constant", **changed), run(tmp_path / "at-once", schedule="constant"))
+
+
+def test_what_was_measured_once_stays_decided(tmp_path):
     before = torch.get_num_threads()
     run(tmp_path, steps=2, schedule="constant")
     torch.set_num_threads(before + 1)
@@ -158,7 +181,7 @@ def test_what_a_probe_decided_stays_decided(tmp_path):
         torch.set_num_threads(before)
 
 
-def test_signals_are_given_back_and_a_second_one_acts(tmp_path):
+def test_signal_handlers_are_restored_and_a_second_signal_acts(tmp_path):
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     before = signal.getsignal(signal.SIGTERM)
     run(tmp_path)
@@ -181,10 +204,10 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
     run(tmp_path)
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_sync", "write_text"])
+@pytest.mark.parametrize("failing", ["save_file", "sync", "write_text"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing):
     run(tmp_path, steps=2, schedule="constant")
-    kept = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
+    before = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
 
     write_text = Path.write_text
 
@@ -195,16 +218,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing
 
     with monkeypatch.context() as patched:
         patched.setattr(Path if failing == "write_text" else checkpoint, failing, full)
-        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is whole; make room"):
+        with pytest.raises(OSError, match="could not be written .*No space left.*step-00000002, is complete; free disk space"):
             run(tmp_path, steps=3, schedule="constant")
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step-00000002"
     assert not list((tmp_path / "checkpoints").glob(".*"))
     again = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    assert all(torch.equal(before[name], again[name]) for name in before)
     run(tmp_path, steps=3, schedule="constant")
 
 
-def test_a_disk_without_room_is_noticed_before_the_first_step(tmp_path, monkeypatch):
+def test_a_full_disk_is_noticed_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
     with pytest.raises(OSError, match="0.00 GB free, the checkpoints of this run need"):
         run(tmp_path)
@@ -212,12 +235,12 @@ def test_a_disk_without_room_is_noticed_before_the_first_step(tmp_path, monkeypa
 
 
 def test_order_covers_every_row_once_an_epoch_and_does_not_depend_on_the_cut():
-    whole = order.sample_rows(11, 5, 0, 33)
+    rows = order.sample_rows(11, 5, 0, 33)
     for epoch in range(3):
-        assert sorted(whole[epoch * 11 : epoch * 11 + 11].tolist()) == list(range(epoch * 11, epoch * 11 + 11))
-    assert whole[:11].tolist() != (whole[11:22] - 11).tolist()
-    assert torch.equal(torch.cat([order.sample_rows(11, 5, first, 3) for first in range(0, 33, 3)]), whole)
-    assert not torch.equal(order.sample_rows(11, 6, 0, 33), whole)
+        assert sorted(rows[epoch * 11 : epoch * 11 + 11].tolist()) == list(range(epoch * 11, epoch * 11 + 11))
+    assert rows[:11].tolist() != (rows[11:22] - 11).tolist()
+    assert torch.equal(torch.cat([order.sample_rows(11, 5, first, 3) for first in range(0, 33, 3)]), rows)
+    assert not torch.equal(order.sample_rows(11, 6, 0, 33), rows)
 
 
 @pytest.mark.parametrize(

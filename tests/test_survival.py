@@ -1,4 +1,4 @@
-"""What a training run survives: the quick part of tests/faults.py (the whole: `make test-faults`), and checkpoints that a fault left odd."""
+"""What a training run survives: the quick part of tests/faults.py (`make test-faults` runs all of it), and folders that a fault left in disorder."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from test_loop import Numbers, new_model, new_recipe, objective, run
+from test_loop import Numbers, crashing, new_model, new_recipe, objective, run
 
 from draftsmith.train import loop
 from draftsmith.train.engine import checkpoint
@@ -34,20 +34,6 @@ def test_faults_are_survived(capsys):
     assert len(rows) == 9
 
 
-def crashing(at: int):
-    """The objective of a run that crashes in its `at`-th step."""
-    calls = 0
-
-    def wrapped(model, batch):
-        nonlocal calls
-        calls += model.training
-        if model.training and calls == at:
-            raise RuntimeError("power cut")
-        return objective(model, batch)
-
-    return wrapped
-
-
 def crashed(folder: Path, at: int, **train) -> Path:
     """A run that saves after every second step and crashes -> its checkpoints."""
     with pytest.raises(RuntimeError, match="power cut"):
@@ -57,8 +43,8 @@ def crashed(folder: Path, at: int, **train) -> Path:
 
 @pytest.mark.parametrize("fault", [b"", b"{}", None])
 def test_a_newer_checkpoint_that_is_damaged_does_not_outlive_the_next_save(tmp_path, fault):
-    """Goes on from step 4 past a damaged step 6, and saves step 5 with room for one: 5 is what is kept."""
-    expected = run(tmp_path / "whole")
+    """The run continues from step 4, past a damaged step 6, and saves step 5 with keep=1: step 5 stays."""
+    expected = run(tmp_path / "uninterrupted")
     folder = crashed(tmp_path / "cut", 7, keep=2)
     state = folder / "step-00000006" / "state.json"
     state.unlink()
@@ -66,7 +52,7 @@ def test_a_newer_checkpoint_that_is_damaged_does_not_outlive_the_next_save(tmp_p
         state.write_bytes(fault)
     with pytest.raises(RuntimeError, match="power cut"):
         run(tmp_path / "cut", crashing(2), save_every=1, keep=1)
-    assert [one.name for one in folder.glob("step-*")] == ["step-00000005"]
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000005"]
     assert torch.equal(run(tmp_path / "cut", save_every=1, keep=1), expected)
 
 
@@ -77,46 +63,46 @@ def test_an_older_checkpoint_that_is_damaged_stops_no_save(tmp_path):
     assert checkpoint.newest(folder)[1]["step"] == 7
 
 
-def test_what_a_kill_left_goes_when_the_run_goes_on(tmp_path):
+def test_what_a_kill_left_is_deleted_when_the_run_continues(tmp_path):
     folder = crashed(tmp_path, 5)
     (folder / ".step-00000005.part").mkdir()
     (folder / ".step-00000005.part" / "model.safetensors").write_bytes(b"half")
     (folder / ".tmpAbCdEf").write_bytes(b"half")
     (folder / ".latest.4711.part").write_bytes(b"step")
-    others = {folder / ".gitignore", folder / "step-00000002 as it was"}
-    for other in others:
-        other.mkdir()
+    foreign = {folder / ".gitignore", folder / "step-00000002 as it was"}
+    for path in foreign:
+        path.mkdir()
     run(tmp_path, save_every=2)
-    assert set(folder.glob(".*")) | set(folder.glob("step-* *")) == others, "what is not ours stays"
+    assert set(folder.glob(".*")) | set(folder.glob("step-* *")) == foreign, "what is not ours stays"
 
 
-def test_any_changed_bit_of_a_checkpoint_is_seen(tmp_path):
-    """In state.json each one; of the tensors' files the first bytes, which say what is in them, and the last ones."""
+def test_any_changed_bit_of_a_checkpoint_is_noticed(tmp_path):
+    """Each byte of state.json; of the tensor files the first bytes, which say what is in them, and the last one."""
     folder = crashed(tmp_path, 5)
     newest = folder / "step-00000004"
     changed = 0
     for name in ("state.json", *checkpoint.FILES):
         content = (newest / name).read_bytes()
-        for place in range(len(content)) if name == "state.json" else (0, 8, 9, len(content) - 1):
-            bit = 1 << place % 8
-            (newest / name).write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
-            assert checkpoint.newest(folder)[1]["step"] == 2, (name, place)
+        for index in range(len(content)) if name == "state.json" else (0, 8, 9, len(content) - 1):
+            bit = 1 << index % 8
+            (newest / name).write_bytes(content[:index] + bytes([content[index] ^ bit]) + content[index + 1 :])
+            assert checkpoint.newest(folder)[1]["step"] == 2, (name, index)
             changed += 1
         (newest / name).write_bytes(content)
     assert changed > 400 and checkpoint.newest(folder)[1]["step"] == 4
 
 
-def test_best_weights_that_could_not_be_written_are_said_to_be(tmp_path, monkeypatch):
+def test_best_weights_that_could_not_be_written_are_reported(tmp_path, monkeypatch):
     def full(*_):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     run(tmp_path, steps=2, schedule="constant")
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(
-        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is whole; make room there"
+        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is complete; free disk space there"
     ):
         recipe = new_recipe(tmp_path, steps=3, schedule="constant")
-        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, probe=lambda: 1.5)
+        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda: 1.5)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
@@ -128,12 +114,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
         run(tmp_path / "other")
 
 
-def test_a_batch_that_is_not_finite_is_kept_on_any_machine(tmp_path):
-    """Another machine than the first rank's has no folder yet; one whose disk is full says why the run stopped all the same."""
+def test_a_batch_that_is_not_finite_is_saved_on_any_machine(tmp_path):
+    """Another machine than the main process's has no folder yet; one whose disk is full still says why the run stopped."""
     batch = {"x": torch.ones(2)}
     with pytest.raises(FloatingPointError, match="its batch is kept in"):
         NonFiniteCounter(tmp_path / "other" / "machine", 1, 0, 1).after(3, False, [batch])
     assert len(list((tmp_path / "other" / "machine").iterdir())) == 1
     (tmp_path / "file").write_text(json.dumps("no folder"))
-    with pytest.raises(FloatingPointError, match=r"not finite in 1 steps on end, the last of them step 3; its batch could not be kept \("):
+    with pytest.raises(
+        FloatingPointError, match=r"not finite in 1 steps in a row, the last of them step 3; its batch could not be kept \("
+    ):
         NonFiniteCounter(tmp_path / "file", 1, 0, 1).after(3, False, [batch])

@@ -31,7 +31,7 @@ from draftsmith.train.engine import checkpoint, order, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
-from draftsmith.train.recipe import Recipe, Section, TreeSection, load, usage
+from draftsmith.train.recipe import Changeable, Recipe, Section, TreeSection, load, usage
 
 
 class StudentSection(Section):
@@ -47,7 +47,7 @@ class StudentSection(Section):
     heads: int | None = Field(default=None, ge=1, description="query heads; a pruned student keeps whole KV groups")
     kv_heads: int | None = Field(default=None, ge=1, description="of a random one; unset: as many as heads")
     lora: int = Field(default=0, ge=0, description="rank of LoRA adapters, which alone are trained; 0: all weights are")
-    checkpointing: bool = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
+    checkpointing: Changeable[bool] = Field(default=False, description="recompute its layers in the backward pass: less memory, more time")
 
 
 class DistillSection(Section):
@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> None:
         facts["student's weights"] = replay.digest(model, trained=False)
     measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
     watched = setup.monitors(recipe, target, drafter, positions=student.max_positions)
-    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, between=between, **watched)
+    accelerator, steps = loop.fit(recipe, model, measure, train, valid, facts, refresh=between, **watched)
     if accelerator.is_main_process:
         write = writer(recipe, target, model, drafter)
         publish.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)

@@ -28,7 +28,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.draft import chain, chunked_draft_loss, feature_loss, mix
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
-from draftsmith.train.recipe import Recipe, Section, load, usage
+from draftsmith.train.recipe import Changeable, Recipe, Section, load, usage
 
 
 class EagleSection(Section):
@@ -51,7 +51,7 @@ class EagleSection(Section):
     )
     noise: float = Field(default=0.2, ge=0, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(default=0.1, ge=0, description="version 1: weight of the soft cross-entropy beside SmoothL1")
-    checkpointing: bool = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
+    checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(default=None, description="folder or Hub id of an EAGLE drafter to begin with; its head is re-indexed")
 
 
@@ -252,7 +252,7 @@ def main(arguments: list[str]) -> None:
     recipe = load(EagleRecipe, arguments[0], arguments[1:])
     section = recipe.eagle
     check(recipe)
-    context = processes.context(recipe.train.context_parallel)
+    context = processes.context_group(recipe.train.context_parallel)
     target, corpora = setup.load_target_and_data(recipe)
     shape = architecture(section, target)
     drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(shape.get("taps", ())), **shape)

@@ -1,41 +1,102 @@
 """The only training loop: accumulation, clipping, schedule, evaluation, saving and exact resumption.
 
-What is trained, and for what, it does not know: an objective gives a sum and the weight to divide it by.
+It knows neither what is trained nor the loss: an objective gives a sum, and the weight to divide it by.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from draftsmith.inference import machine
 from draftsmith.inference.kernels import use
 from draftsmith.inference.progress import Bar
-from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import checkpoint, processes
-from draftsmith.train.engine.log import Log, means
+from draftsmith.train.engine.best import BestWeights
+from draftsmith.train.engine.log import Log, means, sums_of
 from draftsmith.train.engine.order import prefetched, sample_rows
 from draftsmith.train.engine.profiler import Profile
+from draftsmith.train.engine.resume import start_or_resume
 from draftsmith.train.engine.sharded import ShardedModel
-from draftsmith.train.engine.trackers import trackers
-from draftsmith.train.engine.watchdog import NonFiniteCounter, Signals, Watchdog, agree_on_data, translate_errors
+from draftsmith.train.engine.watchdog import NonFiniteCounter, Signals, Watchdog, translate_errors
 from draftsmith.train.objective import Batch, Loss, Objective, SequenceDataset
 from draftsmith.train.recipe import Recipe, TrainSection
 
-# Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
-MAY_CHANGE = {
-    f"train.{key}"
-    for key in "output steps micro_batch_size compile eval_every eval_batches save_every log_every keep resume stall_minutes "
-    "bad_steps patience trackers profile context_parallel kernels".split()
-} | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
+# (steps done, whether to stop early, context in which the model has complete weights) -> None
+Refresh = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
 
 
-Between = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
+def fit(
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Objective,
+    train: SequenceDataset,
+    valid: SequenceDataset,
+    fingerprint: dict[str, Any],
+    *,
+    target_forward: Callable[[Batch], object] | None = None,
+    measure_tau: Callable[[], float] | None = None,
+    collective: bool = False,
+    refresh: Refresh | None = None,
+) -> tuple[Accelerator, int]:
+    """Train `model` in place as the recipe says, and write checkpoints and metrics.jsonl to `train.output`.
+
+    The run continues from the newest complete checkpoint there, exactly, under any launcher and on any number of ranks. SIGINT, SIGTERM and
+    SIGUSR1 save a checkpoint and exit with 128 + signal.
+
+    Args:
+        recipe: of the run.
+        model: what is trained; parameters that require no gradient stay as they are.
+        objective: gives the loss of a batch.
+        train: training data.
+        valid: held-out data.
+        fingerprint: what must be the same when the run is continued, such as hashes of the data and of the target.
+        target_forward: the frozen target's forward on a batch, with which a step's time is compared.
+        measure_tau: measures τ at each evaluation, on the main process. `model` ends with the weights that had the best τ, and the run ends
+            after train.patience evaluations without a better one.
+        collective: call `measure_tau` on all ranks, since the target's forward needs all of them.
+        refresh: makes on-policy samples. It is called on all ranks before the first step and after each step, with the number of steps taken,
+            a function that says whether a signal asks the run to stop, and a context, entered by all ranks, in which `model` has complete
+            weights. Samples that it had no time for are asked for again when the run continues.
+
+    Returns:
+        The Accelerator, and the step whose weights `model` has on the main process.
+
+    Raises:
+        ValueError: the checkpoint is of another recipe, other data or another target; the batch cannot be cut; ranks read different data.
+        FloatingPointError: train.max_nonfinite_steps steps in a row were not finite.
+        OSError: a checkpoint or metrics.jsonl could not be written.
+        MemoryError: the GPU is full.
+        ConnectionError: another process of the run is gone.
+        SystemExit: a signal ended the run.
+    """
+    folder = Path(recipe.train.output) / "checkpoints"
+    advice = f"the same command goes on from the newest checkpoint in {folder}"
+    with Watchdog(recipe.train.watchdog_minutes, advice) as watchdog, translate_errors(recipe, advice), use(recipe.train.kernels):
+        sharded, state = start_or_resume(
+            recipe,
+            model,
+            train,
+            fingerprint,
+            make_step=lambda trained: _Step(trained, objective),
+            make_optimizer=lambda trained: _adamw(trained, recipe.train),
+        )
+        best = BestWeights(folder, sharded, state["best"], measure_tau, collective)
+        run = _Run(recipe, sharded, state, best, train, valid, watchdog, target_forward)
+        with Signals() as signals:
+            stopped_by = run.train_steps(signals, refresh)
+            if stopped_by:
+                run.accelerator.wait_for_everyone()  # once one rank is gone, the launcher gives the others 30 seconds
+                raise SystemExit(128 + stopped_by)
+    sharded.gather_weights()
+    if best.step:
+        run.log.print(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
+        best.restore()
+    return run.accelerator, best.step or run.done
 
 
 class _Step(nn.Module):
@@ -46,254 +107,208 @@ class _Step(nn.Module):
         self.model, self.objective = model, objective
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        loss = self.objective(self.model, batch)
-        return {"sum": loss.sum, "weight": loss.weight, **loss.metrics}
-
-
-def learning_rate(train: TrainSection, step: int) -> float:
-    """The learning rate of optimizer step `step`, from 0. WSD is linear over the last quarter (arXiv 2404.06395)."""
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    shape = {
-        "constant": 1.0,
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "wsd": min(1.0, 4 * (1 - done)),
-    }[train.schedule]
-    return train.lr * (train.min_lr + (1 - train.min_lr) * shape)
-
-
-def fit(
-    recipe: Recipe,
-    model: nn.Module,
-    objective: Objective,
-    train: SequenceDataset,
-    valid: SequenceDataset,
-    facts: dict[str, Any],
-    *,
-    reference: Callable[[Batch], object] | None = None,
-    probe: Callable[[], float] | None = None,
-    together: bool = False,
-    between: Between | None = None,
-) -> tuple[Accelerator, int]:
-    """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
-
-    reference: the frozen target's forward on a batch, to hold a step's time against.
-    probe: measures τ at each evaluation, on the first rank (`together`: on all, where the target's forward is theirs in common); `model` ends
-    with the weights that were best by it, and the run ends after train.patience evaluations without a better one.
-    between: called on all ranks with the number of steps done, before the first step and after each: on-policy samples are made there. Its
-    second argument says whether a signal asks for haste: what it had no time for it is asked for again when the run goes on. Within its
-    third, which all ranks enter, `model` has its weights.
-
-    Continues from the newest whole checkpoint there, if it was made of the same `facts` (hashes of the data and the target, say) with
-    the same recipe, under whatever launcher and on however many ranks. SIGINT, SIGTERM and SIGUSR1 save and exit with 128 + signal. Returns
-    the Accelerator and the step whose weights `model` has on the first rank.
-    """
-    section = recipe.train
-    advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
-    with Watchdog(section.stall_minutes, advice) as clock, translate_errors(section, advice), use(section.kernels):
-        run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
-        with Signals() as signals:
-            with run.open() as batches:
-
-                def asked_to_stop() -> int:
-                    if caught := signals.agreed(run.accelerator):
-                        run.save(run.done)
-                        run.log.say(f"stopped by signal {caught} after step {run.done}; {advice}")
-                    return caught
-
-                def pending() -> bool:
-                    clock.at("making samples")
-                    return signals.pending()
-
-                stopped = 0
-                if between and run.steps:
-                    with run.log.paused():
-                        between(run.done, pending, run.wrapped.whole)
-                    stopped = asked_to_stop()
-                for step in run.steps if not stopped else ():
-                    run.step(step, batches)
-                    last = step + 1 == section.steps
-                    if last or (section.eval_every and (step + 1) % section.eval_every == 0):
-                        run.judge(step + 1, probe)
-                        last = last or run.best.stale(section.patience)
-                    if between and not last:
-                        with run.log.paused():
-                            between(step + 1, pending, run.wrapped.whole)
-                    if last or (section.save_every and (step + 1) % section.save_every == 0):
-                        run.save(step + 1)
-                    stopped = asked_to_stop()
-                    if last or stopped:
-                        break
-            if stopped:
-                run.accelerator.wait_for_everyone()  # the launcher gives the others 30 seconds once one is gone
-                raise SystemExit(128 + stopped)
-    run.wrapped.gather()
-    if run.best.step:
-        run.log.say(f"best τ {run.best.tau:.3f} after step {run.best.step}; those weights are kept")
-        run.best.restore()
-    return run.accelerator, run.best.step or run.done
+        return self.objective(self.model, batch).to_dict()
 
 
 class _Run:
-    """A run under way: what is trained, how far it is (`done` steps; checkpoint `saved`), and what it writes."""
+    """The steps of a run, and what they write.
+
+    Attributes:
+        done: steps taken.
+        saved: the step of the newest checkpoint.
+        micro_batch: sequences of one forward on one rank.
+        accumulation: micro-batches of one step.
+        groups: context-parallel groups, which read sequences of their own.
+        group: number of this rank's group.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
-        model: nn.Module,
-        objective: Objective,
+        sharded: ShardedModel,
+        state: dict[str, Any],
+        best: BestWeights,
         train: SequenceDataset,
         valid: SequenceDataset,
-        facts: dict[str, Any],
-        clock: Watchdog,
-        reference: Callable[[Batch], object] | None,
-        together: bool,
+        watchdog: Watchdog,
+        target_forward: Callable[[Batch], object] | None,
     ) -> None:
-        self.section, self.model, self.train, self.valid, self.clock = recipe.train, model, train, valid, clock
-        self.wrapped, self.state = _begin(recipe, model, objective, train, facts)
-        self.accelerator: Accelerator = self.wrapped.accelerator
-        self.micro, self.accumulation = _split(recipe.train, self.accelerator.num_processes)
-        self.groups, self.group = processes.groups(recipe.train.context_parallel)
-        self.done: int = self.state["step"]
+        section, accelerator = recipe.train, sharded.accelerator
+        self.section, self.sharded, self.state, self.best, self.watchdog = section, sharded, state, best, watchdog
+        self.train, self.valid, self.accelerator = train, valid, accelerator
+        self.micro_batch, self.accumulation = processes.split_batch(section, accelerator.num_processes)
+        self.groups, self.group = processes.data_parallel(section.context_parallel)
+        self.done: int = state["step"]
         self.saved = self.done
-        folder = Path(recipe.train.output)
-        self.checkpoints = folder / "checkpoints"
-        self.log = Log(recipe, self.accelerator, self.done, reference)
-        self.best = _Best(self.checkpoints, self.wrapped, self.state["best"], together)
-        self.finite = NonFiniteCounter(folder, recipe.train.bad_steps, self.state["left_out"], self.accelerator.process_index)
-        self.steps = range(self.done, self.done if self.best.stale(recipe.train.patience) else recipe.train.steps)
-        self.bar = Bar("training", recipe.train.steps, self.done, self.accelerator.is_main_process)
-        self.profile = Profile(recipe.train, self.accelerator, self.done, self.log.paused)
+        self.log = Log(recipe, accelerator, self.done, target_forward)
+        self.nonfinite = NonFiniteCounter(Path(section.output), section.max_nonfinite_steps, state["left_out"], accelerator.process_index)
+        self.steps = range(self.done, self.done if best.is_stale(section.patience) else section.steps)
+        self.bar = Bar("training", section.steps, self.done, accelerator.is_main_process)
+        self.profile = Profile(section, accelerator, self.done, self.log.paused)
+
+    def train_steps(self, signals: Signals, refresh: Refresh | None) -> int:
+        """Take all steps that are left -> the signal that stopped the run, 0 if none did."""
+        with self._open() as batches:
+            if refresh and self.steps:
+                self._refresh(refresh, signals)
+                stopped_by = self._save_if_signalled(signals)
+                if stopped_by:
+                    return stopped_by
+            for step in self.steps:
+                self._train_step(step, batches)
+                if self._is_due(self.section.eval_every):
+                    self._evaluate()
+                finished = self.done == self.section.steps or self.best.is_stale(self.section.patience)
+                if refresh and not finished:
+                    self._refresh(refresh, signals)
+                if finished or self._is_due(self.section.save_every):
+                    self._save()
+                stopped_by = self._save_if_signalled(signals)
+                if finished or stopped_by:
+                    return stopped_by
+        return 0
 
     @contextmanager
-    def open(self) -> Iterator[Iterator[Batch]]:
-        """Within it the micro-batches of this rank, in order; what is open is closed after it."""
-        shape = self.accumulation, self.groups, self.micro
-        own = (_rows(self.section, self.train, step).view(shape)[:, self.group] for step in self.steps)
-        batches = prefetched(self.train.batch, (part for parts in own for part in parts))
+    def _open(self) -> Iterator[Iterator[Batch]]:
+        """Within it: the micro-batches of this rank, in order. Everything that was opened is closed at its end."""
+        shape = self.accumulation, self.groups, self.micro_batch
+        micro_batches = (rows for step in self.steps for rows in self._rows(step).view(shape)[:, self.group])
+        batches = prefetched(self.train.batch, micro_batches)
         with self.bar, closing(self.train), closing(self.valid), closing(batches), closing(self.log), self.profile:
             yield batches
 
-    def step(self, step: int, batches: Iterator[Batch]) -> None:
-        """One optimizer step, the `step`-th from 0; left out where its gradient is not finite."""
-        accelerator, module, optimizer = self.accelerator, self.wrapped.module, self.wrapped.optimizer
-        rate, total = learning_rate(self.section, step), self.train.weight(_rows(self.section, self.train, step))
+    def _rows(self, step: int) -> Tensor:
+        """Numbers of the sequences of a step, over all ranks."""
+        size = self.section.batch_size
+        return sample_rows(len(self.train), self.section.seed, step * size, size)
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that is done every so many steps, and at the end, is done now."""
+        return self.done == self.section.steps or (every > 0 and self.done % every == 0)
+
+    def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
+        """Take one optimizer step, number `step` from 0. It is left out where its gradient is not finite."""
+        accelerator, module, optimizer = self.accelerator, self.sharded.module, self.sharded.optimizer
+        rate, weight = learning_rate(self.section, step), self.train.weight(self._rows(step))
         for group in optimizer.param_groups:
             group["lr"] = rate
         module.train()
         seen: list[Batch] = []
         applied = False
         for number in range(self.accumulation):
-            self.clock.at(f"waiting for the data of step {step + 1}")
+            self.watchdog.report(f"waiting for the data of step {step + 1}")
             seen.append(next(batches))
-            self.clock.at(f"in step {step + 1}")
-            batch = _to(seen[-1], accelerator.device)
-            with accelerator.accumulate(module), accelerator.autocast(), self.log.watching(batch):
-                # Dropout's noise belongs to the place in the order, not to the rank, so that a run resumes at any world size.
-                place = number * self.groups + self.group
-                torch.manual_seed((self.section.seed * 1_000_003 + step) * 4096 + place)
-                loss = Loss.of(module(batch))
-                # Accelerate or DeepSpeed divides by the accumulation steps and by the ranks: undo both, then divide by what counts.
-                accelerator.backward(loss.sum * (self.accumulation * accelerator.num_processes / max(total, 1.0)))
+            self.watchdog.report(f"in step {step + 1}")
+            batch = _to_device(seen[-1], accelerator.device)
+            with accelerator.accumulate(module), accelerator.autocast(), self.log.measuring(batch):
+                # Dropout's noise depends on the position in the sample order, not on the rank, so that a run resumes at any world size.
+                position = number * self.groups + self.group
+                torch.manual_seed((self.section.seed * 1_000_003 + step) * 4096 + position)
+                loss = Loss.from_dict(module(batch))
+                # Accelerate or DeepSpeed divides by the accumulation steps and by the ranks: undo both, then divide by the step's weight.
+                accelerator.backward(loss.sum * (self.accumulation * accelerator.num_processes / max(weight, 1.0)))
                 if accelerator.sync_gradients:
-                    applied = self.wrapped.applied(accelerator.clip_grad_norm_(module.parameters(), self.section.clip))
+                    applied = self.sharded.may_step(accelerator.clip_grad_norm_(module.parameters(), self.section.clip))
                 if applied:
                     optimizer.step()
                 optimizer.zero_grad()
-            self.log.add(cast(Any, loss))
+            self.log.add(loss)
         self.done = step + 1
-        self.finite.after(self.done, applied, seen)
+        self.nonfinite.after(self.done, applied, seen)
         self.profile.step()
-        if self.done == self.section.steps or self.done % self.section.log_every == 0:
-            self.bar.update(self.done, self.log.training(self.done, rate, left_out=self.finite.left_out))
+        if self._is_due(self.section.log_every):
+            self.bar.update(self.done, self.log.write_training(self.done, rate, left_out=self.nonfinite.left_out))
 
-    def judge(self, step: int, probe: Callable[[], float] | None) -> None:
-        """Held-out means, and τ where there is a probe."""
-        self.clock.at(f"evaluating step {step}")
+    def _evaluate(self) -> None:
+        """Write held-out means, and τ if it is measured."""
+        self.watchdog.report(f"evaluating step {self.done}")
         with self.log.paused():
-            found = evaluate(self.wrapped.module, self.valid, self.section, self.micro, self.accelerator)
-            self.log.held_out(step, found | self.best.measure(probe, step))
+            metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator)
+            self.log.write_evaluation(self.done, metrics | self.best.measure(self.done))
 
-    def save(self, step: int) -> None:
-        """Checkpoint `step`, where it is not there already."""
-        if step == self.saved:
+    def _refresh(self, refresh: Refresh, signals: Signals) -> None:
+        """Have on-policy samples made; each time that `refresh` asks whether to stop counts as progress."""
+
+        def stop_requested() -> bool:
+            self.watchdog.report("making samples")
+            return signals.pending()
+
+        with self.log.paused():
+            refresh(self.done, stop_requested, self.sharded.gathered)
+
+    def _save(self) -> None:
+        """Write a checkpoint of the steps done, if there is none yet."""
+        if self.saved == self.done:
             return
-        self.clock.at(f"saving step {step}")
+        self.watchdog.report(f"saving step {self.done}")
         with self.log.paused():
-            self.wrapped.gather()
-            state = self.state | {"best": self.best.state(), "left_out": self.finite.left_out}
-            kept = step, checkpoint.trained(self.model), self.wrapped.moments(), state, self.section.keep
-            processes.on_first(lambda: checkpoint.save(self.checkpoints, *kept))
-        self.saved = step
+            self.sharded.gather_weights()
+            state = self.state | {"best": self.best.state(), "left_out": self.nonfinite.left_out}
+            weights, optimizer_state = checkpoint.trained_tensors(self.sharded.model), self.sharded.optimizer_state()
+            folder = self.best.folder
+            processes.on_main(lambda: checkpoint.save(folder, self.done, weights, optimizer_state, state, self.section.keep))
+        self.saved = self.done
+
+    def _save_if_signalled(self, signals: Signals) -> int:
+        """The signal that all ranks agree to stop for, after a checkpoint was written; 0 if there is none."""
+        caught = signals.agreed(self.accelerator)
+        if caught:
+            self._save()
+            self.log.print(f"stopped by signal {caught} after step {self.done}; {self.watchdog.advice}")
+        return caught
 
 
-def _rows(section: TrainSection, train: SequenceDataset, step: int) -> Tensor:
-    return sample_rows(len(train), section.seed, step * section.batch_size, section.batch_size)
+def learning_rate(train: TrainSection, step: int) -> float:
+    """The learning rate of optimizer step `step`, from 0. WSD falls linearly over the last quarter (arXiv 2404.06395)."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    factor = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "wsd": min(1.0, 4 * (1 - progress)),
+    }[train.schedule]
+    return train.lr * (train.min_lr + (1 - train.min_lr) * factor)
 
 
-def _begin(
-    recipe: Recipe, model: nn.Module, objective: Objective, train: SequenceDataset, facts: dict[str, Any]
-) -> tuple[ShardedModel, dict[str, Any]]:
-    """The model as it will be trained, and the state to begin with: that of the newest checkpoint, whose weights and moments it then has."""
-    section, folder = recipe.train, Path(recipe.train.output)
-    # The first rank reads and says what it found: another machine may not see its disk.
-    newest, before = processes.on_first(lambda: checkpoint.newest(folder / "checkpoints") or (None, {}))
-    if newest and section.resume == "never":
-        raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
-    # What a probe of a busy machine decided stays decided: other threads or another precision would round differently.
-    torch.set_num_threads(before.get("threads", torch.get_num_threads()))
-    precision = before.get("precision") or (
-        processes.on_first(lambda: str(machine.precision())) if section.precision == "auto" else section.precision
-    )
-    micro, accumulation = _split(section, processes.join().num_processes)
-    accelerator = processes.accelerator(precision, micro, accumulation, section.clip, **trackers(section))
-    state = {"recipe": _flat(recipe), "facts": facts, "threads": torch.get_num_threads(), "precision": precision, "left_out": 0}
-    weights, moments = {}, {}
-    if newest:
-        _check_same(newest, before, state, recipe)
-        weights, moments = processes.on_first(lambda: checkpoint.read(newest))
-        checkpoint.fill(model, weights, newest)
-    agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(_rows(section, train, before.get("step", 0))[:1]))
-    processes.on_first(lambda: _announce(recipe, model, newest, before, state, accelerator))
-    wrapped = ShardedModel(accelerator, model, lambda own: _Step(own, objective), lambda own: _adamw(own, section))
-    if newest:
-        wrapped.restore(moments)
-    kept = {name: before[name] for name in ("step", "best", "left_out") if name in before}
-    return wrapped, state | {"step": 0, "best": None} | kept
+def held_out_means(
+    module: nn.Module, valid: SequenceDataset, section: TrainSection, micro_batch: int, accelerator: Accelerator
+) -> dict[str, float]:
+    """Mean loss and metrics over the first `eval_batches` × `micro_batch` held-out sequences, which the ranks share.
 
+    All ranks run equally many batches, since the target's forward may need all of them. A rank that has no batch left runs the first one again
+    and counts it zero times.
 
-def _announce(recipe: Recipe, model: nn.Module, newest: Path | None, before: dict, state: dict, accelerator: Accelerator) -> None:
-    folder = Path(recipe.train.output)
-    if before.get("step", 0) < recipe.train.steps:
-        checkpoint.check_room(folder / "checkpoints", model, recipe.train.keep)
-    recipes.save(recipe, folder)
-    kind = accelerator.distributed_type.value.lower()
-    ranks = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {kind}"
-    print(f"resuming from {newest}; {ranks}" if newest else ranks, flush=True)
+    Args:
+        module: the wrapped step module.
+        valid: held-out data.
+        section: eval_batches and context_parallel.
+        micro_batch: sequences of one forward on one rank.
+        accelerator: of the run.
 
-
-def evaluate(module: nn.Module, valid: SequenceDataset, section: TrainSection, micro: int, accelerator: Accelerator) -> dict[str, float]:
-    """Mean loss and metrics over the first `eval_batches` × `micro` held-out rows, shared out over the ranks.
-
-    All ranks run as many batches, since a forward may be theirs in common: one that has none left runs the first again and counts it zero times.
+    Returns:
+        "loss" and the objective's metrics by name, equal on all ranks.
     """
-    groups, group = processes.groups(section.context_parallel)
-    count = min(len(valid), section.eval_batches * micro)
+    groups, group = processes.data_parallel(section.context_parallel)
+    count = min(len(valid), section.eval_batches * micro_batch)
     module.eval()
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), accelerator.autocast():
-        for first in range(0, count, groups * micro):
-            start = first + group * micro
-            counts, start = start < count, start if start < count else 0
-            loss = Loss.of(module(_to(valid.batch(torch.arange(start, min(start + micro, count))), accelerator.device)))
-            for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
-                sums[name] = sums.get(name, torch.zeros((), device=accelerator.device)) + value.detach().float() * counts
+        for first in range(0, count, groups * micro_batch):
+            start = first + group * micro_batch
+            counts = start < count
+            if not counts:
+                start = 0
+            rows = torch.arange(start, min(start + micro_batch, count))
+            loss = Loss.from_dict(module(_to_device(valid.batch(rows), accelerator.device)))
+            for name, value in sums_of(loss).items():
+                before = sums.get(name, torch.zeros((), device=accelerator.device))
+                sums[name] = before + value.detach().float() * counts
     return means(sums, accelerator)
 
 
 def _adamw(model: nn.Module, section: TrainSection) -> torch.optim.AdamW:
-    """AdamW over what is trained; norms and biases do not decay."""
+    """AdamW over the trained parameters; norms and biases have no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": section.weight_decay},
@@ -302,75 +317,5 @@ def _adamw(model: nn.Module, section: TrainSection) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
 
 
-def _split(section: TrainSection, ranks: int) -> tuple[int, int]:
-    """(sequences of one forward, accumulation steps)."""
-    groups = processes.group_count(ranks, section.context_parallel)
-    micro = section.micro_batch_size or max(1, section.batch_size // groups)
-    accumulation, rest = divmod(section.batch_size, micro * groups)
-    if rest or not accumulation:
-        whom = "rank(s)" if groups == ranks else f"group(s) of {section.context_parallel} ranks"
-        raise ValueError(
-            f"train.batch_size={section.batch_size} cannot be cut into {groups} {whom} × micro-batches of {micro}; "
-            f"make it a multiple of {groups} × train.micro_batch_size"
-        )
-    return micro, accumulation
-
-
-def _check_same(newest: Path, before: dict[str, Any], fixed: dict[str, Any], recipe: Recipe) -> None:
-    """Refuse to continue a checkpoint of another recipe, other data or another target, naming the first difference."""
-    section = recipe.train
-    # A key that is younger than the checkpoint had its default, unsaid.
-    defaults = {name: field.get_default() for name, field in recipes.keys(type(recipe)).items() if not field.is_required()}
-    for name in ("recipe", "facts"):
-        then, now = (defaults if name == "recipe" else {}) | before[name], fixed[name]
-        for key in sorted((now.keys() | then.keys()) - MAY_CHANGE):
-            if now.get(key) != then.get(key):
-                raise ValueError(
-                    f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; "
-                    "give another train.output, or delete that folder"
-                )
-    if before["step"] > section.steps:
-        raise ValueError(f"{newest} is at step {before['step']}, past train.steps={section.steps}; raise it or give another train.output")
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in recipe.model_dump(mode="json").items() for key, value in values.items()}
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
+def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-class _Best:
-    """The weights with the best τ so far, and how many evaluations ago that was."""
-
-    def __init__(self, folder: Path, wrapped: ShardedModel, before: dict[str, Any] | None, together: bool) -> None:
-        self.folder, self.wrapped, self.together = folder, wrapped, together
-        self.tau, self.step, self.since = (before or {"tau": 0.0, "step": 0, "since": 0}).values()
-
-    def state(self) -> dict[str, Any]:
-        return {"tau": self.tau, "step": self.step, "since": self.since}
-
-    def measure(self, probe: Callable[[], float] | None, step: int) -> dict[str, float]:
-        """τ now, the same on all ranks; the weights are kept if it is the best. Nothing without a probe."""
-        if probe is None:
-            return {}
-        accelerator, model = self.wrapped.accelerator, self.wrapped.model
-        with self.wrapped.whole():
-            model.eval()
-            found = probe() if accelerator.is_main_process or self.together else 0.0
-            tau = torch.tensor(found if accelerator.is_main_process else 0.0, device=accelerator.device)
-            tau = cast(Tensor, accelerator.reduce(tau, "sum")).item()
-            self.since += 1
-            if tau > self.tau:
-                self.tau, self.step, self.since = tau, step, 0
-                processes.on_first(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
-        return {"tau": tau}
-
-    def stale(self, patience: int) -> bool:
-        return bool(patience) and self.since >= patience
-
-    def restore(self) -> None:
-        """Give the model its best weights again, on the first rank."""
-        if self.wrapped.accelerator.is_main_process:
-            checkpoint.load_weights(checkpoint.best_file(self.folder, self.step), self.wrapped.model)

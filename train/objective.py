@@ -11,37 +11,55 @@ Batch = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Loss:
-    """A loss as sum and weight, so that micro-batches and ranks add up exactly. `metrics` are sums over the same weight."""
+    """A loss as sum and weight, so that micro-batches and ranks add up exactly.
+
+    Attributes:
+        sum: the loss summed over the supervised tokens of the batch, a scalar with a gradient.
+        weight: the number that the loop divides by, a scalar; the loop adds it up over accumulation steps and ranks.
+        metrics: further sums by name, scalars that are divided by the same weight.
+    """
 
     sum: Tensor
     weight: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Tensor]:
+        """As a dictionary: DDP and DeepSpeed look for tensors in dictionaries, not in classes that they do not know."""
+        return {"sum": self.sum, "weight": self.weight, **self.metrics}
+
     @classmethod
-    def of(cls, forward: dict[str, Tensor]) -> "Loss":
-        """From what a step's forward gave: wrappers look for tensors in dictionaries, not in classes they do not know."""
-        metrics = dict(forward)
-        return cls(metrics.pop("sum"), metrics.pop("weight"), metrics)
+    def from_dict(cls, outputs: dict[str, Tensor]) -> "Loss":
+        """The inverse of `to_dict`."""
+        metrics = {name: value for name, value in outputs.items() if name not in ("sum", "weight")}
+        return cls(outputs["sum"], outputs["weight"], metrics)
 
 
 class SequenceDataset(Protocol):
-    """A data set: a length, batches by row number, and the loss-bearing tokens of rows; `close` lets it write what it holds back.
+    """A data set of training sequences, which are read by number.
 
-    Number r is row r mod length in epoch r div length.
+    Number r stands for sequence r mod length in epoch r div length (`engine/order.py`).
     """
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Sequences of one epoch."""
+        ...
 
-    def batch(self, rows: Tensor) -> Batch: ...
+    def batch(self, rows: Tensor) -> Batch:
+        """The sequences of these numbers, as one batch."""
+        ...
 
-    def weight(self, rows: Tensor) -> float: ...
+    def weight(self, rows: Tensor) -> float:
+        """The weight that the objective will give a batch of these sequences: their supervised tokens."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what has not been written yet; the loop calls it once, at the end."""
+        ...
 
 
-Objective = Callable[[Any, Batch], Loss]
+Objective = Callable[[Any, Batch], Loss]  # (the model that is trained, a batch) -> its loss
 
 
-def supervised_tokens(batch: Batch, here: slice = slice(None)) -> Tensor:
-    """Tokens to predict in a batch [B,S] at `here`: its weight, known before any forward. A document's first token is never one."""
-    return batch["loss_mask"][:, here].sum().double()
+def supervised_tokens(batch: Batch, positions: slice = slice(None)) -> Tensor:
+    """The weight of a batch [B,S]: its supervised tokens at `positions`. It needs no forward, and never counts a document's first token."""
+    return batch["loss_mask"][:, positions].sum().double()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -22,6 +22,11 @@ from draftsmith.data.prepare import CorpusPlan
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
+T = TypeVar("T")
+# A key that may differ between a checkpoint and the run that continues it: it changes no step already taken.
+Changeable = Annotated[T, "changeable"]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -32,7 +37,7 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    parallel: Literal["none", "layers", "shard", "tensor"] = Field(
+    parallel: Changeable[Literal["none", "layers", "shard", "tensor"]] = Field(
         default="none",
         description="for a target that no one GPU holds: layers over the GPUs of a single process; shard (FSDP2: weights cut over all "
         "processes, gathered layer by layer) or tensor (each multiplies by its part) under accelerate launch",
@@ -65,8 +70,8 @@ class DataSection(Section):
         le=1,
         description="of two rows whose runs of five words overlap by this (Jaccard) one is dropped; 1: only the same",
     )
-    num_proc: int | None = Field(default=None, ge=1, description="processes that tokenise; when absent, one for each core")
-    cache: str = Field(default="runs/cache", description="folder for tokenised data")
+    num_proc: Changeable[int | None] = Field(default=None, ge=1, description="processes that tokenise; when absent, one for each core")
+    cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data")
 
     def give_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
@@ -109,13 +114,13 @@ class TreeSection(Section):
 
 
 class TrainSection(Section):
-    output: str = Field(description="folder for checkpoints, metrics and the artifact")
-    steps: int = Field(ge=1)
+    output: Changeable[str] = Field(description="folder for checkpoints, metrics and the artifact")
+    steps: Changeable[int] = Field(ge=1)
     batch_size: int = Field(ge=1, description="sequences of one optimizer step, over all ranks and accumulation")
-    micro_batch_size: int | None = Field(
+    micro_batch_size: Changeable[int | None] = Field(
         default=None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it"
     )
-    context_parallel: int = Field(
+    context_parallel: Changeable[int] = Field(
         default=1,
         ge=1,
         description="G: ranks that share each row, by position (EAGLE): what its steps hold is divided by G, the target's forward is not",
@@ -128,23 +133,25 @@ class TrainSection(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
     precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
-    compile: bool = Field(default=False, description="compile the target's layers: a minute at the start, less in each step, most on a GPU")
-    kernels: bool = Field(default=False, description="losses by Triton's kernels; no GPU has run them yet")
+    compile: Changeable[bool] = Field(
+        default=False, description="compile the target's layers: a minute at the start, less in each step, most on a GPU"
+    )
+    kernels: Changeable[bool] = Field(default=False, description="losses by Triton's kernels; no GPU has run them yet")
     seed: int = Field(default=0, ge=0, lt=2**31)
-    eval_every: int = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
-    eval_batches: int = Field(default=8, ge=1)
-    save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
-    resume: Literal["auto", "never"] = Field(
+    eval_every: Changeable[int] = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
+    eval_batches: Changeable[int] = Field(default=8, ge=1)
+    save_every: Changeable[int] = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
+    keep: Changeable[int] = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    resume: Changeable[Literal["auto", "never"]] = Field(
         default="auto", description="auto: go on from the newest whole checkpoint in output; never: refuse a folder that holds one"
     )
-    stall_minutes: float = Field(
+    watchdog_minutes: Changeable[float] = Field(
         default=60.0, ge=0, description="without progress before the run ends with status 75, saying where it stood; 0: never"
     )
-    bad_steps: int = Field(
+    max_nonfinite_steps: Changeable[int] = Field(
         default=5, ge=1, description="steps on end left out, since their loss or gradient was not finite, before the run stops"
     )
-    log_every: int = Field(default=10, ge=1)
+    log_every: Changeable[int] = Field(default=10, ge=1)
     normalise: Literal["valid", "all"] = Field(
         default="valid", description="divide a step's loss by its loss-bearing tokens, or by all its positions as EAGLE's code does"
     )
@@ -156,11 +163,13 @@ class TrainSection(Section):
     tau_file: str | None = Field(default=None, description="prompts for it; unset: the shipped ones")
     tau_tokens: int = Field(default=48, ge=1, description="new tokens of each")
     tau_temperature: float = Field(default=0.0, ge=0, description="at which they are decoded")
-    patience: int = Field(default=0, ge=0, description="evaluations without a better τ before the run ends; 0: it does not end early")
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+    patience: Changeable[int] = Field(
+        default=0, ge=0, description="evaluations without a better τ before the run ends; 0: it does not end early"
+    )
+    trackers: Changeable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = Field(
         default=(), description="where metrics.jsonl goes as well; wandb stays offline without a key, trackio on this machine"
     )
-    profile: str | None = Field(
+    profile: Changeable[str | None] = Field(
         default=None, description="`10:15`: trace steps 10 to 15, both included, as metrics.jsonl numbers them, into output"
     )
 
@@ -201,6 +210,11 @@ def keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
         else:
             found[name] = field
     return found
+
+
+def changeable_keys(schema: type[BaseModel]) -> set[str]:
+    """The keys whose field is `Changeable`: a run may be continued with another value of them."""
+    return {key for key, field in keys(schema).items() if "changeable" in field.metadata}
 
 
 def usage(schema: type[Recipe], text: str | None) -> str:

@@ -181,7 +181,7 @@ def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int |
 def monitors(recipe: Recipe, target: Target, drafter: Drafter, taps: tuple[int, ...] = (), positions: int | None = None) -> dict[str, Any]:
     """What `loop.fit` measures beside the loss: τ, and the time of the target's forward where it runs."""
     return {
-        "probe": tau_probe(recipe, target, drafter, positions),
-        "together": recipe.target.parallel in COLLECTIVE,
-        "reference": partial(target.features, taps=taps) if recipe.features.mode == "online" else None,
+        "measure_tau": tau_probe(recipe, target, drafter, positions),
+        "collective": recipe.target.parallel in COLLECTIVE,
+        "target_forward": partial(target.features, taps=taps) if recipe.features.mode == "online" else None,
     }

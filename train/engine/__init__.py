@@ -1,1 +1,1 @@
-"""What runs a training loop: processes, sharding, order, checkpoints, watchdog, logs."""
+"""What the training loop runs on: processes, sharded models, sample order, the watchdog, checkpoints, logs."""

@@ -1,14 +1,14 @@
-"""What a run tells while it trains: metrics.jsonl, trackers, curves.png, and how much of the machine it uses.
+"""What a run reports while it trains: metrics.jsonl, trackers, curves.png, and how much of the machine it uses.
 
-metrics.jsonl has a row {"step", "lr", "tokens_per_s", …} every `train.log_every` steps and {"step", "valid_…"} for each evaluation. Beside
-the means of the loss and of the objective's metrics, which are sums over all ranks divided by the weight of all ranks, rows of training have
+metrics.jsonl has a row {"step", "lr", "tokens_per_s", …} every `train.log_every` steps and a row {"step", "valid_…"} for each evaluation.
+A training row has the means of the loss and of the objective's metrics (sums over all ranks, divided by the weight of all ranks) and
 
-  seconds       wall time of a step, the mean since the row before, without what `Log.paused` encloses
-  tokens_per_s  loss-bearing tokens of all ranks, by the same clock
-  mfu           FLOPs of a step / seconds / the measured rate of matrix products of this device in the run's precision (not a data sheet's:
-                nothing reaches that); of the first rank
-  target_ratio  seconds / time of the frozen target's forward alone on the same rows: 1 is the least that training online can cost
-  peak_gb       most memory allocated on any GPU since the row before; without a GPU the largest resident set of a process so far
+  seconds       wall time of a step, the mean since the previous row, without what `Log.paused` encloses
+  tokens_per_s  supervised tokens of all ranks, by the same clock
+  mfu           FLOPs of a step / seconds / matmul rate; of the main process. The rate is measured on this device in the run's precision (no
+                program reaches the rate of a data sheet)
+  target_ratio  seconds / time of the frozen target's forward alone on the same sequences: 1 is the least that training online can cost
+  peak_gb       peak memory allocated on any GPU since the previous row; without a GPU the largest resident set of a process so far
 """
 
 import json
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -29,14 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
 from draftsmith.inference import durable, machine
-from draftsmith.train.engine import processes
-from draftsmith.train.engine.trackers import start, trackers
+from draftsmith.train.engine import curves, processes, trackers
+from draftsmith.train.objective import Batch, Loss
 from draftsmith.train.recipe import Recipe
-
-if TYPE_CHECKING:
-    from draftsmith.train.objective import Batch, Loss
-
-__all__ = ["Flops", "Log", "means", "trackers"]
 
 aten = torch.ops.aten
 FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
@@ -48,12 +43,12 @@ FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
 
 
 class Flops(TorchDispatchMode):
-    """Within it `count` grows by the FLOPs of matrix products and attention, those of backward and of compiled code included.
+    """Within it `count` grows by the FLOPs of matmuls and attention, in backward and in compiled code too.
 
-    Nothing runs otherwise than without it. (torch's FlopCounterMode, whose formulas these are, stops compiled FlexAttention with an error,
-    and knows neither addmm_, which train/losses/chunked.py makes gradients with, nor attention on a CPU.) Attention counts in full, causal or
-    not, and what checkpointing computes twice counts twice; kernels that torch does not dispatch (compiled FlexAttention, 8-bit layers)
-    are not seen.
+    Nothing runs differently within it. (torch's FlopCounterMode, whose formulas these are, stops compiled FlexAttention with an error, and
+    knows neither addmm_, which train/losses/chunked.py makes gradients with, nor attention on a CPU.) Attention counts in full even if it is
+    causal, and what checkpointing computes twice counts twice. Kernels that torch does not dispatch (compiled FlexAttention, 8-bit layers) are
+    not counted.
     """
 
     supports_higher_order_operators = True
@@ -71,147 +66,176 @@ class Flops(TorchDispatchMode):
 
 
 class Log:
-    """What a run says. All ranks make one and call it alike: means are over all of them, and the first writes.
+    """The report of a run. All ranks make one and call the same methods: means are over all ranks, and the main process writes."""
 
-    accelerator: made with `trackers(recipe.train)` · done: steps of the checkpoint that the run goes on from; rows after it are dropped, as
-    those steps are taken again, and trackers are not told of them twice · reference: the frozen target's forward on a batch, for target_ratio.
-    """
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, done: int, target_forward: Callable[[Batch], object] | None = None
+    ) -> None:
+        """Start the trackers, and measure the matmul rate.
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator, done: int, reference: Callable[["Batch"], object] | None = None) -> None:
-        self.accelerator, self.reference, self.main = accelerator, reference, accelerator.is_main_process
+        Args:
+            recipe: of the run.
+            accelerator: made with `trackers.options(recipe.train)`.
+            done: steps of the checkpoint that the run continues. Rows after it are deleted, since those steps are taken again; trackers do not
+                get them twice.
+            target_forward: the frozen target's forward on a batch, for target_ratio.
+        """
+        self.accelerator, self.target_forward, self.main = accelerator, target_forward, accelerator.is_main_process
         self.folder = Path(recipe.train.output)
         self.file = self.folder / "metrics.jsonl"
         self.sums: dict[str, Tensor] = {}
-        self.held, self.watched, self.flops, self.floor = "", False, 0, 0.0
-        self.told, self.rate = processes.on_first(lambda: self._begin(recipe, done))
-        self._memory()
+        self.last_evaluation = ""
+        self.measured, self.micro_batch_flops, self.target_seconds = False, 0, 0.0
+        self.tracked_step, self.matmul_rate = processes.on_main(lambda: self._start(recipe, done))
+        self._peak_memory()
         self.step, self.since = done, time.perf_counter()
 
-    def _begin(self, recipe: Recipe, done: int) -> tuple[int, float]:
-        """On the first rank: the last step that trackers know, and the rate of matrix products."""
+    def _start(self, recipe: Recipe, done: int) -> tuple[int, float]:
+        """On the main process: (the last step that the trackers have, matmul rate of the device in FLOP/s)."""
         last = _cut(self.file, done)
-        told = start(recipe, self.accelerator, done, last) if self.accelerator.log_with else 0
+        tracked_step = trackers.start(recipe, self.accelerator, done, last) if self.accelerator.log_with else 0
         dtype = torch.bfloat16 if processes.in_bf16(self.accelerator) else torch.float32
-        return told, machine.matmul_rate(self.accelerator.device, dtype)
+        return tracked_step, machine.matmul_rate(self.accelerator.device, dtype)
 
     @contextmanager
-    def watching(self, batch: "Batch") -> Iterator[None]:
-        """Around the forward and backward of a micro-batch: the run's first is counted, and `reference` timed on it; later ones just run."""
-        if self.watched:
+    def measuring(self, batch: Batch) -> Iterator[None]:
+        """Around the forward and backward of each micro-batch. The run's first one is counted in FLOPs, and the target is timed on it."""
+        if self.measured:
             yield
             return
-        self.watched = True
-        if self.reference:
-            half = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=processes.in_bf16(self.accelerator))
-            with self.paused(), torch.no_grad(), half:
-                self.floor = self._seconds(self.reference, batch)
+        self.measured = True
+        if self.target_forward:
+            autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=processes.in_bf16(self.accelerator))
+            with self.paused(), torch.no_grad(), autocast:
+                self.target_seconds = self._median_seconds(self.target_forward, batch)
         with Flops() as flops:
             yield
-        self.flops = flops.count
-        parts = self.accelerator.gradient_accumulation_steps
-        alone = f"; the target's forward alone takes {self.floor * parts:.3g} s of it" if self.floor else ""
-        rates = f"{self.flops * parts / 1e12:.3g} TFLOP a rank, and this device does {self.rate / 1e12:.3g} TFLOP/s (measured)"
-        self.say(f"a step is {rates}{alone}")
+        self.micro_batch_flops = flops.count
+        accumulation = self.accelerator.gradient_accumulation_steps
+        target = f"; the target's forward alone takes {self.target_seconds * accumulation:.3g} s of it" if self.target_seconds else ""
+        step = f"a step is {self.micro_batch_flops * accumulation / 1e12:.3g} TFLOP a rank"
+        self.print(f"{step}, and this device does {self.matmul_rate / 1e12:.3g} TFLOP/s (measured){target}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs within it (evaluating, saving) is no part of a step's seconds."""
-        self._wait()
+        """What runs within it (evaluating, saving) does not count in a step's seconds."""
+        self._synchronise()
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._wait()
+            self._synchronise()
             self.since += time.perf_counter() - began
 
-    def add(self, loss: "Loss") -> None:
-        """Count a micro-batch; no host waits for the device."""
-        for name, value in {"loss": loss.sum, "weight": loss.weight, **loss.metrics}.items():
+    def add(self, loss: Loss) -> None:
+        """Add a micro-batch to the sums; the host does not wait for the device."""
+        for name, value in sums_of(loss).items():
             self.sums[name] = self.sums.get(name, 0) + value.detach().float()
 
-    def training(self, step: int, lr: float, **more: float) -> str:
-        """Write the row of the steps since the last one, `step` being their last and `more` what else it has -> text for the progress bar."""
+    def write_training(self, step: int, lr: float, **more: float) -> str:
+        """Write the row of the steps since the previous row.
+
+        Args:
+            step: the last of these steps.
+            lr: its learning rate.
+            more: other columns of the row.
+
+        Returns:
+            The means and the speed as text for the progress bar.
+        """
         total = _summed(self.sums, self.accelerator)
-        found, seconds = _divided(total), time.perf_counter() - self.since
-        each, parts, speed = seconds / (step - self.step), self.accelerator.gradient_accumulation_steps, total["weight"] / seconds
-        row: dict[str, Any] = {"step": step, "lr": lr, "tokens_per_s": round(speed, 1), "seconds": float(f"{each:.4g}")}
-        if self.flops and self.rate:
-            row["mfu"] = round(self.flops * parts / each / self.rate, 4)
-        if self.floor:
-            row["target_ratio"] = round(each / (self.floor * parts), 3)
-        self._write(row | {"peak_gb": self._memory()} | found | more)
+        averages, seconds = _divided(total), time.perf_counter() - self.since
+        step_seconds, speed = seconds / (step - self.step), total["weight"] / seconds
+        accumulation = self.accelerator.gradient_accumulation_steps
+        row: dict[str, Any] = {"step": step, "lr": lr, "tokens_per_s": round(speed, 1), "seconds": float(f"{step_seconds:.4g}")}
+        if self.micro_batch_flops and self.matmul_rate:
+            row["mfu"] = round(self.micro_batch_flops * accumulation / step_seconds / self.matmul_rate, 4)
+        if self.target_seconds:
+            row["target_ratio"] = round(step_seconds / (self.target_seconds * accumulation), 3)
+        self._write(row | {"peak_gb": self._peak_memory()} | averages | more)
         self.sums, self.step, self.since = {}, step, time.perf_counter()
-        return _text(found) + f"  {speed:,.0f} tok/s{self.held}"
+        return _text(averages) + f"  {speed:,.0f} tok/s{self.last_evaluation}"
 
-    def held_out(self, step: int, found: dict[str, float]) -> None:
-        """Write and print the means of an evaluation."""
-        self.held = f"  held out: {_text(found)}"
-        self._write({"step": step} | {f"valid_{name}": value for name, value in found.items()})
-        self.say(f"step {step}{self.held}")
+    def write_evaluation(self, step: int, means: dict[str, float]) -> None:
+        """Write and print the means of an evaluation after `step` steps."""
+        self.last_evaluation = f"  held out: {_text(means)}"
+        self._write({"step": step} | {f"valid_{name}": value for name, value in means.items()})
+        self.print(f"step {step}{self.last_evaluation}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print on the main process."""
         if self.main:
             print(text, flush=True)
 
     def close(self) -> None:
-        """End the trackers and draw curves.png. (Not by `accelerator.end_training`, which ends the process group too.)"""
+        """Finish the trackers and draw curves.png. (`accelerator.end_training` would end the process group too.)"""
         if not self.main:
             return
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.accelerator.trackers.clear()
         if self.file.is_file():
-            from draftsmith.train.engine import curves
-
             try:
                 curves.draw(self.file, self.folder / "curves.png")
-            except OSError as error:  # the run is what counts
-                self.say(f"curves.png could not be written ({error})")
+            except OSError as error:  # a picture is no reason to end the run in error
+                self.print(f"curves.png could not be written ({error})")
 
     def _write(self, row: dict[str, Any]) -> None:
-        # JSON has no word for what is not finite; `left_out` counts it.
+        # JSON has no word for a number that is not finite; the column `left_out` counts those steps.
         row = {name: value for name, value in row.items() if math.isfinite(value)}
         if self.main:
             try:
                 with self.file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise OSError(f"{self.file} could not be written ({error}); make room there and run the same command again") from None
-            if self.accelerator.trackers and row["step"] > self.told:
+                raise OSError(f"{self.file} could not be written ({error}); free disk space there and run the same command again") from None
+            if self.accelerator.trackers and row["step"] > self.tracked_step:
                 self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
-    def _seconds(self, work: Callable[["Batch"], object], batch: "Batch") -> float:
+    def _median_seconds(self, work: Callable[[Batch], object], batch: Batch) -> float:
         times = []
         for _ in range(4):  # the first warms up
             began = time.perf_counter()
             work(batch)
-            self._wait()
+            self._synchronise()
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
 
-    def _wait(self) -> None:
+    def _synchronise(self) -> None:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _memory(self) -> float:
-        """peak_gb, and the device's peaks begin anew."""
+    def _peak_memory(self) -> float:
+        """The column peak_gb; the devices' peaks are reset."""
         if self.accelerator.device.type == "cuda":
             devices = range(torch.cuda.device_count())  # a target may be spread over all
             peak = max(torch.cuda.max_memory_allocated(device) for device in devices)
             for device in devices:
                 torch.cuda.reset_peak_memory_stats(device)
         else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kB on Linux
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         own = torch.tensor([peak / 1e9], device=self.accelerator.device)
         return round(float(cast(Tensor, self.accelerator.gather(own)).max()), 3)
 
 
 def means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Sums of each rank by name, scalars on its device, "weight" among them -> all ranks' sums, divided by the weight of all."""
+    """Sums over all ranks, divided by the weight of all ranks. All ranks call it.
+
+    Args:
+        sums: this rank's sums by name, scalars on its device; "weight" is one of them.
+        accelerator: of the run.
+    """
     return _divided(_summed(sums, accelerator))
 
 
+def sums_of(loss: Loss) -> dict[str, Tensor]:
+    """What is added up over micro-batches: "loss", "weight" and the metrics."""
+    return {"loss": loss.sum, "weight": loss.weight, **loss.metrics}
+
+
 def _summed(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Scalars by name, on this rank's device -> their sums over all ranks."""
     stacked = cast(Tensor, accelerator.reduce(torch.stack(list(sums.values())), "sum"))
     return dict(zip(sums, stacked.tolist(), strict=True))
 
@@ -222,24 +246,24 @@ def _divided(total: dict[str, float]) -> dict[str, float]:
 
 
 def _cut(file: Path, done: int) -> int:
-    """Drop the rows of steps after `done`, which are taken again, and what a power cut left of others -> the step of the last row there was."""
+    """Delete the rows of steps after `done`, and damaged rows that a power cut left -> the last step that had a row."""
     if not file.is_file():
         return 0
     lines = file.read_bytes().splitlines(keepends=True)
     steps = [_step_of(line) for line in lines]
-    kept = [line for line, step in zip(lines, steps, strict=True) if 0 <= step <= done]
-    if kept != lines:
-        durable.replace(file, lambda part: part.write_bytes(b"".join(kept)))
+    remaining = [line for line, step in zip(lines, steps, strict=True) if 0 <= step <= done]
+    if remaining != lines:
+        durable.replace(file, lambda part: part.write_bytes(b"".join(remaining)))
     return max([0, *steps])
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a row of metrics.jsonl, −1 where it is none."""
+    """The step of a row of metrics.jsonl, −1 where it is damaged."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
     except (ValueError, TypeError, KeyError):
         return -1
 
 
-def _text(found: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+def _text(means: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in means.items())

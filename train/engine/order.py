@@ -13,37 +13,47 @@ Batch = TypeVar("Batch")
 
 
 def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
-    """Rows number `first` … `first + count − 1` of the endless order that (seed, epoch) fix, [count] int64: epoch · length + row."""
+    """Sequence numbers at positions `first` … `first + count − 1` of the endless sample order.
+
+    Args:
+        length: sequences of an epoch.
+        seed: of the order; each epoch is a permutation drawn from (seed, epoch).
+        first: the first position, counted in samples from 0.
+        count: how many.
+
+    Returns:
+        [count] int64: epoch · length + sequence.
+    """
     parts = []
     while count:
         epoch, offset = divmod(first, length)
-        take = min(count, length - offset)
-        parts.append(epoch * length + _order(length, seed, epoch)[offset : offset + take])
-        first, count = first + take, count - take
+        size = min(count, length - offset)
+        parts.append(epoch * length + _permutation(length, seed, epoch)[offset : offset + size])
+        first, count = first + size, count - size
     return torch.cat(parts)
 
 
-def places_of(rows: Tensor, length: int, seed: int) -> Tensor:
-    """Where in that order row numbers [n] stand, [n] int64: the inverse of `sample_rows`."""
-    places = torch.empty_like(rows)
+def order_positions(rows: Tensor, length: int, seed: int) -> Tensor:
+    """Positions in that order of sequence numbers [n], [n] int64: the inverse of `sample_rows`."""
+    positions = torch.empty_like(rows)
     for epoch in rows.div(length, rounding_mode="floor").unique().tolist():
-        here = rows // length == epoch
-        places[here] = epoch * length + _order(length, seed, epoch).argsort()[rows[here] % length]
-    return places
+        in_epoch = rows // length == epoch
+        positions[in_epoch] = epoch * length + _permutation(length, seed, epoch).argsort()[rows[in_epoch] % length]
+    return positions
 
 
 @lru_cache(maxsize=4)
-def _order(length: int, seed: int, epoch: int) -> Tensor:
+def _permutation(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def prefetched(fetch: Callable[[Tensor], Batch], wanted: Iterable[Tensor]) -> Generator[Batch]:
-    """fetch(rows) for each of `wanted`, in order; a thread works two ahead."""
-    ahead: deque[Future[Batch]] = deque()
+def prefetched(fetch: Callable[[Tensor], Batch], rows: Iterable[Tensor]) -> Generator[Batch]:
+    """Give fetch(numbers) for each item of `rows`, in order; a thread works two ahead."""
+    pending: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(1) as pool:
-        for rows in wanted:
-            ahead.append(pool.submit(fetch, rows))
-            if len(ahead) > 2:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        for numbers in rows:
+            pending.append(pool.submit(fetch, numbers))
+            if len(pending) > 2:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

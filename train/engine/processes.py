@@ -1,4 +1,7 @@
-"""The processes of a run: how they find each other, and the Accelerator that they share, whatever `accelerate launch` was told."""
+"""What Accelerate lacks: ranks that wait for each other within limits, one Accelerator for all launchers, results shared by rank 0.
+
+Who a process is, `accelerate.PartialState` says, in all modules of the project.
+"""
 
 import ctypes
 import os
@@ -17,13 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+from draftsmith.train.recipe import TrainSection
 
 Value = TypeVar("Value")
 
-# One rank may tokenise, prune or decode for long while the others wait; a rank that dies or hangs is noticed sooner (train/engine/watchdog.py).
-PATIENCE = timedelta(hours=6)
-# Ranks begin together: one that ended before it came is not waited for like one that works.
-MEETING = timedelta(minutes=10)
+# One rank may tokenise, prune or decode for long while the others wait; the watchdog notices a rank that dies or hangs sooner.
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
+# Ranks start together, so one that is missing at the start has most likely ended.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
 def deepspeed() -> bool:
@@ -32,13 +36,13 @@ def deepspeed() -> bool:
 
 
 def join() -> PartialState:
-    """This process among those of the launch; the first call finds the others, later ones give what it found.
+    """Join the processes of this launch; later calls return the same state.
 
     Raises:
         ValueError: launch settings under which ranks would hold other weights, or none.
-        ConnectionError: some ranks did not come, naming them.
+        ConnectionError: some ranks did not come; the message names them.
     """
-    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true" and _count() > 1:
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true" and _world_size() > 1:
         raise ValueError(
             "fsdp_cpu_ram_efficient_loading is on, which leaves the target of every rank but the first without weights; "
             "set it to false in the launcher's file (target.parallel=shard is the way to load a large target once)"
@@ -49,35 +53,49 @@ def join() -> PartialState:
     if deepspeed() and cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _end_with_launcher()
-    group: dict[str, Any] = {"timeout": PATIENCE} if _count() > 1 else {}
-    if _count() > 1 and not torch.distributed.is_initialized():
-        _meet()
-    # Accelerate starts DeepSpeed only where it was not told of a CPU, and finds no backend there by itself.
-    return PartialState(cpu=cpu and not deepspeed(), **({"backend": "gloo"} | group if deepspeed() and cpu else group))
+    options: dict[str, Any] = {}
+    if _world_size() > 1:
+        options["timeout"] = COLLECTIVE_TIMEOUT
+        if not torch.distributed.is_initialized():
+            _wait_for_all_ranks()
+    # Accelerate starts DeepSpeed only where the option cpu is off, and then finds no backend by itself.
+    if deepspeed() and cpu:
+        options["backend"] = "gloo"
+    return PartialState(cpu=cpu and not deepspeed(), **options)
 
 
 def accelerator(precision: str, micro_batch: int, accumulation: int, clip: float, **trackers: Any) -> Accelerator:
-    """The Accelerator of a run that joined. precision: "bf16" or "fp32" · micro_batch: rows of one forward · clip: gradient norm."""
+    """The Accelerator of a run whose processes have joined.
+
+    Args:
+        precision: "bf16" or "fp32".
+        micro_batch: sequences of one forward on one rank.
+        accumulation: micro-batches of one optimizer step.
+        clip: the gradient norm to clip to, which DeepSpeed does itself.
+        trackers: Accelerate's `log_with` and `project_dir`, as `trackers.options` gives them.
+    """
     cpu = not torch.cuda.is_available()
-    handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)] if cpu and deepspeed() else []
-    found = Accelerator(
+    handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo", timeout=COLLECTIVE_TIMEOUT)] if cpu and deepspeed() else []
+    result = Accelerator(
         cpu=cpu and not deepspeed(),
         mixed_precision="bf16" if precision == "bf16" and not deepspeed() else "no",
         gradient_accumulation_steps=accumulation,
         kwargs_handlers=handlers,
         **trackers,
     )
-    found.gradient_accumulation_steps = accumulation  # a launcher's file may have said another number
-    if found.is_fsdp2:
-        cast(Any, found.state.fsdp_plugin).mixed_precision_policy = None  # autocast decides, as under other launchers; weights stay fp32
-    if found.state.deepspeed_plugin is not None:
-        config = found.state.deepspeed_plugin.deepspeed_config
-        config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip}
-        config["train_batch_size"] = micro_batch * accumulation * found.num_processes
-        # As under other launchers weights stay fp32 and autocast decides; its own bf16 mode holds bf16 weights beside fp32 masters.
+    result.gradient_accumulation_steps = accumulation  # a launcher's file may have given another number
+    if result.is_fsdp2:
+        cast(Any, result.state.fsdp_plugin).mixed_precision_policy = None  # autocast decides, as under other launchers; weights stay fp32
+    if result.state.deepspeed_plugin is not None:
+        config = result.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = micro_batch
+        config["gradient_accumulation_steps"] = accumulation
+        config["gradient_clipping"] = clip
+        config["train_batch_size"] = micro_batch * accumulation * result.num_processes
+        # As under other launchers weights stay fp32 and autocast decides; DeepSpeed's own bf16 mode holds bf16 weights beside fp32 masters.
         config["torch_autocast"] = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
-        unset_hf_deepspeed_config()  # else transformers would partition whatever it loads from here on, the next run's target too
-    return found
+        unset_hf_deepspeed_config()  # else transformers would partition every model that it loads from now on, the next run's target too
+    return result
 
 
 def in_bf16(accelerator: Accelerator) -> bool:
@@ -86,96 +104,136 @@ def in_bf16(accelerator: Accelerator) -> bool:
     return plugin.deepspeed_config["torch_autocast"]["enabled"] if plugin else accelerator.mixed_precision == "bf16"
 
 
-def group_count(ranks: int, size: int) -> int:
-    """How many groups of `size` ranks there are. Raises ValueError where ranks would be left over."""
-    if ranks % size:
-        raise ValueError(f"train.context_parallel={size} does not divide {ranks} process(es); launch a multiple of it, or leave it out")
-    return ranks // size
+def data_parallel_size(ranks: int, context_parallel: int) -> int:
+    """How many groups of `context_parallel` ranks there are; each group reads sequences of its own. Raises ValueError for ranks left over."""
+    if ranks % context_parallel:
+        raise ValueError(
+            f"train.context_parallel={context_parallel} does not divide {ranks} process(es); launch a multiple of it, or leave it out"
+        )
+    return ranks // context_parallel
 
 
-def groups(size: int) -> tuple[int, int]:
-    """How many groups of `size` ranks share out the rows among them, and which of them is this rank's."""
+def data_parallel(context_parallel: int) -> tuple[int, int]:
+    """(number of context-parallel groups, number of this rank's group)."""
     state = join()
-    return group_count(state.num_processes, size), state.process_index // size
+    return data_parallel_size(state.num_processes, context_parallel), state.process_index // context_parallel
 
 
-def context(size: int) -> ContextParallel:
-    """This rank in its group: ranks 0 … size − 1 have the same rows, and so on. All ranks call it.
+def context_group(size: int) -> ContextParallel:
+    """This rank's context-parallel group: ranks 0 … size − 1 share sequences, and so on. All ranks call it.
 
     Raises:
-        ValueError: processes that are no multiple of `size`.
+        ValueError: the number of processes is no multiple of `size`.
     """
     state = join()
-    group_count(state.num_processes, size)
+    data_parallel_size(state.num_processes, size)
     if size == 1:
         return SINGLE_RANK
-    group, _ = torch.distributed.new_subgroups(size, timeout=PATIENCE)
+    group, _ = torch.distributed.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
     return ContextParallel(state.process_index % size, size, group)
 
 
-def on_first(work: Callable[[], Value]) -> Value:
-    """What `work` gives on the first rank, on all of them: another machine may not see its disk. Tensors go one by one and arrive on the CPU.
+def split_batch(section: TrainSection, ranks: int) -> tuple[int, int]:
+    """Cut an optimizer step's sequences into micro-batches.
 
-    Where `work` raises OSError or ValueError there, all ranks end: the first says why, the others with status 2.
+    Args:
+        section: the recipe's batch_size, micro_batch_size and context_parallel.
+        ranks: processes of the run.
+
+    Returns:
+        (sequences of one forward on one rank, accumulation steps).
+
+    Raises:
+        ValueError: the batch cannot be cut evenly.
+    """
+    groups = data_parallel_size(ranks, section.context_parallel)
+    micro_batch = section.micro_batch_size or max(1, section.batch_size // groups)
+    accumulation, remainder = divmod(section.batch_size, micro_batch * groups)
+    if remainder or not accumulation:
+        parts = "rank(s)" if groups == ranks else f"group(s) of {section.context_parallel} ranks"
+        raise ValueError(
+            f"train.batch_size={section.batch_size} cannot be cut into {groups} {parts} × micro-batches of {micro_batch}; "
+            f"make it a multiple of {groups} × train.micro_batch_size"
+        )
+    return micro_batch, accumulation
+
+
+def on_main(work: Callable[[], Value]) -> Value:
+    """Call `work` on the main process and return its result on all processes, since another machine may not see the same disk.
+
+    Args:
+        work: gives any value that can be pickled. Tensors in its tuples and dictionaries are sent one by one and arrive on the CPU.
+
+    Raises:
+        OSError, ValueError: on the main process, as `work` raised it; the other processes end with status 2.
     """
     state = join()
     if state.num_processes == 1:
         return work()
-    value, failed = None, None
+    value, error = None, None
     if state.is_main_process:
         try:
             value = work()
-        except (OSError, ValueError) as error:
-            failed = error
-    told: list[Any] = broadcast_object_list([failed is not None, _each(value, lambda tensor: tensor.to("meta"))])
-    if failed is not None:
-        raise failed
-    if told[0]:
+        except (OSError, ValueError) as raised:
+            error = raised
+    message: list[Any] = broadcast_object_list([error is not None, _map_tensors(value, lambda tensor: tensor.to("meta"))])
+    if error is not None:
+        raise error
+    failed, outline = message
+    if failed:
         raise SystemExit(2)
-    sources = iter(_tensors(value))
+    sources = iter(_tensors_of(value))
 
-    def arrive(meta: Tensor) -> Tensor:
+    def receive(meta: Tensor) -> Tensor:
         tensor = next(sources) if state.is_main_process else torch.empty_like(meta, device="cpu")
         return cast(Tensor, broadcast(tensor.to(state.device))).cpu()
 
-    return _each(told[1], arrive)
+    return _map_tensors(outline, receive)
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor in its tuples and dictionaries changed, in order."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(_each(one, change) for one in value)
-    return {name: _each(one, change) for name, one in value.items()} if isinstance(value, dict) else value
+        return tuple(_map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(item, change) for name, item in value.items()}
+    return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _each(value, lambda tensor: found.append(tensor) or tensor)
-    return found
+def _tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of `value` in the order of `_map_tensors`."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, collect)
+    return tensors
 
 
-def _count() -> int:
+def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _meet() -> None:
-    """Wait until all ranks of the launch are here. On one machine the launcher ends them all where one ends; on several it does not."""
-    store, rank, ranks = next(rendezvous("env://", timeout=MEETING))
-    store.set(f"here-{rank}", "")
+def _wait_for_all_ranks() -> None:
+    """Wait until all ranks of the launch have come. On one machine the launcher ends all ranks when one ends; on several it does not."""
+    store, rank, ranks = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+    store.set(f"rank-{rank}", "")
     try:
-        store.wait([f"here-{one}" for one in range(ranks)], MEETING)
+        store.wait([f"rank-{number}" for number in range(ranks)], RENDEZVOUS_TIMEOUT)
     except torch.distributed.DistStoreError:
-        missing = ", ".join(str(one) for one in range(ranks) if not store.check([f"here-{one}"]))
+        missing = ", ".join(str(number) for number in range(ranks) if not store.check([f"rank-{number}"]))
         raise ConnectionError(
-            f"rank(s) {missing} of {ranks} did not come within {MEETING.total_seconds() / 60:g} minutes; see what their machines say, "
-            "and that they reach the first one; then run the same command again on all"
+            f"rank(s) {missing} of {ranks} did not come within {RENDEZVOUS_TIMEOUT.total_seconds() / 60:g} minutes; see what their "
+            "machines say, and that they reach the first one; then run the same command again on all"
         ) from None
 
 
 def _end_with_launcher() -> None:
-    """Have the system send SIGTERM to this process when its launcher is gone, so that it saves and ends rather than train on unseen."""
+    """Have the system send SIGTERM to this process when its launcher dies, so that it saves and ends instead of training on unseen."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -12,16 +12,17 @@ from draftsmith.train.recipe import TrainSection
 
 
 class Profile:
-    """`with Profile(section, accelerator, done, log.paused) as profile:` and `profile.step()` after each optimizer step: torch.profiler over
-    the steps that train.profile names, `first:last`, both included, as metrics.jsonl numbers them; those before `done` are past.
+    """torch.profiler over the steps that train.profile names, `first:last`, both included, as metrics.jsonl numbers them.
 
-    Writes <output>/trace-rank<r>-steps<first>-<last>.json.gz, for chrome://tracing or ui.perfetto.dev, and prints the ten operations that took
-    longest on the first rank. A run that ends within these steps writes those that it took.
+    Enter it around the loop and call `step` after each optimizer step. It writes <output>/trace-rank<r>-steps<first>-<last>.json.gz, for
+    chrome://tracing or ui.perfetto.dev, and prints the ten operations that took longest on the main process. A run that ends within these
+    steps writes those that it took.
     """
 
     def __init__(
         self, section: TrainSection, accelerator: Accelerator, done: int, paused: Callable[[], AbstractContextManager[None]]
     ) -> None:
+        """Args: section and accelerator of the run; done: steps taken before; paused: `Log.paused`, for work that is no part of a step."""
         self.folder, self.accelerator, self.done, self.paused = Path(section.output), accelerator, done, paused
         self.profiler: torch.profiler.profile | None = None
         self.first, self.last = map(int, section.profile.split(":")) if section.profile else (0, 0)
@@ -29,7 +30,9 @@ class Profile:
     def __enter__(self) -> "Profile":
         if self.done < self.last:
             self.first = max(self.first, self.done + 1)
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.accelerator.device.type == "cuda")
+            activities = [ProfilerActivity.CPU]
+            if self.accelerator.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
             self.profiler = torch.profiler.profile(
                 activities=activities, schedule=self._action, on_trace_ready=self._write, record_shapes=True, acc_events=True
             )
@@ -43,10 +46,11 @@ class Profile:
             self.profiler.stop()
 
     def step(self) -> None:
+        """An optimizer step was taken."""
         if self.profiler:
-            # Getting ready, starting and writing take seconds that are none of a step's.
-            edge = self.profiler.step_num in (self.first - 2, self.first - 1, self.last)
-            with self.paused() if edge else nullcontext():
+            # To prepare, start and write a trace takes seconds, which do not belong to a step.
+            changes = self.profiler.step_num in (self.first - 2, self.first - 1, self.last)
+            with self.paused() if changes else nullcontext():
                 self.profiler.step()
 
     def _action(self, step: int) -> ProfilerAction:
@@ -58,7 +62,7 @@ class Profile:
         last = min(self.last, profiler.step_num - 1)
         if last < self.first:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)  # another machine than the first rank's may not have it
+        self.folder.mkdir(parents=True, exist_ok=True)  # another machine than the main process's may not have it
         file = self.folder / f"trace-rank{self.accelerator.process_index}-steps{self.first}-{last}.json.gz"
         profiler.export_chrome_trace(str(file))
         if self.accelerator.is_main_process:
@@ -66,9 +70,9 @@ class Profile:
 
 
 def _longest(profiler: torch.profiler.profile, device: str) -> str:
-    """Ten lines: the operations that took longest on the device by themselves, with their share of all, time and number of calls."""
-    found = [event for event in profiler.key_averages() if event.device_type.name == "CPU" and not event.key.startswith("ProfilerStep")]
-    times = {event.key: event.self_device_time_total if device == "cuda" else event.self_cpu_time_total for event in found}
-    calls, whole = {event.key: event.count for event in found}, max(sum(times.values()), 1e-9)
+    """Ten lines: the operations that took longest on the device by themselves, each with its share of the total, time and number of calls."""
+    events = [event for event in profiler.key_averages() if event.device_type.name == "CPU" and not event.key.startswith("ProfilerStep")]
+    times = {event.key: event.self_device_time_total if device == "cuda" else event.self_cpu_time_total for event in events}
+    calls, total = {event.key: event.count for event in events}, max(sum(times.values()), 1e-9)
     longest = sorted(times, key=lambda key: -times[key])[:10]
-    return "\n".join(f"{times[key] / whole:7.1%} {times[key] / 1e3:10.1f} ms {calls[key]:8,} × {key}" for key in longest)
+    return "\n".join(f"{times[key] / total:7.1%} {times[key] / 1e3:10.1f} ms {calls[key]:8,} × {key}" for key in longest)

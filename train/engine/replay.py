@@ -30,7 +30,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.models.target import Target
-from draftsmith.train.engine.order import places_of
+from draftsmith.train.engine.order import order_positions
 
 GROUP = 16  # prompts decoded together: what a kill may cost
 RUN = 4  # tokens of the runs that tell whether a sample repeats itself
@@ -123,7 +123,7 @@ class Replay:
 
     def _sources(self, rows: Tensor) -> list[tuple[PackedDataset, int]]:
         """For each row the rows that it is taken from, and its number there."""
-        steps = places_of(rows, len(self.base), self.base.seed) // self.plan.batch_size
+        steps = order_positions(rows, len(self.base), self.base.seed) // self.plan.batch_size
         coins = uniform(self.base.seed, rows, torch.zeros_like(rows), torch.arange(3)[:, None]).tolist()
         found = []
         for row, step, kind_coin, age_coin, row_coin in zip(rows.tolist(), steps.tolist(), *coins, strict=True):

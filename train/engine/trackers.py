@@ -1,6 +1,6 @@
 """Trackers beside metrics.jsonl: TensorBoard, Weights & Biases and Trackio, through Accelerate.
 
-Nothing leaves this machine that was not asked for: wandb without a key runs offline and asks for none, trackio writes here.
+Nothing leaves this machine unless you ask for it: wandb without a key runs offline and asks for none, trackio writes locally.
 """
 
 import json
@@ -20,8 +20,8 @@ from draftsmith.inference import durable
 from draftsmith.train.recipe import Recipe, TrainSection
 
 
-def trackers(section: TrainSection) -> dict[str, Any]:
-    """What the Accelerator is made with for `train.trackers`. Raises ValueError for one that is not installed."""
+def options(section: TrainSection) -> dict[str, Any]:
+    """The Accelerator's options for `train.trackers`. Raises ValueError for a tracker that is not installed."""
     for name in section.trackers:
         try:
             version(name)
@@ -31,63 +31,73 @@ def trackers(section: TrainSection) -> dict[str, Any]:
 
 
 def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int:
-    """On the first rank: begin the trackers' runs, or go on with the run of <output>/trackers.json -> the last step that they know.
+    """On the main process: start the trackers' runs, or continue the run of <output>/trackers.json.
 
-    done: steps taken so far; none: another run, also to them · last: step of the last row of metrics.jsonl, before it was cut to `done`.
+    Args:
+        recipe: of the run; trackers get every key of it.
+        accelerator: made with `options`.
+        done: steps taken so far; with 0 the trackers start a new run too.
+        last: step of the last row of metrics.jsonl, before it was cut to `done`.
+
+    Returns:
+        The last step that the trackers have.
 
     Raises:
-        ValueError: what wandb says of its key or of its server.
+        ValueError: wandb refuses its key or does not reach its server; the message says what wandb says.
     """
     folder = Path(recipe.train.output)
     file = folder / "trackers.json"
-    before = json.loads(file.read_text()) if done and file.is_file() else None
-    run = {"id": before["id"], "step": max(before["step"], last)} if before else {"id": secrets.token_hex(4), "step": 0}
-    durable.replace(file, lambda part: part.write_text(json.dumps(run) + "\n"))
+    previous = json.loads(file.read_text()) if done and file.is_file() else None
+    if previous:
+        run = {"id": previous["id"], "step": max(previous["step"], last)}
+    else:
+        run = {"id": secrets.token_hex(4), "step": 0}
+    durable.write_text(file, json.dumps(run) + "\n")
     name = f"{folder.name}-{run['id']}"
     settings: dict[str, Any] = {
         "tensorboard": {"purge_step": run["step"] + 1},
         "wandb": {"id": run["id"], "name": name, "resume": "allow", "dir": str(folder)},
         "trackio": {"name": name, "resume": "allow", "embed": False},
     }
-    with _wandb(settings["wandb"]) if "wandb" in recipe.train.trackers else _local():
-        accelerator.init_trackers("draftsmith", None if before else flat(recipe), settings)
+    with _wandb(settings["wandb"]) if "wandb" in recipe.train.trackers else _offline_hub():
+        accelerator.init_trackers("draftsmith", None if previous else flat(recipe), settings)
     return run["step"]
 
 
 def flat(recipe: Recipe) -> dict[str, bool | int | float | str]:
-    """Every key of a recipe as trackers take them, lists and nothing as JSON; of a URL what stands before its @ is left out."""
+    """Every key of a recipe in the types that trackers take: lists and null as JSON text, URLs without what stands before their @."""
     return {
-        f"{section}.{key}": value if isinstance(value, bool | int | float) else _shown(value)
+        f"{section}.{key}": value if isinstance(value, bool | int | float) else _as_text(value)
         for section, values in recipe.model_dump(mode="json").items()
         for key, value in values.items()
     }
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return re.sub(r"//[^/@\s]+@", "//", value if isinstance(value, str) else json.dumps(value))
 
 
 @contextmanager
 def _wandb(settings: dict[str, Any]) -> Iterator[None]:
-    """Within it wandb starts with these settings, which get the mode, and asks for nothing: without a key it is offline."""
+    """Within it wandb starts with these settings, to which the mode is added, and asks for nothing: without a key it is offline."""
     import wandb
 
-    # By itself it waits 90 seconds for a server at the start, and without end at the end.
+    # By default it waits 90 seconds for a server at the start, and without limit at the end.
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "120")
     try:
         settings["mode"] = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         if settings["mode"] != "online":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # offline too, it would look for its server to report to
-        with _local():
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise it looks for its server, to report to, even offline
+        with _offline_hub():
             yield
     except wandb.Error as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"wandb: {said}; set WANDB_MODE=offline to keep the run here, or leave wandb out of train.trackers") from None
+        text = " ".join(str(error).split())
+        raise ValueError(f"wandb: {text}; set WANDB_MODE=offline to keep the run here, or leave wandb out of train.trackers") from None
     if settings["mode"] == "offline" and wandb.run is not None:
-        why = "was told so" if "WANDB_MODE" in os.environ else "has no key"
-        place = Path(wandb.run.dir).parent
-        print(f"wandb is offline, since it {why}: the run stays in {place}; `wandb sync {place}` sends it", flush=True)
+        reason = "WANDB_MODE says so" if "WANDB_MODE" in os.environ else "it has no key"
+        folder = Path(wandb.run.dir).parent
+        print(f"wandb is offline, since {reason}: the run stays in {folder}; `wandb sync {folder}` sends it", flush=True)
 
 
 def _has_key() -> bool:
@@ -100,11 +110,11 @@ def _has_key() -> bool:
 
 
 @contextmanager
-def _local() -> Iterator[None]:
-    """Within it trackio does not ask the Hub whose token this is, unless it was told to write to the Hub or to a server."""
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"))
+def _offline_hub() -> Iterator[None]:
+    """Within it trackio does not ask the Hub whose token this is, unless the environment sends it to the Hub or to a server."""
+    previous = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = previous or not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"))
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = previous

@@ -14,7 +14,8 @@ from torch import nn
 from draftsmith.data.features import Index
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.quantised import quantised_as
-from draftsmith.train import loop, setup
+from draftsmith.train import setup
+from draftsmith.train.engine import processes
 from draftsmith.train.plan import trace
 from draftsmith.train.recipe import Recipe
 
@@ -81,7 +82,7 @@ class Case:
                 f"target.parallel={self.layout} and target.quantise={recipe.target.quantise} do not go together; leave one out"
             )
         try:
-            self.micro, self.accumulation = loop._split(recipe.train, self.ranks)
+            self.micro, self.accumulation = processes.split_batch(recipe.train, self.ranks)
         except ValueError as error:
             raise ValueError(f"{error}, or give another number of --gpus") from None
         dtypes = {"auto": torch.float32 if machine.cpu else torch.bfloat16}

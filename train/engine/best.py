@@ -1,0 +1,63 @@
+"""The weights with the best τ of a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from draftsmith.train.engine import checkpoint, processes
+from draftsmith.train.engine.sharded import ShardedModel
+
+
+class BestWeights:
+    """The weights with the best τ so far, saved beside the checkpoints.
+
+    Attributes:
+        tau: the best τ, 0 before the first measurement.
+        step: the step that it was measured after, 0 before the first measurement.
+        since: evaluations since then.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sharded: ShardedModel,
+        state: dict[str, Any] | None,
+        measure_tau: Callable[[], float] | None,
+        collective: bool,
+    ) -> None:
+        """Args: folder of the checkpoints; sharded: the model; state: what `state` gave at the checkpoint; the rest as in `loop.fit`."""
+        self.folder, self.sharded, self.measure_tau, self.collective = folder, sharded, measure_tau, collective
+        state = state or {"tau": 0.0, "step": 0, "since": 0}
+        self.tau, self.step, self.since = state["tau"], state["step"], state["since"]
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"tau": self.tau, "step": self.step, "since": self.since}
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Measure τ after `step` steps, and save the weights if it is the best -> {"tau": τ}, equal on all ranks; {} without `measure_tau`."""
+        if self.measure_tau is None:
+            return {}
+        accelerator, model = self.sharded.accelerator, self.sharded.model
+        with self.sharded.gathered():
+            model.eval()
+            own = self.measure_tau() if accelerator.is_main_process or self.collective else 0.0
+            main = torch.tensor(own if accelerator.is_main_process else 0.0, device=accelerator.device)
+            tau = cast(Tensor, accelerator.reduce(main, "sum")).item()
+            self.since += 1
+            if tau > self.tau:
+                self.tau, self.step, self.since = tau, step, 0
+                processes.on_main(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
+        return {"tau": tau}
+
+    def is_stale(self, patience: int) -> bool:
+        """Whether the last `patience` evaluations brought no better τ; never with patience 0."""
+        return patience > 0 and self.since >= patience
+
+    def restore(self) -> None:
+        """Load the best weights into the model, on the main process."""
+        if self.sharded.accelerator.is_main_process:
+            checkpoint.load_weights(checkpoint.best_file(self.folder, self.step), self.sharded.model)

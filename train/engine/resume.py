@@ -1,0 +1,115 @@
+"""Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from draftsmith.inference import machine
+from draftsmith.train import recipe as recipes
+from draftsmith.train.engine import checkpoint, order, processes, trackers
+from draftsmith.train.engine.sharded import ShardedModel
+from draftsmith.train.engine.watchdog import agree_on_data
+from draftsmith.train.objective import SequenceDataset
+from draftsmith.train.recipe import Recipe, changeable_keys
+
+FORMAT = 2  # of state.json in a checkpoint
+
+
+def start_or_resume(
+    recipe: Recipe,
+    model: nn.Module,
+    train: SequenceDataset,
+    fingerprint: dict[str, Any],
+    make_step: Callable[[nn.Module], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> tuple[ShardedModel, dict[str, Any]]:
+    """Wrap the model for training, with the weights and the optimizer state of the newest checkpoint if there is one.
+
+    Args:
+        recipe: of the run; its folder train.output may hold checkpoints.
+        model: the model to train; it gets the checkpoint's weights.
+        train: the training data, which must be equal on all ranks.
+        fingerprint: what else must be as it was when the checkpoint was made, such as hashes of the data and of the target.
+        make_step: see `ShardedModel`.
+        make_optimizer: see `ShardedModel`.
+
+    Returns:
+        The wrapped model, and the loop's state: "step" (steps taken), "best", "left_out", and what must not change ("recipe", "fingerprint",
+        "threads", "precision", "format").
+
+    Raises:
+        ValueError: the checkpoint is of another recipe, other data or another target, or ranks disagree.
+    """
+    section = recipe.train
+    folder = Path(section.output) / "checkpoints"
+    # The main process reads for all: another machine may not see its disk.
+    newest, before = processes.on_main(lambda: checkpoint.newest(folder) or (None, {}))
+    if newest and section.resume == "never":
+        raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
+    # What was once measured on a busy machine stays decided: other threads or another precision would round differently.
+    torch.set_num_threads(before.get("threads", torch.get_num_threads()))
+    precision = before.get("precision") or section.precision
+    if precision == "auto":
+        precision = processes.on_main(lambda: str(machine.precision()))
+    micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
+    accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
+    state = {
+        "recipe": _by_key(recipe),
+        "fingerprint": fingerprint,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "format": FORMAT,
+    }
+    optimizer_state = {}
+    if newest:
+        _check_same_run(newest, before, state, recipe)
+        weights, optimizer_state = processes.on_main(lambda: checkpoint.read(newest))
+        checkpoint.copy_weights(model, weights, newest)
+    progress = {name: before.get(name, default) for name, default in (("step", 0), ("best", None), ("left_out", 0))}
+    next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
+    agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
+    if progress["step"] < section.steps:
+        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, section.keep))
+    processes.on_main(lambda: recipes.save(recipe, folder.parent))
+    if accelerator.is_main_process:
+        _announce(newest, state, accelerator)
+    sharded = ShardedModel(accelerator, model, make_step, make_optimizer)
+    if newest:
+        sharded.load_optimizer_state(optimizer_state)
+    return sharded, state | progress
+
+
+def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerator) -> None:
+    distributed = accelerator.distributed_type.value.lower()
+    setting = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {distributed}"
+    print(f"resuming from {newest}; {setting}" if newest else setting, flush=True)
+
+
+def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
+    """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
+    if before.get("format") != FORMAT:
+        raise ValueError(
+            f"{newest} is of another version of draftsmith (format {before.get('format', 1)}, this version reads {FORMAT}); "
+            "give another train.output, or delete that folder"
+        )
+    # A key that is newer than the checkpoint had its default.
+    defaults = {name: field.get_default() for name, field in recipes.keys(type(recipe)).items() if not field.is_required()}
+    for name, missing in (("recipe", defaults), ("fingerprint", {})):
+        then, now = missing | before[name], state[name]
+        for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
+            if now.get(key) != then.get(key):
+                raise ValueError(
+                    f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; "
+                    "give another train.output, or delete that folder"
+                )
+    steps = recipe.train.steps
+    if before["step"] > steps:
+        raise ValueError(f"{newest} is at step {before['step']}, past train.steps={steps}; raise it or give another train.output")
+
+
+def _by_key(recipe: Recipe) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in recipe.model_dump(mode="json").items() for key, value in values.items()}
