@@ -61,7 +61,7 @@ def lay_out(read: Read, how: str, device: torch.device | str) -> tuple[PreTraine
     Raises:
         ValueError: tensor parallelism of an architecture without a plan, or with heads that the ranks do not divide.
     """
-    with _whole():
+    with not_partitioned():
         if how == "shard":
             return _sharded(read, torch.device(device))
         if how == "tensor":
@@ -161,7 +161,7 @@ def _world() -> int:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
+def not_partitioned() -> Iterator[None]:
     """Within it transformers builds whole models: where a drafter is trained by ZeRO-3 it would partition the target too, for DeepSpeed's engine."""
     before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()

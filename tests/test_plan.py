@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.models import training_time_test as unroll
+from draftsmith.models import training_time_test
 from draftsmith.models.target import Target
 from draftsmith.train import distill, eagle, medusa, recipe
 from draftsmith.train.plan import memory, report, trace
-from draftsmith.train.plan.memory import GIB, Case, Machine
+from draftsmith.train.plan.memory import GIB, PlannedRun, Machine
 
 CPU = Machine(1, 1, GIB, cpu=True)
 ROWS, POSITIONS = 4, 128
@@ -42,9 +42,9 @@ def loaded(method, name, overrides):
 
 def drawn(method, chosen, gpu=False, dtype=torch.float32):
     """The step of a recipe, in shapes."""
-    target = trace.outline(chosen.target, dtype)
+    target = trace.target_without_values(chosen.target, dtype)
     with trace.shapes_only():
-        model, objective = method.sketch(chosen, target)
+        model, objective = method.build_untrained(chosen, target)
     return trace.Step(model, objective, target, gpu)
 
 
@@ -70,7 +70,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     gradients and moments. leaving: a gradient is dropped as soon as it is whole."""
     torch.manual_seed(0)
     target = Target.load(chosen.target.path, dtype=torch.float32)
-    model, objective = method.sketch(chosen, target)
+    model, objective = method.build_untrained(chosen, target)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
@@ -112,13 +112,13 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     method, file, overrides = CASES[name]
     chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
     peaks, weights, gradients, moments = measured(tmp_path / "trace.json", method, chosen)
-    case = Case(chosen, method, CPU)
-    assert case.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
-    need = case.needs()[0]
-    assert (need.weights, need.gradients, need.moments) == (weights, gradients, moments)
-    assert need.gradients + need.activations == pytest.approx(max(peaks.values()), rel=0.01)
+    run = PlannedRun(chosen, method, CPU)
+    assert run.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
+    estimate = run.estimates()[0]
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, moments)
+    assert estimate.gradients + estimate.activations == pytest.approx(max(peaks.values()), rel=0.01)
     target = Target.load("tiny", dtype=torch.float32).model
-    assert need.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
+    assert estimate.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
 
 
 # On a CPU products in bf16 take scratch of 2 MB that no operation shows.
@@ -136,9 +136,9 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
     peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})
     asked = {"autocast": False, "holding": False} | {key: value for key, value in way.items() if key != "leaving"}
     traced = drawn(method, chosen).run(*shape, **asked | {"taps": taps})
-    assert (traced.passing if "leaving" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
+    assert (traced.released_peak if "leaving" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
     if method is distill:  # a short row: gradients are most of it
-        assert traced.passing < 0.8 * traced.peak or "holding" in way
+        assert traced.released_peak < 0.8 * traced.peak or "holding" in way
 
 
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3, small vocabulary, checkpointing"])
@@ -149,8 +149,8 @@ def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
     some = step.run(1, 256, **asked)
     monkeypatch.setattr(trace, "CHUNKS", 1000)
     every = step.run(1, 256, **asked)
-    assert (some.peak, some.passing) == (every.peak, every.passing)
-    assert some.products < every.products
+    assert (some.peak, some.released_peak) == (every.peak, every.released_peak)
+    assert some.flops < every.flops
 
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
@@ -169,9 +169,9 @@ def test_products_are_those_of_the_matrices():
     config = step.target.config
     size, vocabulary, heads = config.hidden_size, config.vocab_size, chosen.medusa.heads
     layers = sum(weight.numel() for layer in step.target.layers for weight in layer.parameters() if weight.dim() == 2)
-    # Forward 2 a weight. A head's output: and the gradients of its input and of itself. Its block reads what needs no gradient.
+    # Forward 2 a weight. A head's output: and the gradients of its input and of itself. Its block reads what estimates no gradient.
     wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
-    linear, attention = step.products(1000, None)
+    linear, attention = step.flops_per_token(1000, None)
     # One row more finds what is behind the target's head; older transformers make rotary angles by a product.
     assert linear == pytest.approx(wanted + 2 * size * vocabulary / trace.SHORT, rel=1e-5)
     assert attention == config.num_hidden_layers * 2 * size * 1000
@@ -216,41 +216,41 @@ def test_rows_of_131072_tokens_grow_as_rows_do(tmp_path):
 
 def test_rows_shared_out_over_ranks_take_less_of_each():
     stored = ["data.seq_len=512", "features.mode=offline", "features.store=none", "train.batch_size=8"]
-    one, two = (Case(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
+    one, two = (PlannedRun(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
     assert (one.micro, two.micro) == (2, 4) and one.ranks == two.ranks == 4
-    alone, shared = (case.needs()[0].activations / case.micro for case in (one, two))
+    alone, shared = (run.estimates()[0].activations / run.micro for run in (one, two))
     assert alone / 2 < shared < 0.75 * alone
     # The same products, but for a few rows of the target's head; attention is that of the last rank, which sees more than the mean.
-    assert one.products() < two.products() < 1.2 * one.products()
+    assert one.flops_per_token() < two.flops_per_token() < 1.2 * one.flops_per_token()
 
 
 def test_pieces_add_up_to_the_whole(tmp_path):
     tiny = loaded(medusa, "medusa-tiny", ["train.batch_size=8", "data.seq_len=16"])
-    whole = Case(tiny, medusa, Machine(1)).needs()[0]
+    whole = PlannedRun(tiny, medusa, Machine(1)).estimates()[0]
     for gpus, nodes in ((2, 1), (4, 2)):
         ranks = gpus * nodes
-        by = {need.launcher: need for need in Case(tiny, medusa, Machine(gpus, nodes)).needs()}
+        by = {estimate.launcher: estimate for estimate in PlannedRun(tiny, medusa, Machine(gpus, nodes)).estimates()}
         assert [*by] == list(memory.SEVERAL)
-        assert (by["ddp"].weights, by["ddp"].moments) == (whole.weights, whole.moments)
+        assert (by["ddp"].weights, by["ddp"].optimizer) == (whole.weights, whole.optimizer)
         for name in ("fsdp2", "zero2", "zero3"):
-            assert by[name].moments * ranks == whole.moments
+            assert by[name].optimizer * ranks == whole.optimizer
         assert by["zero2"].gradients * ranks == by["zero3"].gradients * ranks == whole.gradients
         # What a step reads, and pieces: FSDP2's weights, ZeRO's masters, and ZeRO-3's weights beside them.
         assert by["fsdp2"].weights == by["zero2"].weights == whole.weights + whole.weights / ranks
         assert by["zero3"].weights == by["zero2"].weights + whole.weights / ranks
         for name in ("zero2-offload", "zero3-offload"):
-            assert by[name].gradients == by[name].moments == 0 and by[name].weights == whole.weights
+            assert by[name].gradients == by[name].optimizer == 0 and by[name].weights == whole.weights
             assert by[name].host > by["zero2"].host > 0
 
 
 @pytest.mark.parametrize(("layout", "layers"), [("none", 32), ("shard", 32 / 4 + 2), ("tensor", 32 / 4), ("layers", 32 / 4)])
 def test_a_target_in_pieces_keeps_its_ends_whole(layout, layers, tmp_path):
-    case = Case(loaded(eagle, "eagle3-llama3.1-8b", [llama(tmp_path, 8), f"target.parallel={layout}"]), eagle, Machine(4))
+    run = PlannedRun(loaded(eagle, "eagle3-llama3.1-8b", [llama(tmp_path, 8), f"target.parallel={layout}"]), eagle, Machine(4))
     layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     ends = 2 * (2 * 128256 * 4096 + 4096)
-    assert case.on_each == pytest.approx(ends + layers * layer, abs=1e3)  # rotary frequencies aside
-    assert case.loading == (pytest.approx(32 * layer + ends, abs=1e3) if layout == "shard" else 0)
-    assert case.ranks == (1 if layout == "layers" else 4)
+    assert run.target_bytes == pytest.approx(ends + layers * layer, abs=1e3)  # rotary frequencies aside
+    assert run.loading_bytes == (pytest.approx(32 * layer + ends, abs=1e3) if layout == "shard" else 0)
+    assert run.ranks == (1 if layout == "layers" else 4)
 
 
 @pytest.mark.parametrize("kind", ["bnb-nf4", "bnb-int8", "ao-int8"])
@@ -264,16 +264,16 @@ def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
         state = getattr(tensor, "quant_state", None)
         bytes_of += 0 if state is None else state.absmax.nbytes
     chosen = loaded(medusa, "medusa-tiny", [f"target.quantise={kind}", "target.dtype=bfloat16"])
-    assert Case(chosen, medusa, CPU).on_each == pytest.approx(bytes_of, rel=0.02)
-    assert Case(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).on_each > 1.3 * bytes_of
+    assert PlannedRun(chosen, medusa, CPU).target_bytes == pytest.approx(bytes_of, rel=0.02)
+    assert PlannedRun(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).target_bytes > 1.3 * bytes_of
 
 
 def test_a_recipe_that_does_not_fit_is_told_what_helps():
     overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500", "eagle.steps=1", "data.seq_len=64"]
     machine = Machine(2, 1, 0.02 * GIB)
     found = report.report("eagle3-tiny.yaml", overrides, machine)
-    assert found["chosen"] is None and not any(need["fits"] for need in found["launchers"])
-    least = min(need["total"] for need in found["launchers"])
+    assert found["chosen"] is None and not any(estimate["fits"] for estimate in found["launchers"])
+    least = min(estimate["total"] for estimate in found["launchers"])
     alone = [one for one in found["advice"] if len(one["keys"]) == 1]
     keys = {key for one in alone for key in one["keys"]}
     assert {
@@ -285,9 +285,9 @@ def test_a_recipe_that_does_not_fit_is_told_what_helps():
     } <= keys
     assert [one["total"] for one in alone] == sorted(one["total"] for one in alone)
     for one in found["advice"]:
-        needed = Case(loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"]]), eagle, machine).needs()
-        assert one["total"] == min(need.total for need in needed) < least
-        assert one["fits"] == next((need.launcher for need in needed if need.total <= 0.93 * machine.memory), None)
+        estimates = PlannedRun(loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"]]), eagle, machine).estimates()
+        assert one["total"] == min(estimate.total for estimate in estimates) < least
+        assert one["fits"] == next((estimate.launcher for estimate in estimates if estimate.total <= 0.93 * machine.memory), None)
     together = found["advice"][-1]["keys"]
     assert len(together) >= 3 and not {"target.parallel=shard", "target.quantise=bnb-nf4"} <= set(together)
     roomy = Machine(2, 1, GIB)
@@ -350,7 +350,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
     exit_on_error(report.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
-    assert unroll._Causal.__name__ == "_Causal"  # what stood in for it is gone
+    assert training_time_test._Causal.__name__ == "_Causal"  # what stood in for it is gone
 
 
 @pytest.mark.parametrize(

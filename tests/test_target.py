@@ -53,7 +53,7 @@ def random_model(name):
 
 def small_tokenizer(words="abc", turn_end="<|end|>"):
     backend = Tokenizer(
-        models.WordLevel({"<s>": 0, "</s>": 1, turn_end: 2} | {w: 3 + i for i, w in enumerate([*words, "Answer", "RoundContext"])}, "<s>")
+        models.WordLevel({"<s>": 0, "</s>": 1, turn_end: 2} | {w: 3 + i for i, w in enumerate([*words, "Answer", "Question"])}, "<s>")
     )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(

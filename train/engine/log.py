@@ -26,10 +26,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
 from draftsmith.inference import durable, machine
 from draftsmith.train.engine import processes
+from draftsmith.train.engine.flops import FORMULAS
 from draftsmith.train.engine.trackers import start, trackers
 from draftsmith.train.recipe import Recipe
 
@@ -37,14 +37,6 @@ if TYPE_CHECKING:
     from draftsmith.train.objective import Batch, Loss
 
 __all__ = ["Flops", "Log", "means", "trackers"]
-
-aten = torch.ops.aten
-FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
-    aten.addmm_: addmm_flop,
-    aten.baddbmm_: baddbmm_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
 
 
 class Flops(TorchDispatchMode):
