@@ -2,17 +2,24 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.support import check_supported
@@ -26,6 +33,7 @@ __all__ = [
     "model_file",
     "read_config",
     "read_tensors",
+    "read_tokenizer",
     "resolve_path",
     "stored_tensors",
 ]
@@ -141,16 +149,14 @@ def read_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         FileNotFoundError: no such folder, nothing of that name on the Hub, or no access to it.
         ValueError: an architecture that transformers does not know, that cannot be tree-verified, or that is no causal language model.
     """
-    source, prefix = resolve_path(path, key), f"{key}: " if key else ""
+    source = resolve_path(path, key)
     common: dict[str, Any] = {"revision": revision or "main", "local_files_only": os.path.isdir(source)}
     if os.path.isdir(source):
         _check_config(source)
+    prefix = f"{key}: " if key else ""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
-    except OSError as error:
-        if os.path.isdir(source):
-            raise
-        raise FileNotFoundError(f"{prefix}{_hub_reason(path, revision, error)}") from None
+        with _hub_errors(path, revision, prefix):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
     except ValueError:
         raw, _ = PretrainedConfig.get_config_dict(source, **common)
         reason = _unknown_reason(raw, trust_remote_code)
@@ -163,15 +169,46 @@ def read_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     return config
 
 
-def _hub_reason(path: str, revision: str | None, error: OSError) -> str:
-    cause = error.__cause__ or error.__context__ or error
-    if isinstance(cause, GatedRepoError):
-        return f"the Hub gives {path!r} only to those who accepted its licence; accept it there, then run `hf auth login`"
-    if isinstance(cause, RepositoryNotFoundError):
-        return f"no folder {path!r} and no such model on the Hub; correct the name, or run `hf auth login` if the model is private"
-    if isinstance(cause, RevisionNotFoundError):
-        return f"{path!r} has no revision {revision!r} on the Hub; give a branch, tag or commit that is there"
-    return f"no folder {path!r}, and the Hub cannot be read ({type(cause).__name__}); give a folder that exists, or check the connection"
+def read_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = ""
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model in a folder or on the Hub; None if a folder has none. Arguments as in `read_config`.
+
+    Raises:
+        FileNotFoundError: no such folder, nothing of that name on the Hub, or no access to it.
+    """
+    source = resolve_path(path, key)
+    local = os.path.isdir(source)
+    if local and not any(model_file(source, name, "") for name in TOKENIZER_FILES):
+        return None
+    with _hub_errors(path, revision, f"{key}: " if key else ""):
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=trust_remote_code, local_files_only=local
+        )
+
+
+@contextmanager
+def _hub_errors(path: str, revision: str | None, prefix: str) -> Iterator[None]:
+    """Context in which failures of the Hub become one line that names what was wanted."""
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(resolve_path(path)):
+            raise
+        cause = error.__cause__ or error.__context__ or error
+        if isinstance(cause, GatedRepoError):
+            reason = f"the Hub gives {path!r} only to those who accepted its licence; accept it there, then run `hf auth login`"
+        elif isinstance(cause, RepositoryNotFoundError):
+            reason = f"no folder {path!r} and no such model on the Hub; correct the name, or run `hf auth login` if the model is private"
+        elif isinstance(cause, RevisionNotFoundError):
+            reason = f"{path!r} has no revision {revision!r} on the Hub; give a branch, tag or commit that is there"
+        elif isinstance(cause, LocalEntryNotFoundError):
+            reason = (
+                f"no folder {path!r}, no copy from the Hub here, and the Hub cannot be reached; correct the name, or connect to the network"
+            )
+        else:
+            reason = f"no folder {path!r}, and the Hub gives no model for it ({' '.join(str(error).split())[:120]}); correct the name"
+        raise FileNotFoundError(prefix + reason) from None
 
 
 def _unknown_reason(raw: dict[str, Any], trust_remote_code: bool) -> str:

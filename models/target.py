@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
@@ -21,20 +21,22 @@ from draftsmith.inference.packed_linear import Packing
 from draftsmith.models.head import Head, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.model_files import (
+    SHIPPED,
     TOKENIZER_FILES,
     cached_commit,
     check_folder,
     check_loaded,
     model_file,
     read_config,
+    read_tokenizer,
     resolve_path,
 )
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
 
-__all__ = ["TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
+__all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
-KEY = "target.path or --target"  # where people write a target's path
+KEY = "target.path or --target"  # where people write the path of a target; error messages name it
 
 
 class Target:
@@ -128,34 +130,23 @@ class Target:
         check_parallel(parallel, path, own or quantise or "")
         # Weights and tokenizer come from the very commit that the config came from.
         commit = "" if local else cached_commit(source, revision or "main")
-        common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local, "revision": commit or "main"}
-        arguments: dict[str, Any] = {"dtype": dtype or "auto", "quantization_config": quantisation(quantise, dtype) if quantise else None}
-        model = None if layers else _read_ends(path, source, config, commit, device, **arguments, trust_remote_code=trust_remote_code)
+        arguments: dict[str, Any] = {
+            "config": config,
+            "dtype": dtype or "auto",
+            "quantization_config": quantisation(quantise, dtype) if quantise else None,
+            "trust_remote_code": trust_remote_code,
+        }
+        model = None if layers else _read_ends(path, source, commit, device, **arguments)
         has_layers = model is None
         if model is None:
-            try:
-                model, info = lay_out(
-                    partial(
-                        AutoModelForCausalLM.from_pretrained,
-                        source,
-                        config=config,
-                        use_safetensors=True,
-                        output_loading_info=True,
-                        ignore_mismatched_sizes=True,  # check_loaded names them
-                        **arguments,
-                        **common,
-                    ),
-                    parallel,
-                    device,
-                )
-            except ImportError as error:
-                if not (own or quantise):
-                    raise
-                raise ValueError(f"{path!r} cannot be read as {own or quantise}: {error}") from None
-            check_loaded(path, info)
-        has_tokenizer = not local or any(model_file(source, name, "") for name in TOKENIZER_FILES)
-        tokenizer = AutoTokenizer.from_pretrained(source, **common) if has_tokenizer else None
+            model = _read_complete(path, source, commit, device, parallel, own or quantise or "", **arguments)
+        tokenizer = read_tokenizer(path, revision=commit, trust_remote_code=trust_remote_code, key=KEY)
         return cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
+
+    @classmethod
+    def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory") -> "Target":
+        """Take a model that is already in memory; it is frozen in place."""
+        return cls(model, tokenizer, name, "")
 
     def mask_blocks(self) -> None:
         """On a GPU use FlexAttention if the model supports it: its mask has an entry for each block, not for each of [S,S] pairs."""
@@ -364,22 +355,37 @@ def apart(config: PretrainedConfig, dtype: torch.dtype, batch: dict[str, Tensor]
     return {"position_ids": positions, "attention_mask": mask}
 
 
+def _read_complete(
+    path: str, source: str, commit: str, device: torch.device | str, parallel: str, quantised: str, **arguments: Any
+) -> PreTrainedModel:
+    read = partial(
+        AutoModelForCausalLM.from_pretrained,
+        source,
+        revision=commit or "main",
+        local_files_only=isdir(source),
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # check_loaded names them
+        **arguments,
+    )
+    try:
+        model, info = lay_out(read, parallel, device)
+    except ImportError as error:
+        if not quantised:
+            raise
+        raise ValueError(f"{path!r} cannot be read as {quantised}: {error}") from None
+    check_loaded(path, info)
+    return model
+
+
 def _read_ends(
-    path: str,
-    source: str,
-    config: PretrainedConfig,
-    commit: str,
-    device: torch.device | str,
-    *,
-    dtype: torch.dtype | str,
-    quantization_config: Any,
-    trust_remote_code: bool,
+    path: str, source: str, commit: str, device: torch.device | str, *, config: PretrainedConfig, quantization_config: Any, **arguments: Any
 ) -> PreTrainedModel | None:
     """The model with its input embeddings and output head alone. None where these are quantised, or an adapter may change them."""
     if model_file(source, "adapter_config.json", commit) is not None:
         return None
     with not_partitioned():
-        model, info = load_ends(source, config, commit, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        model, info = load_ends(source, config, commit, device=device, **arguments)
     if info["missing_keys"] and quantised_as(config):
         return None
     check_loaded(path, info)

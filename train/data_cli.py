@@ -20,7 +20,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import capture, conversations, regenerate
 from draftsmith.data.conversations import Source
@@ -30,8 +30,8 @@ from draftsmith.data.prepare import load as load_corpora
 from draftsmith.eval import loading
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
+from draftsmith.models.model_files import read_tokenizer
 from draftsmith.models.parallel import COLLECTIVE
-from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe, setup
 from draftsmith.train.recipe import Recipe
 
@@ -165,9 +165,9 @@ def _corpora(arguments: list[str]) -> tuple[Recipe, PreTrainedTokenizerBase, dic
     """The recipe's corpora; of the target only the tokenizer is read."""
     chosen = recipe.load(Recipe, *_split(arguments), shared=True)
     section = chosen.target
-    tokenizer = AutoTokenizer.from_pretrained(
-        resolve_path(section.path), revision=section.revision, trust_remote_code=section.trust_remote_code
-    )
+    tokenizer = read_tokenizer(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code, key="target.path")
+    if tokenizer is None:
+        raise ValueError(f"target {section.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
     chosen.data.give_template(tokenizer)
     return chosen, tokenizer, load_corpora(chosen.data.plan(), tokenizer, chosen.data.cache, chosen.data.num_proc)
 
