@@ -175,8 +175,8 @@ def test_broken_folders(saved, tmp_path):
     shutil.copy(saved / "config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match="no weights"):
         Target.load(str(tmp_path))
-    whole = (saved / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    complete = (saved / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(complete[: len(complete) // 2])
     with pytest.raises(ValueError, match="model.safetensors.*cut off"):
         Target.load(str(tmp_path))
 

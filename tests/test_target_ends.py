@@ -66,10 +66,10 @@ def test_embeddings_and_head_are_those_of_the_complete_target(name, shard_size, 
             assert getattr(target, word) == getattr(complete, word), word
         assert target.model.generation_config.to_dict() == complete.model.generation_config.to_dict()
         assert in_memory(target) <= ends_of(target) and all(part.is_meta for part in target.layers.parameters())
-        held = bytes_in_memory(target)
+        size = bytes_in_memory(target)
         scale = sum(buffer.nbytes for buffer in target.model.get_input_embeddings().buffers())
-        assert held == (1 if tied else 2) * 67 * 32 * target.dtype.itemsize + scale
-        assert held < 0.5 * bytes_in_memory(complete)
+        assert size == (1 if tied else 2) * 67 * 32 * target.dtype.itemsize + scale
+        assert size < 0.5 * bytes_in_memory(complete)
     assert len(read) == 2 * (1 if tied else 2)  # and no other tensor of the files was read
 
 
@@ -81,7 +81,9 @@ def test_a_target_without_layers_says_why_it_cannot_run(target_folder):
         lambda: target(ids, taps=(0,)),
         lambda: target.features({"input_ids": ids, "position_ids": ids}),
     ):
-        with pytest.raises(ValueError, match=r"loaded without its decoder layers.*cannot run; load it with layers=True, or take features.mode"):
+        with pytest.raises(
+            ValueError, match=r"loaded without its decoder layers.*cannot run; load it with layers=True, or take features.mode"
+        ):
             run()
     stored = torch.randn(1, 4, 32)
     assert target.features({"input_ids": ids, "position_ids": ids, "hidden": stored}).hidden is stored
@@ -99,7 +101,9 @@ def test_checkpoints_with_other_names_and_untied_heads_are_read_as_transformers_
     save_file(load_file(file) | {"lm_head.weight": torch.randn(67, 32)}, file, metadata={"format": "pt"})
     for name in ("gpt2", "qwen3"):
         complete, target = (Target.load(str(tmp_path / name), layers=layers) for layers in (True, False))
-        assert torch.equal(target.head_weight, complete.head_weight) and torch.equal(target.embed(torch.arange(9)), complete.embed(torch.arange(9)))
+        assert torch.equal(target.head_weight, complete.head_weight) and torch.equal(
+            target.embed(torch.arange(9)), complete.embed(torch.arange(9))
+        )
         assert (target.head_weight is target.model.get_input_embeddings().weight) == (name == "gpt2")
 
 
@@ -156,7 +160,9 @@ def test_which_recipes_need_the_layers():
     assert load(Recipe, "medusa-tiny.yaml", [], shared=True).needs_target_layers
     assert not load(Recipe, "medusa-tiny.yaml", offline, shared=True).needs_target_layers
     assert load(Recipe, "medusa-tiny.yaml", [*offline, "train.tau_prompts=1"], shared=True).needs_target_layers
-    assert load(Recipe, "medusa-tiny.yaml", ["features.mode=cache", "features.store=none", "train.tau_prompts=0"], shared=True).needs_target_layers
+    assert load(
+        Recipe, "medusa-tiny.yaml", ["features.mode=cache", "features.store=none", "train.tau_prompts=0"], shared=True
+    ).needs_target_layers
     for start, needed in (("pruned", True), ("random", False)):
         assert load(distill.DistillRecipe, "distill-tiny.yaml", [*offline, f"student.start={start}"]).needs_target_layers is needed
 
@@ -172,7 +178,7 @@ TARGETS = {
 METHODS = {
     "medusa": (medusa, "medusa-tiny", ["medusa.distill=0.5"]),
     "medusa, shared head": (medusa, "medusa-tiny", ["medusa.share_head=true"]),
-    "eagle3": (eagle, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=2", "eagle.vocab_size=200"]),
+    "eagle3": (eagle, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=4", "eagle.vocab_size=200"]),
     "eagle1": (eagle, "eagle1-tiny", []),
     "distill": (distill, "distill-tiny", ["student.start=random", "student.layers=1", "student.hidden_size=32", "student.heads=4"]),
 }
@@ -216,11 +222,22 @@ def test_offline_training_holds_no_layers_and_gives_the_same_weights(name, metho
 
     def noted(path, **options):
         target = read(path, **options)
+        for parameter in target.model.parameters():
+            if not parameter.is_meta:
+                # transformers' weights are views of the mapped file, at odd addresses; the last bit of a CPU's matmul depends on them.
+                parameter.data = parameter.data.clone()
         loaded.append((options.get("layers", True), target))
         return target
 
     monkeypatch.setattr(setup.Target, "load", noted)
-    steps = ["train.steps=3", "train.batch_size=4", "train.eval_batches=2", "train.log_every=1", "train.precision=fp32", "train.warmup_steps=1"]
+    steps = [
+        "train.steps=3",
+        "train.batch_size=4",
+        "train.eval_batches=2",
+        "train.log_every=1",
+        "train.precision=fp32",
+        "train.warmup_steps=1",
+    ]
     arguments = [str(ROOT / "recipes" / f"{recipe}.yaml"), *stores[name], *keys, *steps, "train.tau_prompts=0"]
     script.main([*arguments, f"train.output={tmp_path / 'ends'}"])
     monkeypatch.setattr(Recipe, "needs_target_layers", True)
@@ -230,7 +247,9 @@ def test_offline_training_holds_no_layers_and_gives_the_same_weights(name, metho
     assert (without, with_layers) == (False, True) and complete.has_layers
     assert in_memory(target) == ends_of(target) - ({"lm_head.weight"} if name in ("gemma2", "cohere", "qwen3") else set())
     ends, all_layers = metrics(tmp_path / "ends"), metrics(tmp_path / "complete")
-    losses = [[{key: value for key, value in row.items() if "loss" in key or "valid" in key} for row in rows] for rows in (ends, all_layers)]
+    losses = [
+        [{key: value for key, value in row.items() if "loss" in key or "valid" in key} for row in rows] for rows in (ends, all_layers)
+    ]
     assert losses[0] == losses[1] and sum("loss" in row for row in losses[0]) == 3
     weights = [load_file(tmp_path / run / "artifact" / "model.safetensors") for run in ("ends", "complete")]
     assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
