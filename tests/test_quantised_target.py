@@ -128,6 +128,8 @@ def test_a_saved_quantised_model_is_read_as_it_is(kind, llama, tmp_path):
     again = Target.load(str(tmp_path))
     assert again.identity == dataclasses.replace(target.identity, name=str(tmp_path))
     assert torch.equal(again.features(rows()).hidden, target.features(rows()).hidden)
+    ends = Target.load(str(tmp_path), layers=False)
+    assert ends.identity == again.identity and torch.equal(ends.head_weight, again.head_weight) and not ends.has_layers
     with pytest.raises(ValueError, match=rf"is quantised already \({kind}\), got target.quantise=ao-int8; leave it out"):
         Target.load(str(tmp_path), quantise="ao-int8")
 
