@@ -189,7 +189,7 @@ def _stored_names(model: PreTrainedModel, files: dict[str, str]) -> dict[str, st
     own = model.state_dict()
     names = {}
     for name in files:
-        renamed, _ = rename_source_key(name, renamings, [], base_model_prefix=model.base_model_prefix, meta_state_dict=own)
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, own)  # by position: names differ between versions
         names[name if renamed not in own and name in own else renamed] = name
     return names
 
