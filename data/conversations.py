@@ -4,7 +4,6 @@ import glob
 import gzip
 import hashlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -131,13 +130,9 @@ def _files(path: str) -> list[Path] | None:
         if _kind(local):
             return [local]
         raise ValueError(f"data file {path!r}: expected {', '.join(KINDS)} (.json, .jsonl and .txt also .gz); convert it to one of these")
-    looks_local = (
-        path.startswith((".", "~", os.sep))
-        or path.endswith((os.sep, ".gz", ".zst", ".csv", *KINDS))
-        or path.count("/") > 1
-        or os.path.isdir(os.path.dirname(path))
-    )
-    if looks_local:
+    from draftsmith.models.model_files import looks_local  # late: it imports torch, which reading a recipe does not need
+
+    if looks_local(path, (".gz", ".zst", ".csv", *KINDS)):
         raise ValueError(f"data file {path!r} not found; give a {', '.join(KINDS)} file, a folder of them, `stdlib` or a Hub id")
     return None
 

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-__all__ = ["Head"]
+from draftsmith.models.model_files import model_file, read_tensors, stored_tensors
+
+__all__ = ["Head", "end_modules", "load_ends"]
 
 
 class Head:
@@ -21,7 +26,9 @@ class Head:
     Differentiable with respect to the hidden states and to whatever parameters require gradients. Where the model only applies its head,
     so does this, without the model's wrapper.
 
-    Attributes: module, the output head alone; plain, whether the logits are its output.
+    Attributes:
+        module: the output head alone.
+        plain: whether the logits are the head's output, bit for bit.
 
     Raises:
         ValueError: a model without an output head, or without a base model apart from it.
@@ -37,8 +44,8 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
-        """The model's head, made once: finding out what it does takes forwards."""
-        return _MADE.get(model) or _MADE.setdefault(model, cls(model))
+        """The head of a model, one object per model: finding out what follows the head takes forwards."""
+        return _HEADS.get(model) or _HEADS.setdefault(model, cls(model))
 
     @property
     def weight(self) -> Tensor:
@@ -47,7 +54,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.module(hidden) if self.plain else self._full(hidden)
-        return logits.to(hidden.device)  # of a model on several devices the head may be elsewhere
+        return logits.to(hidden.device)  # the head of a model on several devices may be on another one
 
     @cached_property
     @torch.no_grad()
@@ -76,10 +83,10 @@ class Head:
         return all(torch.equal(self._full(hidden), self.module(hidden)) for hidden in (self._probe(1.0), self._probe(100.0)))
 
 
-_MADE: "weakref.WeakKeyDictionary[PreTrainedModel, Head]" = weakref.WeakKeyDictionary()
+_HEADS: "weakref.WeakKeyDictionary[PreTrainedModel, Head]" = weakref.WeakKeyDictionary()
 
 
-class _Given:
+class _BaseOutput:
     """What a base model returns, as far as a head reads it: the hidden states, and None for all else."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -93,10 +100,10 @@ class _Given:
 
 
 class _Passthrough(nn.Module):
-    """Stands in for the base model: gives its input embeddings back as the hidden states."""
+    """Stands in for the base model: returns its input embeddings as the hidden states."""
 
-    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _Given:
-        return _Given(inputs_embeds)
+    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _BaseOutput:
+        return _BaseOutput(inputs_embeds)
 
 
 def _shell(model: PreTrainedModel) -> PreTrainedModel:
@@ -107,3 +114,91 @@ def _shell(model: PreTrainedModel) -> PreTrainedModel:
     shell.__dict__.pop("forward", None)  # a forward patched onto the instance would run the real base model
     shell._modules = {**model._modules, model.base_model_prefix: _Passthrough()}
     return shell
+
+
+def end_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The input embeddings, and the output head: every child module of the model that is not its base model."""
+    return [model.get_input_embeddings(), *(child for name, child in model.named_children() if name != model.base_model_prefix)]
+
+
+def load_ends(
+    source: str,
+    config: PretrainedConfig,
+    revision: str,
+    *,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a model's input embeddings and output head; its decoder layers stay on the meta device, without memory.
+
+    Args:
+        source: folder or Hub id; of a Hub model only the files that store these tensors are downloaded.
+        config: the model's config.
+        revision: commit, tag or branch on the Hub.
+        dtype: of the weights; None or "auto" keeps the checkpoint's own.
+        device: where embeddings and head go.
+        trust_remote_code: run the model's own code from the Hub.
+
+    Returns:
+        The model, and what could not be read in the form of transformers' loading info (`model_files.check_loaded` refuses it).
+
+    Raises:
+        FileNotFoundError: no safetensors, or not all of the files that the index names.
+    """
+    files = stored_tensors(source, revision)
+    wanted_dtype = config.dtype if dtype in (None, "auto") else dtype
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    ends = {module for part in end_modules(model) for module in part.modules()}
+    _fill_buffers(model, ends, device)
+    stored = _stored_names(model, files)
+    own = model.state_dict()
+    names = [name for name in own if model.get_submodule(name.rpartition(".")[0]) in ends]
+    tensors = read_tensors(source, revision, {stored[name]: files[stored[name]] for name in names if name in stored}, device)
+    as_stored = dtype in (None, "auto") and config.dtype is None  # the checkpoint's own dtype, which its config does not name
+    misshapen = [
+        (name, tensors[stored[name]].shape, own[name].shape)
+        for name in names
+        if name in stored and tensors[stored[name]].shape != own[name].shape
+    ]
+    missing = own.keys() - {name for name in names if name in stored}
+    if not misshapen:
+        for name in set(names) - missing:
+            tensor = tensors[stored[name]]
+            _put(model, name, tensor if as_stored else tensor.to(own[name].dtype))
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)  # as from_pretrained ties weights
+    if model_file(source, "generation_config.json", revision):
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    return model, {"missing_keys": missing & set(names), "unexpected_keys": (), "mismatched_keys": misshapen}
+
+
+@torch.no_grad()
+def _fill_buffers(model: PreTrainedModel, modules: set[nn.Module], device: torch.device | str) -> None:
+    """Give these modules the buffers that no checkpoint stores, such as Gemma's √H. Their weights are still on the meta device."""
+    for module in modules:
+        if module._buffers:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+            model._init_weights(module)
+
+
+def _stored_names(model: PreTrainedModel, files: dict[str, str]) -> dict[str, str]:
+    """The model's name of a tensor -> its name in the checkpoint, by the renaming that transformers does when it loads the model."""
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    own = model.state_dict()
+    names = {}
+    for name in files:
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, own)  # by position: names differ between versions
+        names[name if renamed not in own and name in own else renamed] = name
+    return names
+
+
+def _put(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
+    """Set a parameter or buffer of the model by its name."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if last in module._buffers:
+        module._buffers[last] = tensor
+    else:
+        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)

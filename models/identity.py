@@ -1,4 +1,4 @@
-"""Which target something was made for: names for people, hashes of config and tokenizer for the check."""
+"""Which target a drafter or a feature store was made for: names for people, hashes of config and tokenizer for the check."""
 
 import hashlib
 import json
@@ -18,13 +18,21 @@ _VOLATILE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """Which target a drafter or a feature store belongs to. The two hashes decide; the rest is for people."""
+    """Which target a drafter or a feature store belongs to. The two hashes decide; the rest is for people.
+
+    Attributes:
+        name: folder or Hub id.
+        revision: commit on the Hub; "" for a folder.
+        dtype: of its features, and how its weights are quantised: bfloat16, bfloat16+ao-int8.
+        config_hash: of its config (`config_hash`).
+        tokenizer_hash: of its tokenizer (`tokenizer_hash`); "" without one.
+    """
 
     name: str
     revision: str
-    dtype: str  # of its features, with how its weights are quantised: bfloat16, bfloat16+ao-int8
+    dtype: str
     config_hash: str
-    tokenizer_hash: str  # "" where there is no tokenizer
+    tokenizer_hash: str
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -35,10 +43,13 @@ class TargetIdentity:
 
 
 def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
-    """Compare the target that something was made for with the one given. Returns a warning about precision, or "".
+    """Compare the target that a drafter or a store was made for with the one given.
+
+    Returns:
+        A warning if only the precision differs, else "".
 
     Raises:
-        ValueError: naming both, where the config or (both known) the tokenizer differs.
+        ValueError: the config differs, or both tokenizers are known and differ; the message names both targets.
     """
     parts = []
     if expected.config_hash != actual.config_hash:
@@ -56,12 +67,12 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
 
 
 def config_hash(config: PretrainedConfig) -> str:
-    """SHA-256 of the config as canonical JSON, without what does not change the model (see `_VOLATILE`) and without nulls."""
+    """SHA-256 of the config as canonical JSON, without nulls and without keys that do not change the model (`_VOLATILE`)."""
     return _sha256(_canonical(config.to_diff_dict()))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """SHA-256 of the vocabulary and, where there is a fast backend, of its serialization. "" without a tokenizer."""
+    """SHA-256 of the vocabulary and, of a fast tokenizer, of its serialisation; "" without a tokenizer."""
     if tokenizer is None:
         return ""
     parts: dict[str, Any] = {"vocab": sorted(tokenizer.get_vocab().items())}

@@ -1,6 +1,6 @@
 """Targets whose decoder's linear layers are quantised while they are read; embedding and output head stay as they are.
 
-Features of a quantised target differ from those of the same target in full: by about 1 % in int8, 2 in fp8, 8 in nf4 (norm of the
+Features of a quantised target differ from those of the same target unquantised: by about 1 % in int8, 2 in fp8, 8 in nf4 (norm of the
 difference, the tiny target). Train a drafter on the target that will be served.
 """
 
@@ -18,11 +18,14 @@ _TORCHAO = {"ao-int8": "Int8WeightOnlyConfig", "ao-fp8": "Float8WeightOnlyConfig
 
 
 def quantisation(kind: str, dtype: torch.dtype | str | None) -> Any:
-    """What `from_pretrained` takes as quantization_config. kind: bnb-int8 (https://arxiv.org/abs/2208.07339), bnb-nf4
-    (https://arxiv.org/abs/2305.14314), ao-int8 or ao-fp8 (weights only); dtype: that products are computed in, where it is known.
+    """The quantization_config for `from_pretrained`.
+
+    Args:
+        kind: bnb-int8 (https://arxiv.org/abs/2208.07339), bnb-nf4 (https://arxiv.org/abs/2305.14314), ao-int8 or ao-fp8 (weights only).
+        dtype: in which the layers multiply, if it is known.
 
     Raises:
-        ValueError: an unknown kind, or a library that is not there.
+        ValueError: an unknown kind, or a library that is not installed.
     """
     if kind not in ("bnb-int8", "bnb-nf4", *_TORCHAO):
         raise ValueError(f"target.quantise={kind}: expected one of bnb-int8, bnb-nf4, {', '.join(_TORCHAO)}")
@@ -37,23 +40,25 @@ def quantisation(kind: str, dtype: torch.dtype | str | None) -> Any:
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     # It says at every layer of every forward that it computes in float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    # The outlier columns that a threshold takes out are chosen over all rows at once: what a token gives would depend on its neighbours, in a
-    # tree on drafts that are rejected later.
+    # A threshold takes out outlier columns that are chosen over all rows at once: a token's output would then depend on its neighbours, in a
+    # draft tree on drafts that are rejected later.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def quantised_as(config: PretrainedConfig) -> str:
-    """How a model's weights are quantised, in a word, "" where they are not: one of the kinds above, or the method that its config names,
-    with its bits (gptq-4bit, fp8, mxfp4)."""
-    found: Any = getattr(config, "quantization_config", None)
-    if not found:
+    """How a model's weights are quantised, in a word; "" if they are not.
+
+    It is one of the kinds above, or the method that the config names with its bits: gptq-4bit, fp8, mxfp4.
+    """
+    settings: Any = getattr(config, "quantization_config", None)
+    if not settings:
         return ""
-    fields = found if isinstance(found, dict) else found.to_dict()
+    fields = settings if isinstance(settings, dict) else settings.to_dict()
     method = fields.get("quant_method") or "bitsandbytes"
     method = str(getattr(method, "value", method))
     if method == "bitsandbytes":
         return f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}" if fields.get("load_in_4bit") else "bnb-int8"
     if method == "torchao":
         kind = str(fields["quant_type"]["default"]["_type"])
-        return next((name for name, one in _TORCHAO.items() if one == kind), f"ao-{kind}")
+        return next((name for name, config_class in _TORCHAO.items() if config_class == kind), f"ao-{kind}")
     return f"{method}-{fields['bits']}bit" if fields.get("bits") else method

@@ -3,56 +3,75 @@
 Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T taps.
 """
 
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from pathlib import Path
+from os.path import isdir
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
-from draftsmith.inference.attention import check_supported
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packed_linear import PackedLinears
-from draftsmith.models.head import Head
+from draftsmith.models.head import Head, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
-from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out
+from draftsmith.models.model_files import (
+    SHIPPED,
+    TOKENIZER_FILES,
+    cached_commit,
+    check_folder,
+    check_loaded,
+    model_file,
+    read_config,
+    read_tokenizer,
+    resolve_path,
+)
+from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
-from draftsmith.models.stops import stop_ids
 
-__all__ = ["Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
+__all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
-SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-_FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
+KEY = "target.path or --target"  # where people write the path of a target; error messages name it
 
 
 class Target:
     """A frozen causal LM. Never trained: eval mode, no parameter requires a gradient.
 
-    Attributes: model, tokenizer (or None), config (the text config), device, dtype, vocab_size V (rows of the logits),
-    hidden_size H, num_layers L, max_positions, stop_ids, identity, parallel (how it is laid out: `models/parallel.py`).
-
     Use `load` for a path or a Hub id and `wrap` for a model in memory.
+
+    Attributes:
+        model: the transformers model.
+        tokenizer: its tokenizer, or None.
+        config: the config of the text model.
+        has_layers: whether the decoder layers are in memory; without them only `logits`, `embed` and what is read from configs work.
+        parallel: how the decoder layers are laid out over devices or ranks (`models/parallel.py`).
+        vocab_size: V, rows of the logits.
+        hidden_size: H.
+        num_layers: L.
+        max_positions: the longest context of the model.
+        stop_ids: the tokens at which an answer ends.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str, parallel: str = "none"
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        revision: str,
+        parallel: str = "none",
+        has_layers: bool = True,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.parallel = parallel
+        self.has_layers = has_layers
         self.config: PretrainedConfig = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         self._head = Head(model)
@@ -80,52 +99,49 @@ class Target:
         trust_remote_code: bool = False,
         parallel: str = "none",
         quantise: str | None = None,
+        layers: bool = True,
     ) -> "Target":
-        """Load a target from a folder, from the Hub, or "tiny", the model inside the package (no network).
+        """Load a target from a folder, from the Hub, or "tiny", the model inside the package (no network). Only safetensors are read.
 
-        Only safetensors are read. `dtype=None` keeps the checkpoint's own. parallel: none, layers, shard or tensor (`models/parallel.py`), the
-        last two on all ranks at once; quantise: a kind of `models/quantised.py`, for a checkpoint that is not quantised already.
+        Args:
+            path: folder, Hub id or "tiny".
+            dtype: of the weights; None keeps the checkpoint's own.
+            device: where the weights go.
+            revision: branch, tag or commit on the Hub.
+            trust_remote_code: run the model's own code from the Hub.
+            parallel: none, layers, shard or tensor (`models/parallel.py`); shard and tensor are calls of all ranks at once.
+            quantise: a kind of `models/quantised.py`, for a checkpoint that is not quantised already.
+            layers: whether the decoder layers are read. False reads the input embeddings and the output head alone, complete on each rank:
+                enough where features come from a store. (A checkpoint with an adapter, or with a quantised head, is read completely.)
 
         Raises:
-            FileNotFoundError: no such folder, or not a whole model in it.
-            ValueError: only pickled weights, tensors missing or left over, an architecture that cannot be tree-verified, or a layout or
-                quantisation that this run, this architecture or this installation has not.
+            FileNotFoundError: no such folder, nothing of that name on the Hub, or not a complete model in the folder.
+            ValueError: only pickled weights, tensors missing or unexpected, an architecture that cannot be tree-verified, or a layout or
+                quantisation that this run, this architecture or this installation does not have.
         """
-        source = resolve_path(path)
-        local = os.path.isdir(source)
+        source = resolve_path(path, KEY)
+        local = isdir(source)
         if local:
             check_folder(source)
-        common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
-        config = AutoConfig.from_pretrained(source, revision=revision or "main", **common)
-        check_supported(config)
+        config = read_config(path, revision=revision, trust_remote_code=trust_remote_code, key=KEY)
         own = quantised_as(config)
         if own and quantise:
             raise ValueError(f"{path!r} is quantised already ({own}), got target.quantise={quantise}; leave it out")
         check_parallel(parallel, path, own or quantise or "")
         # Weights and tokenizer come from the very commit that the config came from.
-        commit = "" if local else _cached_commit(source, revision or "main")
-        read = partial(
-            AutoModelForCausalLM.from_pretrained,
-            source,
-            config=config,
-            revision=commit or "main",
-            dtype=dtype or "auto",
-            quantization_config=quantisation(quantise, dtype) if quantise else None,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # check_loaded names them
-            **common,
-        )
-        try:
-            model, info = lay_out(read, parallel, device)
-        except ImportError as error:
-            if not (own or quantise):
-                raise
-            raise ValueError(f"{path!r} cannot be read as {own or quantise}: {error}") from None
-        check_loaded(path, info)
-        has_tokenizer = not local or any((Path(source) / name).exists() for name in TOKENIZER_FILES)
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main", **common) if has_tokenizer else None
-        return cls(model, tokenizer, path, commit, parallel)
+        commit = "" if local else cached_commit(source, revision or "main")
+        arguments: dict[str, Any] = {
+            "config": config,
+            "dtype": dtype or "auto",
+            "quantization_config": quantisation(quantise, dtype) if quantise else None,
+            "trust_remote_code": trust_remote_code,
+        }
+        model = None if layers else _read_ends(path, source, commit, device, **arguments)
+        has_layers = model is None
+        if model is None:
+            model = _read_complete(path, source, commit, device, parallel, own or quantise or "", **arguments)
+        tokenizer = read_tokenizer(path, revision=commit, trust_remote_code=trust_remote_code, key=KEY)
+        return cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
 
     @classmethod
     def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory") -> "Target":
@@ -133,24 +149,26 @@ class Target:
         return cls(model, tokenizer, name, "")
 
     def mask_blocks(self) -> None:
-        """On a GPU attend by FlexAttention where the model can, so that packed rows need no [S,S] mask, but one of its blocks."""
+        """On a GPU use FlexAttention if the model supports it: its mask has an entry for each block, not for each of [S,S] pairs."""
         if self.device.type == "cuda" and self.model._supports_flex_attn:
             self.model.set_attn_implementation("flex_attention")
 
     def pack(self) -> None:
-        """For decoding on a CPU: keep the linear layers' weights in its own layout too, where that pays (`inference/packed_linear.py`) and they are
-        plain tensors, whole and not quantised."""
+        """For decoding on a CPU: keep the linear layers' weights in the CPU's own layout too, where that is faster (`inference/packed_linear.py`).
+
+        Only for weights that are plain tensors, neither cut over ranks nor quantised.
+        """
         if not self.collective and not quantised_as(self.model.config):
             self._packing = self._packing or PackedLinears(self.model)
 
     @property
     def collective(self) -> bool:
-        """Whether a forward is for all ranks together, so that each must run as many; `logits` and `embed` never are."""
+        """Whether a forward involves all ranks, so that each must run as many; `logits` and `embed` never do."""
         return self.parallel in COLLECTIVE
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.model.device if self.has_layers else self.head_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,15 +195,28 @@ class Target:
         tree: Any = None,
         taps: Sequence[int] = (),
     ) -> TargetOutput:
-        """Run the base decoder, without the head, on input_ids [B,S].
+        """Run the base decoder, without the head.
 
-        Returns hidden [B,S,H] (after the final norm: what the head reads) and taps [B,S,T,H] (None without taps);
-        tap i is the output of decoder layer i, counted from 0.
+        Args:
+            input_ids: [B,S].
+            position_ids: [B,S]; None counts from 0.
+            attention_mask: what transformers takes as one; None is causal.
+            cache: a transformers cache to read and extend.
+            tree: the tree attention's inputs (`inference/attention.py`).
+            taps: decoder layers, counted from 0, whose outputs are returned.
+
+        Returns:
+            hidden [B,S,H], after the final norm: what the head reads; and taps [B,S,T,H], or None without taps.
 
         Raises:
-            ValueError: a tap outside 0..L-1.
+            ValueError: a tap outside 0..L-1, or a target that was loaded without its decoder layers.
             RuntimeError: a tap that did not arrive.
         """
+        if not self.has_layers:
+            raise ValueError(
+                f"target {self.name!r} was loaded without its decoder layers, since its features come from a store, and cannot run; "
+                "load it with layers=True, or take features.mode=online"
+            )
         self.watch(taps)
         extra = {} if tree is None else {"tree_attention": tree}
         self._wanted, self._caught = frozenset(taps), {}
@@ -215,50 +246,51 @@ class Target:
     __call__ = forward
 
     def features(self, batch: dict[str, Tensor], taps: Sequence[int] = ()) -> TargetOutput:
-        """What `forward` gives for a packed batch (`data/packing.py`), no document seeing another; as stored, where the batch carries it.
+        """The features of a packed batch (`data/packing.py`), as `forward` returns them; no document sees another.
 
-        Under tensor parallelism each rank has rows of its own here, while the rows of a `forward` must be the same on all.
+        Features that the batch brings from a store ("hidden" [B,S,H], "taps" [B,S,T,H]) are returned as they are. Under tensor parallelism
+        each rank gives rows of its own, although all ranks run the same rows in a `forward`.
         """
         if "hidden" in batch:
             return TargetOutput(hidden=batch["hidden"], taps=batch.get("taps"))
 
-        def run(rows: dict[str, Tensor]) -> TargetOutput:
-            with self._running(self._compiled):
-                return self.forward(rows["input_ids"], **apart(self.config, self.dtype, rows), taps=taps)
+        def run(inputs: dict[str, Tensor]) -> TargetOutput:
+            with self._replaced_forwards(self._compiled):
+                return self.forward(inputs["input_ids"], **apart(self.config, self.dtype, inputs), taps=taps)
 
-        rows = {name: batch[name] for name in ("input_ids", "position_ids")}
-        out = in_turn(run, rows) if self.parallel == "tensor" else run(rows)
-        device = rows["input_ids"].device
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        out = in_turn(run, inputs) if self.parallel == "tensor" else run(inputs)
+        device = inputs["input_ids"].device
         return TargetOutput(out.hidden.to(device), None if out.taps is None else out.taps.to(device))
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """Within it these decoder layers hand their input on."""
+        """Context in which these decoder layers return their input unchanged."""
 
         def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
             return hidden_states
 
-        with self._running({layer: forward for layer in layers}):
+        with self._replaced_forwards({layer: forward for layer in layers}):
             yield
 
     def compile(self) -> None:
-        """Have `features` run compiled decoder layers, one graph for all, since they are alike; hooks stay outside, so that taps arrive."""
+        """Make `features` run compiled decoder layers: one graph for all of them. Hooks stay outside the graph, so that taps arrive."""
         self._compiled = {number: torch.compile(layer.forward) for number, layer in enumerate(self.layers)}
 
     @contextmanager
-    def _running(self, forwards: dict[int, Callable[..., Any]]) -> Iterator[None]:
-        """Within it these decoder layers have other forwards."""
+    def _replaced_forwards(self, forwards: dict[int, Callable[..., Any]]) -> Iterator[None]:
+        """Context in which these decoder layers, by number, have other forwards."""
         # Accelerate gives instances a forward of their own, where the layers are spread over devices.
         before = [(self.layers[layer].__dict__, self.layers[layer].__dict__.get("forward")) for layer in forwards]
-        for (place, _), forward in zip(before, forwards.values(), strict=True):
-            place["forward"] = forward
+        for (attributes, _), forward in zip(before, forwards.values(), strict=True):
+            attributes["forward"] = forward
         try:
             yield
         finally:
-            for place, own in before:
-                del place["forward"]
+            for attributes, own in before:
+                del attributes["forward"]
                 if own is not None:
-                    place["forward"] = own
+                    attributes["forward"] = own
 
     def watch(self, taps: Iterable[int]) -> None:
         """Hook these decoder layers, once and for good. Call it before torch.compile: later hooks never fire.
@@ -295,7 +327,7 @@ class Target:
         return self._head.scale
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] -> input embeddings [...,H], as the model's embedding module gives them.
+        """ids [...] -> input embeddings [...,H], as the model's embedding module returns them.
 
         A scaling inside that module (Gemma's √H, from transformers 5) is included; one that the decoder's forward applies
         afterwards (Granite's multiplier) is not.
@@ -304,10 +336,18 @@ class Target:
 
 
 def apart(config: PretrainedConfig, dtype: torch.dtype, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What a base decoder needs beside the tokens, so that no document of a packed batch sees another: position_ids [B,S], attention_mask.
+    """What a base decoder needs beside the tokens of a packed batch, so that no document sees another.
 
-    transformers finds the documents in the position ids, and makes what the attention in use wants: a dense mask for SDPA, a block
-    mask for FlexAttention, none for varlen. Made here, since some models (gpt-oss) forget to hand their positions to it.
+    transformers sees the documents in the position ids, and makes what the attention in use needs: a dense mask for SDPA, a block mask for
+    FlexAttention, nothing for varlen. It is called here, since some models (gpt-oss) do not hand their positions to it.
+
+    Args:
+        config: the text model's config.
+        dtype: of the hidden states.
+        batch: position_ids [B,S], which begin at 0 in each document.
+
+    Returns:
+        The arguments position_ids and attention_mask of the decoder.
     """
     positions = batch["position_ids"]
     shape = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
@@ -315,72 +355,64 @@ def apart(config: PretrainedConfig, dtype: torch.dtype, batch: dict[str, Tensor]
     return {"position_ids": positions, "attention_mask": mask}
 
 
-def resolve_path(path: str) -> str:
-    """ "tiny", "tiny-draft" -> the folder in the package; a local folder -> itself; anything else that can be one is a Hub id.
-
-    Raises:
-        FileNotFoundError: a path that looks local and does not exist, so that it never becomes a request to the Hub.
-        ValueError: a file where a folder is expected.
-    """
-    path = str(SHIPPED.get(path, path))
-    source = os.path.expanduser(path)
-    if os.path.isdir(source):
-        return source
-    if os.path.isfile(source):
-        raise ValueError(f"{path!r} is a file; give the folder of the model, or a Hub id")
-    looks_local = (
-        path.startswith((".", "~", os.sep))
-        or path.endswith((os.sep, *_FILE_ENDINGS))
-        or path.count("/") > 1
-        or (os.sep in path and os.path.isdir(os.path.dirname(path)))
+def _read_complete(
+    path: str, source: str, commit: str, device: torch.device | str, parallel: str, quantised: str, **arguments: Any
+) -> PreTrainedModel:
+    read = partial(
+        AutoModelForCausalLM.from_pretrained,
+        source,
+        revision=commit or "main",
+        local_files_only=isdir(source),
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # check_loaded names them
+        **arguments,
     )
-    if looks_local:
-        raise FileNotFoundError(f"no folder {path!r}; give a folder with config.json and safetensors, or a Hub id such as Qwen/Qwen3-0.6B")
-    return path
-
-
-def _cached_commit(repo: str, revision: str) -> str:
-    """The commit that `revision` stands for, from the folder that config.json was just cached in: snapshots/<commit>/."""
-    cached = try_to_load_from_cache(repo, "config.json", revision=revision)
-    return Path(cached).parent.name if isinstance(cached, str) else revision
-
-
-def check_folder(folder: str) -> None:
-    """Whether a local model folder is whole: config.json, and safetensors whose headers and lengths agree.
-
-    Raises:
-        FileNotFoundError: no config.json or no weights.
-        ValueError: only pickled weights, or a file that is cut off.
-    """
-    names = set(os.listdir(folder))
-    if "config.json" not in names:
-        raise FileNotFoundError(f"no config.json in {folder!r}; give the folder that save_pretrained wrote")
     try:
-        json.loads((Path(folder) / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"config.json in {folder!r} is not JSON ({error}); it may be cut off: copy or save it again") from None
-    weights = sorted(name for name in names if name.endswith(".safetensors"))
-    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
-    if not weights and pickles:
-        raise ValueError(f"{folder!r} holds only pickled weights ({pickles[0]}); save it again with safetensors, pickles are never loaded")
-    if not weights:
-        raise FileNotFoundError(f"no weights in {folder!r}: expected model.safetensors; copy the whole model folder")
-    for name in weights:
-        try:
-            with safe_open(os.path.join(folder, name), framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{name} in {folder!r} is damaged or cut off ({error}); copy or save it again") from None
+        model, info = lay_out(read, parallel, device)
+    except ImportError as error:
+        if not quantised:
+            raise
+        raise ValueError(f"{path!r} cannot be read as {quantised}: {error}") from None
+    check_loaded(path, info)
+    return model
 
 
-def check_loaded(path: str, info: dict[str, Any]) -> None:
-    """Refuse a load that left tensors out; `info` is what transformers gives with output_loading_info=True.
+def _read_ends(
+    path: str, source: str, commit: str, device: torch.device | str, *, config: PretrainedConfig, quantization_config: Any, **arguments: Any
+) -> PreTrainedModel | None:
+    """The model with its input embeddings and output head alone. None where these are quantised, or an adapter may change them."""
+    if model_file(source, "adapter_config.json", commit) is not None:
+        return None
+    with not_partitioned():
+        model, info = load_ends(source, config, commit, device=device, **arguments)
+    if info["missing_keys"] and quantised_as(config):
+        return None
+    check_loaded(path, info)
+    if quantization_config is not None:
+        model.config.quantization_config = quantization_config  # the identity names how the target of the features is quantised
+    return model
 
-    Raises:
-        ValueError: naming the tensors that are missing, left over or of another shape (tied ones are none of these).
-    """
-    misshapen = [f"{name} {list(found)} for {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
-    for word, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"]), ("misshapen", misshapen)):
-        if names:
-            shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The tokens at which an answer ends: those that the generation config and the tokenizer name, and the chat template's end of turn."""
+    generation = model.generation_config
+    ids: Any = generation.eos_token_id if generation is not None else None
+    stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    if tokenizer is not None:
+        stops.update((tokenizer.eos_token_id, _end_of_turn(tokenizer)))
+    return frozenset(int(stop) for stop in stops if stop is not None)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after the assistant's words, if it writes one."""
+    if not tokenizer.chat_template:
+        return None
+    words = "Answer"
+    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": words}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError:
+        return None
+    after = tokenizer(text[text.rindex(words) + len(words) :].lstrip(), add_special_tokens=False)["input_ids"] if words in text else []
+    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

@@ -4,12 +4,11 @@ Vocabularies may differ in padding: rows of logits that stand for no token (151,
 """
 
 import os
-from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from draftsmith.inference.support import check_supported
-from draftsmith.models.target import TOKENIZER_FILES, Target, check_folder, resolve_path
+from draftsmith.models.model_files import check_folder, read_config, read_tokenizer, resolve_path
+from draftsmith.models.target import KEY, Target
 
 __all__ = ["check_draft", "check_pair", "check_tokens"]
 
@@ -21,8 +20,8 @@ def check_pair(target: str, draft: str, *, revision: str | None = None, trust_re
         FileNotFoundError: no such folder, or not a whole model in it.
         ValueError: an architecture that cannot be tree-verified, other tokens, or tokens that the target has no logits for.
     """
-    vocab_size, theirs = _read(target, revision, trust_remote_code)
-    _, ours = _read(draft, None, trust_remote_code)
+    vocab_size, theirs = _read(target, revision, trust_remote_code, KEY)
+    _, ours = _read(draft, None, trust_remote_code, "--drafter")
     _check(target, theirs, vocab_size, draft, ours)
 
 
@@ -36,7 +35,7 @@ def check_draft(target: Target, draft: str, *, revision: str | None = None, trus
         raise ValueError(
             f"target {target.name!r} has no tokenizer, so that tokens cannot be compared; copy tokenizer.json beside its weights"
         )
-    _, ours = _read(draft, revision, trust_remote_code)
+    _, ours = _read(draft, revision, trust_remote_code, "student.start")
     _check(target.name, target.tokenizer, target.vocab_size, draft, ours)
 
 
@@ -58,20 +57,16 @@ def check_tokens(target: str, theirs: PreTrainedTokenizerBase, draft: str, ours:
         )
 
 
-def _read(path: str, revision: str | None, trust_remote_code: bool) -> tuple[int, PreTrainedTokenizerBase]:
-    """The rows of the logits and the tokenizer of a model; of a folder also whether it is whole."""
-    source = resolve_path(path)
-    local = os.path.isdir(source)
-    if local:
+def _read(path: str, revision: str | None, trust_remote_code: bool, key: str) -> tuple[int, PreTrainedTokenizerBase]:
+    """The number of logits and the tokenizer of a model, of a folder that is complete; errors name `key`, where `path` was written."""
+    source = resolve_path(path, key)
+    if os.path.isdir(source):
         check_folder(source)
-        if not any(os.path.exists(os.path.join(source, name)) for name in TOKENIZER_FILES):
-            raise ValueError(
-                f"{path!r} has no tokenizer beside its weights, so that its tokens cannot be compared; copy tokenizer.json there"
-            )
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local, "revision": revision or "main"}
-    config = AutoConfig.from_pretrained(source, **common)
-    check_supported(config)
-    return config.get_text_config().vocab_size, AutoTokenizer.from_pretrained(source, **common)
+    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    tokenizer = read_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
+    if tokenizer is None:
+        raise ValueError(f"{path!r} has no tokenizer beside its weights, so that its tokens cannot be compared; copy tokenizer.json there")
+    return config.get_text_config().vocab_size, tokenizer
 
 
 def _check(target: str, theirs: PreTrainedTokenizerBase, vocab_size: int, draft: str, ours: PreTrainedTokenizerBase) -> None:

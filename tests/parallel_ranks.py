@@ -1,6 +1,6 @@
-"""Run by test_parallel.py under `accelerate launch`: holds targets that are laid out over two ranks against whole ones.
+"""Run by test_parallel.py under `accelerate launch`: compares targets that are laid out over two ranks with complete ones.
 
-parallel_ranks.py <output folder> <shard | tensor> <folder of a model> ...: each rank writes what it found to <output folder>/<kind>-<rank>.json.
+parallel_ranks.py <output folder> <shard | tensor> <folder of a model> ...: each rank writes what it saw to <output folder>/<kind>-<rank>.json.
 """
 
 import json
@@ -46,13 +46,13 @@ def batch(vocab: int, rank: int) -> dict[str, torch.Tensor]:
 
 def counted(work):
     with Collectives() as collectives:
-        found = work()
-    return found, dict(collectives.seen)
+        result = work()
+    return result, dict(collectives.seen)
 
 
-def apart(found, expected) -> float:
-    assert type(found) is torch.Tensor and found.shape == expected.shape
-    return float((found - expected).abs().max())
+def difference(actual, expected) -> float:
+    assert type(actual) is torch.Tensor and actual.shape == expected.shape
+    return float((actual - expected).abs().max())
 
 
 def answers(target: Target, drafter=None) -> list[list[int]]:
@@ -67,25 +67,25 @@ def answers(target: Target, drafter=None) -> list[list[int]]:
 
 
 def look(kind: str, folder: str, rank: int) -> dict:
-    placed = Counter()
+    devices = Counter()
     read = AutoModelForCausalLM.from_pretrained
 
     def noting(*args, **kwargs):
-        placed[str(kwargs.get("device_map"))] += 1
+        devices[str(kwargs.get("device_map"))] += 1
         return read(*args, **kwargs)
 
     AutoModelForCausalLM.from_pretrained = noting
     target = Target.load(folder, dtype=torch.float32, parallel=kind)
     AutoModelForCausalLM.from_pretrained = read
-    whole = Target.load(folder, dtype=torch.float32)
-    rows = batch(whole.vocab_size, rank)
-    expected = whole.features(rows, TAPS)
+    complete = Target.load(folder, dtype=torch.float32)
+    rows = batch(complete.vocab_size, rank)
+    expected = complete.features(rows, TAPS)
     with torch.inference_mode():  # before anything else: nothing of it may be left behind for training
         target.forward(torch.arange(5)[None])
     first = target.features(rows, TAPS)
-    decoded = answers(target, answers(whole))
-    found, sent = counted(lambda: target.features(rows, TAPS))
-    logits, sent_by_logits = counted(lambda: target.logits(found.hidden))
+    decoded = answers(target, answers(complete))
+    second, sent = counted(lambda: target.features(rows, TAPS))
+    logits, sent_by_logits = counted(lambda: target.logits(second.hidden))
     target.pack()
     again, _ = counted(lambda: target.features(rows, TAPS))
     ends = {"head": target.head, "embedding": target.model.get_input_embeddings()}
@@ -94,26 +94,26 @@ def look(kind: str, folder: str, rank: int) -> dict:
         "world": torch.distributed.get_world_size(),
         "layers": target.num_layers,
         "cut": sum(parameter.numel() for parameter in cut.values()),
-        "here": sum(parameter.to_local().numel() for parameter in cut.values()),
+        "local": sum(parameter.to_local().numel() for parameter in cut.values()),
         "bytes": sum(parameter.to_local().untyped_storage().nbytes() for parameter in cut.values()),
-        "whole": sum(parameter.numel() for layer in whole.layers for parameter in layer.parameters() if parameter.dim() > 1),
+        "layers_numel": sum(parameter.numel() for layer in complete.layers for parameter in layer.parameters() if parameter.dim() > 1),
         "outside": sorted(name for name in cut if ".layers." not in f".{name}"),
         "ends": [type(module.weight.data).__name__ for module in ends.values()],
         "patched": [name for name in ("head", "embedding") if "forward" in vars(ends[name])],
         "tied": target.head_weight is target.model.get_input_embeddings().weight,
-        "ties": whole.head_weight is whole.model.get_input_embeddings().weight,
-        "hidden": max(apart(one.hidden, expected.hidden) for one in (first, found, again)),
-        "taps": max(apart(one.taps, expected.taps) for one in (first, found, again)),
-        "logits": apart(logits, whole.logits(expected.hidden)),
-        "embed": apart(target.embed(rows["input_ids"]), whole.embed(rows["input_ids"])),
+        "ties": complete.head_weight is complete.model.get_input_embeddings().weight,
+        "hidden": max(difference(out.hidden, expected.hidden) for out in (first, second, again)),
+        "taps": max(difference(out.taps, expected.taps) for out in (first, second, again)),
+        "logits": difference(logits, complete.logits(expected.hidden)),
+        "embed": difference(target.embed(rows["input_ids"]), complete.embed(rows["input_ids"])),
         "spread": float(expected.hidden.std()),
-        "buffers": all(torch.equal(one, two) for one, two in zip(target.model.buffers(), whole.model.buffers(), strict=True)),
-        "decoded": decoded == answers(whole),
+        "buffers": all(torch.equal(left, right) for left, right in zip(target.model.buffers(), complete.model.buffers(), strict=True)),
+        "decoded": decoded == answers(complete),
         "sent": sent,
         "sent by logits": sent_by_logits,
-        "read": dict(placed),
-        "collective": [target.collective, whole.collective],
-        "same": target.identity == whole.identity and target.stop_ids == whole.stop_ids,
+        "read": dict(devices),
+        "collective": [target.collective, complete.collective],
+        "same": target.identity == complete.identity and target.stop_ids == complete.stop_ids,
     }
 
 
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     output, kind, folders = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     state = PartialState(cpu=True)
     packing._pays = lambda layers: True  # whatever this machine is good at
-    found = {Path(folder).name: look(kind, folder, state.process_index) for folder in folders}
-    (output / f"{kind}-{state.process_index}.json").write_text(json.dumps(found))
+    facts = {Path(folder).name: look(kind, folder, state.process_index) for folder in folders}
+    (output / f"{kind}-{state.process_index}.json").write_text(json.dumps(facts))
     state.wait_for_everyone()
     state.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`draftsmith plan`: what it says of memory is what PyTorch's own profiler sees a real step allocate; its sums are those of real models."""
+"""`draftsmith plan`: the memory that it reports is what PyTorch's own profiler sees a real step allocate; its sums are those of real models."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.models import training_time_test as unroll
+from draftsmith.models import training_time_test
 from draftsmith.models.target import Target
 from draftsmith.train import distill, eagle, medusa, recipe
 from draftsmith.train.plan import memory, report, trace
-from draftsmith.train.plan.memory import GIB, Case, Machine
+from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
 CPU = Machine(1, 1, GIB, cpu=True)
 ROWS, POSITIONS = 4, 128
@@ -42,9 +42,9 @@ def loaded(method, name, overrides):
 
 def drawn(method, chosen, gpu=False, dtype=torch.float32):
     """The step of a recipe, in shapes."""
-    target = trace.outline(chosen.target, dtype)
+    target = trace.target_without_values(chosen.target, dtype)
     with trace.shapes_only():
-        model, objective = method.sketch(chosen, target)
+        model, objective = method.build_untrained(chosen, target)
     return trace.Step(model, objective, target, gpu)
 
 
@@ -65,12 +65,12 @@ def packed(target, rows, positions, taps):
     return batch
 
 
-def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, holding=False, taps=None, leaving=False):
-    """Bytes that the profiler sees allocated at the most in a real forward and backward, and in AdamW's step after it; bytes of weights,
-    gradients and moments. leaving: a gradient is dropped as soon as it is whole."""
+def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, holding=False, taps=None, releasing=False):
+    """Peak bytes that the profiler sees in a real forward and backward, and in AdamW's step after it; bytes of weights, gradients and optimizer
+    state. releasing: a gradient is dropped as soon as it is complete."""
     torch.manual_seed(0)
     target = Target.load(chosen.target.path, dtype=torch.float32)
-    model, objective = method.sketch(chosen, target)
+    model, objective = method.build_untrained(chosen, target)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
@@ -80,12 +80,12 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
             objective(model, packed(target, *shape, taps)).sum.backward()
 
     backward()
-    optimizer.step()  # the moments are there from now on
+    optimizer.step()  # the optimizer state is there from now on
     gradients = sum(parameter.grad.nbytes for parameter in trained)
-    moments = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    optimizer_state = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
     if not holding:
         optimizer.zero_grad()
-    if leaving:
+    if releasing:
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -104,27 +104,27 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
         peaks[part] = max(peaks[part], live)
     assert len(changes) > 100 and peaks["backward"] > 0
     print(peaks, file.name)
-    return peaks, sum(parameter.nbytes for parameter in model.parameters()), gradients, moments
+    return peaks, sum(parameter.nbytes for parameter in model.parameters()), gradients, optimizer_state
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     method, file, overrides = CASES[name]
     chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
-    peaks, weights, gradients, moments = measured(tmp_path / "trace.json", method, chosen)
-    case = Case(chosen, method, CPU)
-    assert case.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
-    need = case.needs()[0]
-    assert (need.weights, need.gradients, need.moments) == (weights, gradients, moments)
-    assert need.gradients + need.activations == pytest.approx(max(peaks.values()), rel=0.01)
+    peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, chosen)
+    run = PlannedRun(chosen, method, CPU)
+    assert run.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
+    estimate = run.estimates()[0]
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, optimizer_state)
+    assert estimate.gradients + estimate.activations == pytest.approx(max(peaks.values()), rel=0.01)
     target = Target.load("tiny", dtype=torch.float32).model
-    assert need.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
+    assert estimate.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
 
 
-# On a CPU products in bf16 take scratch of 2 MB that no operation shows.
+# On a CPU matmuls in bf16 take scratch of 2 MB that no operation shows.
 @pytest.mark.parametrize(
     ("way", "within"),
-    [({"autocast": True}, 0.12), ({"holding": True}, 0.01), ({"leaving": True}, 0.01), ({"taps": (1, 3, 5)}, 0.01)],
+    [({"autocast": True}, 0.12), ({"holding": True}, 0.01), ({"releasing": True}, 0.01), ({"taps": (1, 3, 5)}, 0.01)],
 )
 @pytest.mark.parametrize(
     ("name", "shape"), [("medusa by KL", (ROWS, POSITIONS)), ("eagle3", (ROWS, POSITIONS)), ("distill, random", (1, 16))]
@@ -134,27 +134,27 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
     chosen = loaded(method, file, overrides)
     taps = way.get("taps") and (way["taps"] if method is eagle else ())
     peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})
-    asked = {"autocast": False, "holding": False} | {key: value for key, value in way.items() if key != "leaving"}
-    traced = drawn(method, chosen).run(*shape, **asked | {"taps": taps})
-    assert (traced.passing if "leaving" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
+    options = {"autocast": False, "holding": False} | {key: value for key, value in way.items() if key != "releasing"}
+    traced = drawn(method, chosen).run(*shape, **options | {"taps": taps})
+    assert (traced.released_peak if "releasing" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
     if method is distill:  # a short row: gradients are most of it
-        assert traced.passing < 0.8 * traced.peak or "holding" in way
+        assert traced.released_peak < 0.8 * traced.peak or "holding" in way
 
 
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3, small vocabulary, checkpointing"])
 def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
     method, file, overrides = CASES[name]
     step = drawn(method, loaded(method, file, overrides))
-    asked = {"autocast": False, "holding": False, "taps": None}
-    some = step.run(1, 256, **asked)
+    options = {"autocast": False, "holding": False, "taps": None}
+    few = step.run(1, 256, **options)
     monkeypatch.setattr(trace, "CHUNKS", 1000)
-    every = step.run(1, 256, **asked)
-    assert (some.peak, some.passing) == (every.peak, every.passing)
-    assert some.products < every.products
+    every = step.run(1, 256, **options)
+    assert (few.peak, few.released_peak) == (every.peak, every.released_peak)
+    assert few.flops < every.flops
 
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
-def test_other_architectures_grow_with_the_row_and_not_with_its_square(name, tmp_path):
+def test_memory_of_other_architectures_is_linear_in_the_row(name, tmp_path):
     zoo.CONFIGS[name]().save_pretrained(tmp_path)
     chosen = loaded(medusa, "medusa-tiny", [f"target.path={tmp_path}"])
     step = drawn(medusa, chosen, gpu=True, dtype=torch.bfloat16)
@@ -163,7 +163,7 @@ def test_other_architectures_grow_with_the_row_and_not_with_its_square(name, tmp
     assert four - two == 2 * (two - one) > 0
 
 
-def test_products_are_those_of_the_matrices():
+def test_flops_are_those_of_the_matrices():
     chosen = loaded(medusa, "medusa-tiny", [])
     step = drawn(medusa, chosen)
     config = step.target.config
@@ -171,8 +171,8 @@ def test_products_are_those_of_the_matrices():
     layers = sum(weight.numel() for layer in step.target.layers for weight in layer.parameters() if weight.dim() == 2)
     # Forward 2 a weight. A head's output: and the gradients of its input and of itself. Its block reads what needs no gradient.
     wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
-    linear, attention = step.products(1000, None)
-    # One row more finds what is behind the target's head; older transformers make rotary angles by a product.
+    linear, attention = step.flops_per_token(1000, None)
+    # One row more finds what is behind the target's head; older transformers make rotary angles by a matmul.
     assert linear == pytest.approx(wanted + 2 * size * vocabulary / trace.SHORT, rel=1e-5)
     assert attention == config.num_hidden_layers * 2 * size * 1000
 
@@ -195,62 +195,88 @@ def llama(folder, size):
 
 
 def test_of_large_targets_only_the_config_is_read(tmp_path):
-    found = report.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
-    assert found["target"]["parameters"] == 8_030_261_248
-    assert found["chosen"] == "ddp" and found["step"]["accumulation"] == 2
+    plan = report.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
+    assert plan["target"]["parameters"] == 8_030_261_248
+    assert plan["chosen"] == "ddp" and plan["step"]["accumulation"] == 2
     # fc, a layer that reads twice as much, the head over 32,000 tokens, norms.
     size = 4096
     drafter = 3 * size * size + 2 * size * (size + 2 * 1024) + size * size + 3 * size * 14336 + 32000 * size + 4 * size
-    assert found["drafter"] == {"trained": drafter, "frozen": 0}
-    assert found["launchers"][0]["target"] == pytest.approx(2 * 8_030_261_248, abs=1e3)
+    assert plan["drafter"] == {"trained": drafter, "frozen": 0}
+    assert plan["launchers"][0]["target"] == pytest.approx(2 * 8_030_261_248, abs=1e3)
 
 
-def test_rows_of_131072_tokens_grow_as_rows_do(tmp_path):
+def test_rows_of_131072_tokens_take_memory_in_proportion(tmp_path):
     chosen = loaded(eagle, "eagle3-llama3.3-70b", [llama(tmp_path, 70), "features.mode=online"])
     step = drawn(eagle, chosen, gpu=True, dtype=torch.bfloat16)
     assert sum(one.numel() for one in step.target.model.parameters()) == 70_553_706_496
-    asked = {"autocast": True, "holding": False, "taps": None}
-    one, two, four = (step.run(1, n << 10, **asked).peak for n in (32, 64, 128))
+    options = {"autocast": True, "holding": False, "taps": None}
+    one, two, four = (step.run(1, n << 10, **options).peak for n in (32, 64, 128))
     assert four - two == 2 * (two - one) > 0
 
 
 def test_rows_shared_out_over_ranks_take_less_of_each():
     stored = ["data.seq_len=512", "features.mode=offline", "features.store=none", "train.batch_size=8"]
-    one, two = (Case(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
+    one, two = (PlannedRun(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
     assert (one.micro, two.micro) == (2, 4) and one.ranks == two.ranks == 4
-    alone, shared = (case.needs()[0].activations / case.micro for case in (one, two))
+    alone, shared = (run.estimates()[0].activations / run.micro for run in (one, two))
     assert alone / 2 < shared < 0.75 * alone
-    # The same products, but for a few rows of the target's head; attention is that of the last rank, which sees more than the mean.
-    assert one.products() < two.products() < 1.2 * one.products()
+    # The same matmuls, but for a few rows of the target's head; attention is that of the last rank, which sees more than the mean.
+    assert one.flops_per_token() < two.flops_per_token() < 1.2 * one.flops_per_token()
 
 
-def test_pieces_add_up_to_the_whole(tmp_path):
+def test_pieces_add_up_to_the_complete_run(tmp_path):
     tiny = loaded(medusa, "medusa-tiny", ["train.batch_size=8", "data.seq_len=16"])
-    whole = Case(tiny, medusa, Machine(1)).needs()[0]
+    complete = PlannedRun(tiny, medusa, Machine(1)).estimates()[0]
     for gpus, nodes in ((2, 1), (4, 2)):
         ranks = gpus * nodes
-        by = {need.launcher: need for need in Case(tiny, medusa, Machine(gpus, nodes)).needs()}
+        by = {estimate.launcher: estimate for estimate in PlannedRun(tiny, medusa, Machine(gpus, nodes)).estimates()}
         assert [*by] == list(memory.SEVERAL)
-        assert (by["ddp"].weights, by["ddp"].moments) == (whole.weights, whole.moments)
+        assert (by["ddp"].weights, by["ddp"].optimizer) == (complete.weights, complete.optimizer)
         for name in ("fsdp2", "zero2", "zero3"):
-            assert by[name].moments * ranks == whole.moments
-        assert by["zero2"].gradients * ranks == by["zero3"].gradients * ranks == whole.gradients
+            assert by[name].optimizer * ranks == complete.optimizer
+        assert by["zero2"].gradients * ranks == by["zero3"].gradients * ranks == complete.gradients
         # What a step reads, and pieces: FSDP2's weights, ZeRO's masters, and ZeRO-3's weights beside them.
-        assert by["fsdp2"].weights == by["zero2"].weights == whole.weights + whole.weights / ranks
-        assert by["zero3"].weights == by["zero2"].weights + whole.weights / ranks
+        assert by["fsdp2"].weights == by["zero2"].weights == complete.weights + complete.weights / ranks
+        assert by["zero3"].weights == by["zero2"].weights + complete.weights / ranks
         for name in ("zero2-offload", "zero3-offload"):
-            assert by[name].gradients == by[name].moments == 0 and by[name].weights == whole.weights
+            assert by[name].gradients == by[name].optimizer == 0 and by[name].weights == complete.weights
             assert by[name].host > by["zero2"].host > 0
 
 
 @pytest.mark.parametrize(("layout", "layers"), [("none", 32), ("shard", 32 / 4 + 2), ("tensor", 32 / 4), ("layers", 32 / 4)])
-def test_a_target_in_pieces_keeps_its_ends_whole(layout, layers, tmp_path):
-    case = Case(loaded(eagle, "eagle3-llama3.1-8b", [llama(tmp_path, 8), f"target.parallel={layout}"]), eagle, Machine(4))
+def test_a_target_in_pieces_keeps_its_ends_complete(layout, layers, tmp_path):
+    run = PlannedRun(loaded(eagle, "eagle3-llama3.1-8b", [llama(tmp_path, 8), f"target.parallel={layout}"]), eagle, Machine(4))
     layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     ends = 2 * (2 * 128256 * 4096 + 4096)
-    assert case.on_each == pytest.approx(ends + layers * layer, abs=1e3)  # rotary frequencies aside
-    assert case.loading == (pytest.approx(32 * layer + ends, abs=1e3) if layout == "shard" else 0)
-    assert case.ranks == (1 if layout == "layers" else 4)
+    assert run.target_bytes == pytest.approx(ends + layers * layer, abs=1e3)  # rotary frequencies aside
+    assert run.loading_bytes == (pytest.approx(32 * layer + ends, abs=1e3) if layout == "shard" else 0)
+    assert run.ranks == (1 if layout == "layers" else 4)
+
+
+OFFLINE = ["features.mode=offline", "features.store=none", "train.tau_prompts=0"]
+
+
+@pytest.mark.parametrize(("method", "file"), [(medusa, "medusa-tiny"), (eagle, "eagle3-tiny"), (distill, "distill-tiny")])
+def test_offline_training_counts_the_target_s_ends_alone(method, file):
+    """As many bytes as the run loads."""
+    keys = ["student.start=random", "student.layers=2"] if method is distill else []
+    run = PlannedRun(loaded(method, file, [*OFFLINE, *keys]), method, CPU)
+    target = Target.load("tiny", dtype=torch.float32, layers=False)
+    memory_of = {id(tensor): tensor.nbytes for tensor in (*target.model.parameters(), *target.model.buffers()) if not tensor.is_meta}
+    assert run.target_bytes == run.estimates()[0].target == sum(memory_of.values()) > 0 and not run.has_layers
+    assert run.target_bytes < 0.5 * PlannedRun(loaded(method, file, keys), method, CPU).target_bytes
+    probed = PlannedRun(loaded(method, file, [*OFFLINE, *keys, "train.tau_prompts=1"]), method, CPU)
+    assert probed.has_layers and probed.target_bytes > 2 * run.target_bytes
+
+
+@pytest.mark.parametrize("keys", [[], ["target.parallel=shard"], ["target.parallel=tensor"], ["target.quantise=bnb-nf4"]])
+def test_without_layers_the_layout_changes_nothing(keys, tmp_path):
+    size = llama(tmp_path, 8)
+    run = PlannedRun(loaded(eagle, "eagle3-llama3.1-8b", [size, *OFFLINE, *keys]), eagle, Machine(4))
+    assert (run.target_bytes, run.loading_bytes) == (2 * 2 * 128256 * 4096, 0)
+    plan = report.report("eagle3-llama3.1-8b.yaml", [size, *OFFLINE, *keys], Machine(4))
+    assert plan["target"]["layers"] is False and plan["target"]["parameters"] == 8_030_261_248
+    assert plan["launchers"][0]["target"] == run.target_bytes
 
 
 @pytest.mark.parametrize("kind", ["bnb-nf4", "bnb-int8", "ao-int8"])
@@ -264,18 +290,18 @@ def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
         state = getattr(tensor, "quant_state", None)
         bytes_of += 0 if state is None else state.absmax.nbytes
     chosen = loaded(medusa, "medusa-tiny", [f"target.quantise={kind}", "target.dtype=bfloat16"])
-    assert Case(chosen, medusa, CPU).on_each == pytest.approx(bytes_of, rel=0.02)
-    assert Case(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).on_each > 1.3 * bytes_of
+    assert PlannedRun(chosen, medusa, CPU).target_bytes == pytest.approx(bytes_of, rel=0.02)
+    assert PlannedRun(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).target_bytes > 1.3 * bytes_of
 
 
-def test_a_recipe_that_does_not_fit_is_told_what_helps():
+def test_what_helps_a_recipe_that_does_not_fit():
     overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500", "eagle.steps=1", "data.seq_len=64"]
     machine = Machine(2, 1, 0.02 * GIB)
-    found = report.report("eagle3-tiny.yaml", overrides, machine)
-    assert found["chosen"] is None and not any(need["fits"] for need in found["launchers"])
-    least = min(need["total"] for need in found["launchers"])
-    alone = [one for one in found["advice"] if len(one["keys"]) == 1]
-    keys = {key for one in alone for key in one["keys"]}
+    plan = report.report("eagle3-tiny.yaml", overrides, machine)
+    assert plan["chosen"] is None and not any(estimate["fits"] for estimate in plan["launchers"])
+    least = min(estimate["total"] for estimate in plan["launchers"])
+    alone = [entry for entry in plan["advice"] if len(entry["keys"]) == 1]
+    keys = {key for entry in alone for key in entry["keys"]}
     assert {
         "train.context_parallel=2",
         "train.micro_batch_size=1",
@@ -283,12 +309,12 @@ def test_a_recipe_that_does_not_fit_is_told_what_helps():
         "target.parallel=shard",
         "target.quantise=bnb-nf4",
     } <= keys
-    assert [one["total"] for one in alone] == sorted(one["total"] for one in alone)
-    for one in found["advice"]:
-        needed = Case(loaded(eagle, "eagle3-tiny", [*overrides, *one["keys"]]), eagle, machine).needs()
-        assert one["total"] == min(need.total for need in needed) < least
-        assert one["fits"] == next((need.launcher for need in needed if need.total <= 0.93 * machine.memory), None)
-    together = found["advice"][-1]["keys"]
+    assert [entry["total"] for entry in alone] == sorted(entry["total"] for entry in alone)
+    for entry in plan["advice"]:
+        estimates = PlannedRun(loaded(eagle, "eagle3-tiny", [*overrides, *entry["keys"]]), eagle, machine).estimates()
+        assert entry["total"] == min(estimate.total for estimate in estimates) < least
+        assert entry["fits"] == next((estimate.launcher for estimate in estimates if estimate.total <= 0.93 * machine.memory), None)
+    together = plan["advice"][-1]["keys"]
     assert len(together) >= 3 and not {"target.parallel=shard", "target.quantise=bnb-nf4"} <= set(together)
     roomy = Machine(2, 1, GIB)
     assert report.report("eagle3-tiny.yaml", overrides, roomy)["advice"] == []
@@ -305,13 +331,13 @@ def test_the_store_is_that_of_the_prepared_data(tmp_path):
     from draftsmith.data.prepare import load
 
     corpora = load(chosen.data.plan(), Target.load("tiny").tokenizer, chosen.data.cache, 1)
-    found = report.report("medusa-tiny.yaml", overrides, machine, hours=0.5)
+    plan = report.report("medusa-tiny.yaml", overrides, machine, hours=0.5)
     tokens = sum(len(one.ids) for one in corpora.values())
-    assert found["features"]["prepared"] == tokens and found["features"]["bytes"] == tokens * (256 * 2 + 4)
-    assert found["features"]["read_mb_per_s"] == pytest.approx(716_800 / 1800 * 516 / 1e6)
-    assert found["work"]["wanted_tokens_per_s"] == pytest.approx(716_800 / 1800)
+    assert plan["features"]["prepared"] == tokens and plan["features"]["bytes"] == tokens * (256 * 2 + 4)
+    assert plan["features"]["read_mb_per_s"] == pytest.approx(716_800 / 1800 * 516 / 1e6)
+    assert plan["work"]["wanted_tokens_per_s"] == pytest.approx(716_800 / 1800)
     online = report.report("medusa-tiny.yaml", [], machine)
-    assert online["features"] is None and online["work"]["flops_per_token"] > found["work"]["flops_per_token"]
+    assert online["features"] is None and online["work"]["flops_per_token"] > plan["work"]["flops_per_token"]
 
 
 def test_a_recipe_says_whose_it_is(tmp_path):
@@ -345,12 +371,14 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     assert len(text.splitlines()) <= 26
     assert "accelerate launch --config_file recipes/accelerate-ddp.yaml --num_processes 8 train/eagle.py eagle3-llama3.1-8b.yaml" in text
     assert "predicted" in text and "tokens/s to end in 24 h" in text
+    exit_on_error(report.main, ["medusa-tiny.yaml", "--cpu", *OFFLINE])
+    assert "embeddings and head alone" in capsys.readouterr().out
     exit_on_error(report.main, ["medusa-tiny.yaml", "--cpu"])
     text = capsys.readouterr().out
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
     exit_on_error(report.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
-    assert unroll._Causal.__name__ == "_Causal"  # what stood in for it is gone
+    assert training_time_test._Causal.__name__ == "_Causal"  # what stood in for it is gone
 
 
 @pytest.mark.parametrize(

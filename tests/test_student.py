@@ -485,7 +485,7 @@ def test_an_existing_student_must_have_the_targets_tokens(saved, monkeypatch):
     with pytest.raises(ValueError, match="target 'in-memory' has no tokenizer"):
         student.existing(path, Target.wrap(model))
     model.resize_token_embeddings(7, mean_resizing=False)
-    with pytest.raises(ValueError, match="token 7 'RoundContext', target 'in-memory' only 7 logits"):
+    with pytest.raises(ValueError, match="token 7 'Question', target 'in-memory' only 7 logits"):
         student.existing(path, Target.wrap(model, small_tokenizer()))
     assert not reads
     tokenizer_check.check_draft(target, path)

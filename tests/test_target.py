@@ -53,7 +53,7 @@ def random_model(name):
 
 def small_tokenizer(words="abc", turn_end="<|end|>"):
     backend = Tokenizer(
-        models.WordLevel({"<s>": 0, "</s>": 1, turn_end: 2} | {w: 3 + i for i, w in enumerate([*words, "Answer", "RoundContext"])}, "<s>")
+        models.WordLevel({"<s>": 0, "</s>": 1, turn_end: 2} | {w: 3 + i for i, w in enumerate([*words, "Answer", "Question"])}, "<s>")
     )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
@@ -175,8 +175,8 @@ def test_broken_folders(saved, tmp_path):
     shutil.copy(saved / "config.json", tmp_path)
     with pytest.raises(FileNotFoundError, match="no weights"):
         Target.load(str(tmp_path))
-    whole = (saved / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    complete = (saved / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(complete[: len(complete) // 2])
     with pytest.raises(ValueError, match="model.safetensors.*cut off"):
         Target.load(str(tmp_path))
 

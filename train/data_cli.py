@@ -98,7 +98,7 @@ def run_capture(arguments: list[str]) -> None:
             f"target.parallel={chosen.target.parallel} makes each forward one of all ranks, and a capture gives each its own; "
             "take target.parallel=layers in one process, or target.quantise"
         )
-    target, corpora = setup.load_target_and_data(chosen)
+    target, corpora = setup.load_target_and_data(chosen, layers=True)
     state = PartialState()
     capture.capture(
         target,
@@ -119,8 +119,9 @@ def run_regenerate(arguments: list[str]) -> None:
     from draftsmith.data import conversations, regenerate
     from draftsmith.data.conversations import Source
     from draftsmith.eval import loading
+    from draftsmith.eval.options import check_numbers
 
-    loading.check_numbers(options)
+    check_numbers(options)
     settings = regenerate.Settings(**{name: getattr(options, name) for name in SETTINGS})
     examples, out = conversations.read(Source(path=options.source, split=options.split, subset=options.subset)), Path(options.out)
     if options.server:
@@ -140,7 +141,7 @@ def run_regenerate(arguments: list[str]) -> None:
         names = [] if options.drafter == "none" else [options.drafter]
         target, drafters = loading.open_models(options.target, names, options.dtype, options.trust_remote_code)
         drafter = drafters[0] if drafters else None
-        summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, rows=options.slots)
+        summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots)
     print(f"{out}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
@@ -185,16 +186,15 @@ def _recipe_file(options: argparse.Namespace) -> str:
 
 def _corpora(options: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, dict[str, Corpus]]":
     """The target's tokenizer and the recipe's corpora; the target's weights are not read."""
-    from transformers import AutoTokenizer
-
     from draftsmith.data import prepare
-    from draftsmith.models.target import resolve_path
+    from draftsmith.models.model_files import read_tokenizer
     from draftsmith.train import recipe
 
     chosen = recipe.load(recipe.Recipe, _recipe_file(options), options.overrides, shared=True)
     target, data = chosen.target, chosen.data
-    path = resolve_path(target.path)
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    tokenizer = read_tokenizer(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code, key="target.path")
+    if tokenizer is None:
+        raise ValueError(f"target {target.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
     data.give_template(tokenizer)
     return tokenizer, prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
 

@@ -24,6 +24,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import student as students
+from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
@@ -73,6 +74,10 @@ class DistillRecipe(Recipe):
     student: StudentSection = StudentSection()
     distill: DistillSection = DistillSection()
 
+    @property
+    def needs_target_layers(self) -> bool:
+        return super().needs_target_layers or self.student.start == "pruned"
+
 
 def check(recipe: DistillRecipe) -> None:
     """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
@@ -95,6 +100,7 @@ def check(recipe: DistillRecipe) -> None:
         )
     if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
         raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's law; drop one")
+    _check_layout(recipe)
     if not (section.on_policy or section.rejections):
         return
     if section.on_policy + section.rejections > 1:
@@ -107,6 +113,23 @@ def check(recipe: DistillRecipe) -> None:
         raise ValueError(
             f"distill.new_tokens={section.new_tokens} leaves little room for prompts in data.seq_len={recipe.data.seq_len}; "
             "make it half of that at most"
+        )
+
+
+def _check_layout(recipe: DistillRecipe) -> None:
+    """Check that nobody decodes apart with a target that all ranks run together, or copies layers that are cut or quantised."""
+    target = recipe.target
+    collective = f"target.parallel={target.parallel}" if target.parallel in COLLECTIVE else ""
+    if collective and recipe.distill.rejections:
+        raise ValueError(
+            f"distill.rejections={recipe.distill.rejections} lets processes decode with the target apart, under {collective} all must run it "
+            "at once; take distill.on_policy, or target.parallel=none"
+        )
+    changed = collective or (f"target.quantise={target.quantise}" if target.quantise else "")
+    if changed and recipe.student.start == "pruned":
+        raise ValueError(
+            f"student.start=pruned copies complete layers of the target, under {changed} there are none; "
+            "give a student as student.start, such as the `start` folder of a run without it"
         )
 
 
@@ -265,7 +288,7 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
     return write
 
 
-def sketch(recipe: DistillRecipe, target: Target) -> tuple[PreTrainedModel, Objective]:
+def build_untrained(recipe: DistillRecipe, target: Target) -> tuple[PreTrainedModel, Objective]:
     """An untrained student and its objective, also for a target without values (`draftsmith plan`); of a checkpoint only the config is read."""
     check(recipe)
     section = recipe.student

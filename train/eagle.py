@@ -236,7 +236,7 @@ def measure(recipe: EagleRecipe, target: Target, context: ContextParallel = SING
     return partial(objective3, target=target, section=recipe.eagle, context=context)
 
 
-def sketch(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
+def build_untrained(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
     """An untrained drafter and its objective, also for a target without values (`draftsmith plan`)."""
     check(recipe)
     shape = architecture(recipe.eagle, target)

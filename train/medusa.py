@@ -81,7 +81,7 @@ def architecture(section: MedusaSection) -> dict[str, Any]:
     return {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
 
 
-def sketch(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective]:
+def build_untrained(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective]:
     """Untrained heads and their objective, also for a target without values (`draftsmith plan`)."""
     check(recipe)
     heads = new_drafter("medusa", target, **architecture(recipe.medusa))

@@ -13,7 +13,7 @@ from draftsmith.train.recipe import Recipe, save
 
 
 def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:
-    """`publish` for a drafter of ours."""
+    """`publish` for a drafter with an architecture of models/."""
 
     def write(folder: Path, training: dict[str, Any]) -> None:
         drafter.config.training = training
@@ -30,10 +30,20 @@ def publish(
     made_for: dict[str, Any],
     write: Callable[[Path, dict[str, Any]], None],
 ) -> Path:
-    """After `steps` steps, write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card without a table yet.
+    """Write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card, still without a table of acceptance.
 
-    write: puts weights and config into the folder, the config with what it is told of the training. An artifact of the same steps is left as
-    it is, its measurements with it.
+    An artifact of the same number of steps stays as it is, its measurements with it.
+
+    Args:
+        recipe: the run's recipe.
+        target: its tokenizer is copied.
+        steps: optimizer steps of the training.
+        method: what the model card calls the drafter.
+        made_for: the target's identity as a dict.
+        write: puts weights and config into the folder that it is given; the config carries the notes on training that it is given.
+
+    Returns:
+        The folder.
     """
     folder = Path(recipe.train.output) / "artifact"
     advice = f"measure it with\n    {command()} eval {folder}"
@@ -45,7 +55,7 @@ def publish(
     tokens = steps * recipe.train.batch_size * recipe.data.seq_len
     training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens}
     write(folder, training)
-    assert target.tokenizer is not None, "begin refuses a target without one"
+    assert target.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
     target.tokenizer.save_pretrained(folder)
     save(recipe, folder)
     card.write(folder, method, made_for, training, None)
@@ -54,6 +64,7 @@ def publish(
 
 
 def _steps(folder: Path) -> int | None:
+    """The steps that a complete artifact was trained for; None where there is none."""
     if not (folder / "README.md").is_file():  # written last
         return None
     config = json.loads((folder / "config.json").read_text())

@@ -197,6 +197,14 @@ class Recipe(Section):
     tree: TreeSection = TreeSection()
     train: TrainSection
 
+    @property
+    def needs_target_layers(self) -> bool:
+        """Whether training runs or copies the target's decoder layers; else its input embeddings and output head are enough.
+
+        A method that asks for them in other cases overrides it.
+        """
+        return self.features.mode != "offline" or self.train.tau_prompts > 0
+
 
 R = TypeVar("R", bound=Recipe)
 

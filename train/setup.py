@@ -1,4 +1,4 @@
-"""What every method does before and after its loop: the target, a fresh drafter and the data; then the folder to publish."""
+"""What every method does before its loop: the target, an untrained drafter, the data, and what is measured beside the loss."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,16 @@ from draftsmith.train.recipe import Recipe
 def new_drafter_and_data(
     recipe: Recipe, method: str, target: Target, corpora: dict[str, Corpus], *, reads: tuple[int, ...] = (), **architecture: Any
 ) -> tuple[DrafterModel, PackedDataset | FeatureDataset, PackedDataset | FeatureDataset]:
-    """A drafter for the target, and its training and held-out rows; `reads` are the taps of the target that it needs."""
+    """An untrained drafter for the target, and the training and held-out sequences.
+
+    Args:
+        recipe: its seed and its tree are used.
+        method: name of an architecture, a file in models/.
+        target: the frozen target.
+        corpora: "train" and "valid".
+        reads: taps of the target that the drafter reads.
+        architecture: fields of the architecture's Config.
+    """
     torch.manual_seed(recipe.train.seed)
     drafter = new_drafter(method, target, training={"positions": recipe.data.seq_len}, **architecture)
     tree = recipe.tree
@@ -48,7 +57,7 @@ def new_drafter_and_data(
 def datasets(
     recipe: Recipe, target: Target, corpora: dict[str, Corpus], reads: tuple[int, ...] = ()
 ) -> tuple[PackedDataset | FeatureDataset, PackedDataset | FeatureDataset]:
-    """Training and held-out rows, with the target's features where they are stored."""
+    """Training and held-out sequences, with the target's features (taps `reads`) where features.mode is not online."""
     section = recipe.features
     if section.mode == "online":
         target.mask_blocks()
@@ -56,16 +65,22 @@ def datasets(
             target.compile()
         return packed_dataset(recipe, target, corpora["train"]), packed_dataset(recipe, target, corpora["valid"])
     store = open_store(recipe, target, reads)
-    found = []
-    for part in ("train", "valid"):
-        corpus, cached = corpora[part], section.mode == "cache"
-        corpus = corpus if cached else feature_dataset.available(corpus, store, section.allow_missing)
-        found.append(FeatureDataset(packed_dataset(recipe, target, corpus), store, reads, computing=cached))
-    return found[0], found[1]
+    return feature_data(recipe, target, corpora["train"], store, reads), feature_data(recipe, target, corpora["valid"], store, reads)
 
 
-def load_target_and_data(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
-    """The recipe's target, and its data as corpora "train" and "valid" (rank 0 makes them, the others read what it wrote).
+def feature_data(recipe: Recipe, target: Target, corpus: Corpus, store: FeatureStore, reads: tuple[int, ...]) -> FeatureDataset:
+    """The sequences of a corpus with features from the store; in mode offline only of samples whose features are there."""
+    cached = recipe.features.mode == "cache"
+    corpus = corpus if cached else feature_dataset.available(corpus, store, recipe.features.allow_missing)
+    return FeatureDataset(packed_dataset(recipe, target, corpus), store, reads, computing=cached)
+
+
+def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple[Target, dict[str, Corpus]]:
+    """The recipe's target, and its data as corpora "train" and "valid". Rank 0 prepares the data, the others read what it wrote.
+
+    Args:
+        recipe: of any method.
+        layers: whether the target's decoder layers are loaded; None: if the training needs them.
 
     Raises:
         ValueError: a target that cannot be laid out or quantised so, keys that do not go together with that, or kernels that cannot run.
@@ -73,7 +88,7 @@ def load_target_and_data(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
     machine.threads()
     state = processes.join()
     section, data = recipe.target, recipe.data
-    _check_layout(recipe)
+    check_layout(recipe)
     if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
         raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
@@ -84,6 +99,7 @@ def load_target_and_data(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
         trust_remote_code=section.trust_remote_code,
         parallel=section.parallel,
         quantise=section.quantise,
+        layers=recipe.needs_target_layers if layers is None else layers,
     )
     if target.tokenizer is None:
         raise ValueError(f"target {section.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
@@ -99,32 +115,24 @@ def load_target_and_data(recipe: Recipe) -> tuple[Target, dict[str, Corpus]]:
         return target, load(data.plan(), target.tokenizer, data.cache, data.num_proc)
 
 
-def _check_layout(recipe: Recipe) -> None:
-    """Whether all ranks would run the target equally often, where they have to, and nobody reads weights that are cut or quantised."""
-    section, student, distill = recipe.target, getattr(recipe, "student", None), getattr(recipe, "distill", None)
-    together = f"target.parallel={section.parallel}" if section.parallel in COLLECTIVE else ""
-    if together and recipe.features.mode == "cache":
+def check_layout(recipe: Recipe) -> None:
+    """Raises ValueError if some ranks would run a target that all ranks must run at once. A method checks its own keys."""
+    section = recipe.target
+    if section.parallel in COLLECTIVE and recipe.features.mode == "cache":
         raise ValueError(
-            f"features.mode=cache runs the target when a process lacks something, under {together} all must run it at once; "
-            "take features.mode=online, or capture first and take offline"
-        )
-    if together and distill and distill.rejections:
-        raise ValueError(
-            f"distill.rejections={distill.rejections} lets processes decode with the target apart, under {together} all must run it at once; "
-            "take distill.on_policy, or target.parallel=none"
-        )
-    changed = together or (f"target.quantise={section.quantise}" if section.quantise else "")
-    if changed and student and student.start == "pruned":
-        raise ValueError(
-            f"student.start=pruned takes whole layers of the target, under {changed} there are none; "
-            "give a student as student.start, such as the `start` folder of a run without it"
+            f"features.mode=cache runs the target when a process lacks something, under target.parallel={section.parallel} all must run it "
+            "at once; take features.mode=online, or capture first and take offline"
         )
 
 
 def packed_dataset(recipe: Recipe, target: Target, corpus: Corpus) -> PackedDataset:
-    """The rows of a corpus; one sample each where the recipe says so. Raises ValueError where the target cannot keep packed documents apart."""
+    """The sequences of a corpus, packed unless the recipe says otherwise.
+
+    Raises:
+        ValueError: the target runs on packed documents and lets them see each other.
+    """
     data = recipe.data
-    if data.pack and not keeps_apart(target):
+    if data.pack and target.has_layers and not keeps_apart(target):
         raise ValueError(f"target {target.name!r} attends from one packed document to another; train it with data.pack=false")
     return PackedDataset(
         corpus, data.seq_len, recipe.train.seed, one_sample_each=not data.pack, count_all_tokens=recipe.train.normalise == "all"
@@ -132,54 +140,60 @@ def packed_dataset(recipe: Recipe, target: Target, corpus: Corpus) -> PackedData
 
 
 def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> FeatureStore:
-    """The recipe's feature store, to be read; in mode cache an empty one is begun where there is none."""
+    """The recipe's feature store, open for reading; in mode cache a store that does not exist is created, empty."""
     section, state = recipe.features, PartialState()
     if section.store is None:
         raise ValueError(f"features.mode={section.mode} needs features.store, the folder of the store")
     cached = section.mode == "cache"
     if cached and state.is_main_process:
-        there = Index.read(Path(section.store))
-        capture.begin(Path(section.store), there or Index.of(target, section.taps or taps, section.precision), target)
+        index = Index.read(Path(section.store)) or Index.of(target, section.taps or taps, section.precision)
+        capture.begin(Path(section.store), index, target)
     state.wait_for_everyone()
     return FeatureStore(section.store, target, taps, allow_missing=cached or section.allow_missing, show=state.is_main_process)
 
 
 def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[str, Any]:
-    """What a run must find again to be continued: its data, its target, and where its features come from."""
+    """What must be the same for a run to be resumed: its data, its target, and where its features come from."""
     identity = target.identity
-    found: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
+    facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
     if isinstance(train, FeatureDataset):
-        found |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
-    return found
+        facts |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
+    return facts
 
 
 def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:
-    """A function that measures τ itself on train.tau_prompts prompts of each domain; None where there are to be none.
+    """A function that measures τ itself on train.tau_prompts prompts of each domain; None if there are to be none.
 
-    positions: that the drafter has, where it has a limit of its own. Where the target is `collective` all ranks must call what is returned.
-    Raises ValueError for prompts that leave no room.
+    Args:
+        recipe: its section `train` says what is decoded.
+        target: where it is `collective`, all ranks must call the returned function.
+        drafter: what is measured.
+        positions: the drafter's longest context, where it has a limit of its own.
+
+    Raises:
+        ValueError: prompts that leave no space for the answers.
     """
     section = recipe.train
     if not section.tau_prompts:
         return None
-    asked = [encode(target, prompt) for prompt in prompts.load(section.tau_file, section.tau_prompts)]
-    longest, room = max(map(len, asked)) + section.tau_tokens, min(target.max_positions, positions or target.max_positions)
-    if longest > room:
+    encoded = [encode(target, prompt) for prompt in prompts.load(section.tau_file, section.tau_prompts)]
+    longest, limit = max(map(len, encoded)) + section.tau_tokens, min(target.max_positions, positions or target.max_positions)
+    if longest > limit:
         raise ValueError(
-            f"the longest prompt for τ and train.tau_tokens={section.tau_tokens} make {longest} positions, there are {room}; "
+            f"the longest prompt for τ and train.tau_tokens={section.tau_tokens} make {longest} positions, there are {limit}; "
             "lower it, or give shorter prompts: train.tau_file"
         )
 
     def tau() -> float:
         sampling = Sampling(temperature=section.tau_temperature)
-        done = Decoder(target, drafter, slots=min(8, len(asked))).generate(asked, sampling, section.tau_tokens)
+        done = Decoder(target, drafter, slots=min(8, len(encoded))).generate(encoded, sampling, section.tau_tokens)
         return sum(len(answer.tokens) for answer in done) / sum(len(answer.rounds) for answer in done)
 
     return tau
 
 
 def monitors(recipe: Recipe, target: Target, drafter: Drafter, taps: tuple[int, ...] = (), positions: int | None = None) -> dict[str, Any]:
-    """What `loop.fit` measures beside the loss: τ, and the time of the target's forward where it runs."""
+    """What `loop.fit` measures beside the loss: τ, and the time of the target's forward if training runs it."""
     return {
         "measure_tau": tau_probe(recipe, target, drafter, positions),
         "collective": recipe.target.parallel in COLLECTIVE,

@@ -1,8 +1,10 @@
-"""A training step beside the frozen target's forward alone, its floor when training online: python -m draftsmith.train.benchmarks.step
+"""A training step, compared with the frozen target's forward alone, the least that online training can take:
+python -m draftsmith.train.benchmarks.step
 
-A random Llama with an 8B model's proportions (--hidden 4096 --layers 32 --vocab 128256 is the thing itself): layers 13 × the head, four
-query heads to a pair of keys and values. Packed rows of random tokens; of each the last part bears loss, as an answer after its prompt. Forms
-alternate in one process; medians. Medusa has its own output layers, as trained for engines, or shares the target's.
+The target is a random Llama with the proportions of an 8B model (--hidden 4096 --layers 32 --vocab 128256 is the real size): its layers cost 13 × its
+head, and four query heads share a pair of keys and values. Rows are packed random tokens; the last part of each row is supervised, as an answer after
+its prompt. The forms alternate in one process; the numbers are medians. Medusa has its own output layers, as trained for engines, or shares the
+target's.
 
 Letters: S positions · V vocabulary · H hidden size · L layers.
 """
@@ -30,7 +32,7 @@ from draftsmith.train.medusa import MedusaSection
 from draftsmith.train.objective import Batch, Objective
 
 
-def target_of(hidden: int, layers: int, vocab: int, positions: int, device: str) -> Target:
+def random_target(hidden: int, layers: int, vocab: int, positions: int, device: str) -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -48,28 +50,30 @@ def target_of(hidden: int, layers: int, vocab: int, positions: int, device: str)
     return target
 
 
-def batch_of(target: Target, rows: int, positions: int, supervised: float) -> Batch:
+def random_batch(target: Target, rows: int, positions: int, supervised: float) -> Batch:
+    """Rows [B,S] of one document each; the last `supervised` of their positions are."""
     ids = torch.randint(target.vocab_size, (rows, positions), device=target.device)
-    places = torch.arange(positions, device=target.device).expand(rows, positions)
-    mask = places >= round((1 - supervised) * positions)
-    return {"input_ids": ids, "loss_mask": mask, "position_ids": places, "document": torch.zeros_like(ids), "sample_id": places[:, :1]}
+    position_ids = torch.arange(positions, device=target.device).expand(rows, positions)
+    mask = position_ids >= round((1 - supervised) * positions)
+    document = torch.zeros_like(ids)
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": position_ids, "document": document, "sample_id": position_ids[:, :1]}
 
 
 def methods(target: Target) -> dict[str, tuple[Any, Objective]]:
-    """name -> a fresh drafter and its objective."""
-    found: dict[str, tuple[Any, Objective]] = {}
+    """Name -> an untrained drafter and its objective."""
+    drafters: dict[str, tuple[Any, Objective]] = {}
     for shared in (False, True):
         section = MedusaSection(share_head=shared)
         drafter = new_drafter("medusa", target, num_heads=section.heads, num_layers=section.layers, share_head=shared)
-        found["medusa, target's head" if shared else "medusa"] = (drafter, partial(medusa.objective, target=target, section=section))
-    section = EagleSection(taps=(1, target.num_layers // 2 - 1, target.num_layers - 4), vocab_size=target.vocab_size // 4)
+        drafters["medusa, target's head" if shared else "medusa"] = (drafter, partial(medusa.objective, target=target, section=section))
+    section = EagleSection(vocab_size=target.vocab_size // 4)
     drafter: Any = new_drafter("eagle", target, **eagle.architecture(section, target))
     drafter.take(vocab.choose(torch.ones(target.vocab_size, dtype=torch.int64), target.vocab_size // 4, frozenset()))
-    found["eagle-3, 7 steps, D = V/4"] = (drafter, partial(eagle.objective3, target=target, section=section))
-    return found
+    drafters["eagle-3, 7 steps, D = V/4"] = (drafter, partial(eagle.objective3, target=target, section=section))
+    return drafters
 
 
-def step(drafter: Any, objective: Objective, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+def train_step(drafter: Any, objective: Objective, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=batch["input_ids"].is_cuda):
         loss = objective(drafter, batch)
     (loss.sum / loss.weight).backward()
@@ -90,29 +94,29 @@ def main(arguments: list[str]) -> None:
     described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("hidden", 512), ("layers", 16), ("vocab", 8192), ("positions", 256), ("rows", 4), ("repeats", 7)):
         described.add_argument(f"--{name}", type=int, default=default)
-    described.add_argument("--supervised", type=float, default=0.6, help="share of the positions that bear loss")
+    described.add_argument("--supervised", type=float, default=0.6, help="share of the positions that are supervised")
     options = described.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = target_of(options.hidden, options.layers, options.vocab, options.positions, device)
-    batch = batch_of(target, options.rows, options.positions, options.supervised)
-    work: dict[str, Callable[[], object]] = {"target's forward": partial(target.features, batch)}
+    target = random_target(options.hidden, options.layers, options.vocab, options.positions, device)
+    batch = random_batch(target, options.rows, options.positions, options.supervised)
+    forms: dict[str, Callable[[], object]] = {"target's forward": partial(target.features, batch)}
     for name, (drafter, objective) in methods(target).items():
-        optimizer = torch.optim.AdamW([one for one in drafter.parameters() if one.requires_grad], fused=True)
-        work[name] = partial(step, drafter, objective, optimizer, batch)
-    times: dict[str, list[float]] = {name: [] for name in work}
+        optimizer = torch.optim.AdamW([parameter for parameter in drafter.parameters() if parameter.requires_grad], fused=True)
+        forms[name] = partial(train_step, drafter, objective, optimizer, batch)
+    times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(options.repeats + 1):  # the first warms up
-        for name, one in work.items():
-            times[name].append(seconds(one, device))
+        for name, work in forms.items():
+            times[name].append(seconds(work, device))
     floor = times["target's forward"]
     table = Table(
         title=f"{options.rows} × S = {options.positions}, H = {options.hidden}, L = {options.layers}, V = {options.vocab}, {device}"
     )
     for column in ("", "seconds", "× target's forward", "range"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, found in times.items():
-        ratios = [one / other for one, other in zip(found[1:], floor[1:], strict=True)]
+    for name, own in times.items():
+        ratios = [step / forward for step, forward in zip(own[1:], floor[1:], strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        table.add_row(name, f"{statistics.median(found[1:]):.3f}", f"{statistics.median(ratios):.2f}", spread)
+        table.add_row(name, f"{statistics.median(own[1:]):.3f}", f"{statistics.median(ratios):.2f}", spread)
     Console().print(table)
 
 

@@ -26,20 +26,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
 from draftsmith.inference import durable, machine
 from draftsmith.train.engine import curves, processes, trackers
+from draftsmith.train.engine.flops import FORMULAS
 from draftsmith.train.objective import Batch, Loss
 from draftsmith.train.recipe import Recipe
-
-aten = torch.ops.aten
-FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
-    aten.addmm_: addmm_flop,
-    aten.baddbmm_: baddbmm_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
 
 
 class Flops(TorchDispatchMode):

@@ -1,6 +1,8 @@
-"""What a recipe asks of each GPU and of the host's memory, by launcher: the drafter's weights, gradients and moments as the launchers of
-recipes/ lay them out, the target as `target.parallel` does, and the activations of one micro-batch of the objective itself, traced in shapes
-(train/plan/trace.py), the chunks of its losses included. Numbers are of PyTorch's allocations.
+"""The memory that a recipe needs on each GPU and on the host, for each launcher.
+
+It is the sum of the drafter's weights, gradients and optimizer state, laid out as the launchers of recipes/ do; of the target, laid out by
+`target.parallel`; and of the activations of a micro-batch, which the objective itself allocates in shapes (train/plan/trace.py), the chunks of its
+losses included. Numbers are of PyTorch's allocations.
 """
 
 import re
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from draftsmith.data.features import Index
+from draftsmith.models.head import end_modules
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.quantised import quantised_as
 from draftsmith.train import setup
@@ -20,9 +23,9 @@ from draftsmith.train.plan import trace
 from draftsmith.train.recipe import Recipe
 
 GIB = 2**30
-FILLED = 0.93  # of a GPU's memory: the rest is for CUDA's context, NCCL's buffers and gaps between blocks
-FP32 = 4  # bytes of a weight, whatever the launcher: autocast alone makes products bf16
-BUCKET = 500_000_000  # gradients of a buffer of DeepSpeed, its reduce_bucket_size; it is there however small the model
+USABLE = 0.93  # of a GPU's memory: the rest is for CUDA's context, NCCL's buffers and gaps between blocks
+FP32 = 4  # bytes of a weight, whatever the launcher: weights stay fp32, autocast alone computes in bf16
+BUCKET = 500_000_000  # gradients in a buffer of DeepSpeed, its reduce_bucket_size; allocated however small the model
 
 # Launchers of recipes/, the fastest first.
 SEVERAL = ("ddp", "fsdp2", "zero2", "zero3", "zero2-offload", "zero3-offload")
@@ -31,7 +34,14 @@ SINGLE_RANK = ("one", "zero2-offload", "zero3-offload")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """gpus of each of `nodes` machines, of `memory` bytes each · cpu: one process without a GPU."""
+    """Where a recipe is to run.
+
+    Attributes:
+        gpus: GPUs of each machine.
+        nodes: machines.
+        memory: bytes of each GPU.
+        cpu: one process without a GPU.
+    """
 
     gpus: int = 8
     nodes: int = 1
@@ -40,40 +50,51 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes that a launcher asks of each GPU, and of the memory of each machine (host)."""
+class MemoryEstimate:
+    """Bytes that a launcher needs on each GPU; `host`: in the memory of each machine."""
 
     launcher: str
     target: float
     weights: float
     gradients: float
-    moments: float
+    optimizer: float
     activations: float
     buffers: float = 0.0
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.target + self.weights + self.gradients + self.moments + self.activations + self.buffers
+        return self.target + self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-Traces = dict[tuple[int, bool], trace.Traced]  # by micro-batch, and whether gradients of an earlier one are held
+Traces = dict[tuple[int, bool], trace.Trace]  # by micro-batch size, and whether gradients of an earlier micro-batch are in memory
 
 
-class Case:
-    """A recipe on a machine, in shapes. `method` is its script, a module with `sketch`; traces: those of a case that differs in the layout of
-    its target alone, to be used again.
+class PlannedRun:
+    """A recipe on a machine, in shapes.
 
-    Attributes: ranks × micro × accumulation, the rows of a step · held: parameters of the target · trained, frozen: of the drafter.
+    Args:
+        recipe: of the method.
+        method: the method's script, a module with `build_untrained`.
+        machine: where it is to run.
+        traces: those of a planned run that differs in the target's layout alone; they are used again.
+
+    Attributes:
+        ranks, micro, accumulation: their product is the number of rows of a step.
+        layout: target.parallel.
+        has_layers: whether the target's decoder layers are loaded, or its input embeddings and output head alone.
+        target_parameters: of the complete target.
+        trained, frozen: parameters of the drafter.
 
     Raises:
-        OSError, ValueError: what the run itself would refuse of its target, its student or its keys.
+        OSError, ValueError: what the run itself would refuse in its target, its student or its keys.
     """
 
     def __init__(self, recipe: Recipe, method: ModuleType, machine: Machine, traces: Traces | None = None) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, recipe.target.parallel
-        setup._check_layout(recipe)
-        # A target in layers over GPUs is one process's.
+        self.has_layers = recipe.needs_target_layers
+        setup.check_layout(recipe)
+        # target.parallel=layers spreads the target over the GPUs of one process.
         self.ranks = 1 if machine.cpu or self.layout == "layers" else machine.gpus * machine.nodes
         if self.layout in COLLECTIVE and self.ranks == 1:
             raise ValueError(f"target.parallel={self.layout} lays the target out over processes, this is one; take layers, or more --gpus")
@@ -86,107 +107,121 @@ class Case:
         except ValueError as error:
             raise ValueError(f"{error}, or give another number of --gpus") from None
         dtypes = {"auto": torch.float32 if machine.cpu else torch.bfloat16}
-        self.target = trace.outline(recipe.target, dtypes.get(recipe.target.dtype) or getattr(torch, recipe.target.dtype))
+        dtype = dtypes.get(recipe.target.dtype) or getattr(torch, recipe.target.dtype)
+        self.target = trace.target_without_values(recipe.target, dtype)
         if recipe.data.seq_len > self.target.max_positions:
             raise ValueError(
                 f"data.seq_len={recipe.data.seq_len} is longer than the target's context of {self.target.max_positions}; lower it"
             )
         with trace.shapes_only():
-            model, objective = method.sketch(recipe, self.target)
-        self.held = sum(one.numel() for one in self.target.model.parameters())
-        self.trained, self.frozen = (
-            sum(one.numel() for one in model.parameters() if one.requires_grad == trained) for trained in (True, False)
-        )
+            model, objective = method.build_untrained(recipe, self.target)
+        self.target_parameters = sum(parameter.numel() for parameter in self.target.model.parameters())
+        self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
         self.traces: Traces = {} if traces is None else traces
-        self.half = precision == "bf16" or (precision == "auto" and not machine.cpu)
+        self.bf16 = precision == "bf16" or (precision == "auto" and not machine.cpu)
 
-    def needs(self) -> list[Need]:
-        """What each launcher for so many processes asks, the fastest first."""
-        names = ("one",) if self.machine.cpu or self.layout == "layers" else SINGLE_RANK if self.ranks == 1 else SEVERAL
-        return [self._whole(name) if name in ("one", "ddp") else self._cut(name) for name in names]
+    def estimates(self) -> list[MemoryEstimate]:
+        """The memory that each launcher for so many processes needs, the fastest launcher first."""
+        if self.machine.cpu or self.layout == "layers":
+            names: tuple[str, ...] = ("one",)
+        else:
+            names = SINGLE_RANK if self.ranks == 1 else SEVERAL
+        return [self._replicated(name) if name in ("one", "ddp") else self._sharded(name) for name in names]
 
-    def products(self) -> float:
-        """FLOPs a token of the objective, forward and backward."""
-        parts = self.recipe.train.context_parallel
-        return parts * sum(self.step.products(self.recipe.data.seq_len, self._stored, parts))
+    def flops_per_token(self) -> float:
+        """FLOPs of the objective, forward and backward."""
+        ranks = self.recipe.train.context_parallel
+        return ranks * sum(self.step.flops_per_token(self.recipe.data.seq_len, self._stored_taps, ranks))
 
     def bytes_per_token(self) -> int:
-        """In the feature store; 0 where there is none."""
+        """Bytes of a token in the feature store; 0 without a store."""
         features = self.recipe.features
         return 0 if features.mode == "online" else Index.of(self.target, features.taps or self.reads, features.precision).bytes_per_token
 
     @property
-    def _stored(self) -> tuple[int, ...] | None:
+    def _stored_taps(self) -> tuple[int, ...] | None:
         return self.reads if self.recipe.features.mode == "offline" else None
 
-    def _trace(self, holding: bool) -> trace.Traced:
+    def _trace(self, holding: bool) -> trace.Trace:
         key = self.micro, holding
         if key not in self.traces:
             length = self.recipe.data.seq_len
-            self.traces[key] = self.step.run(self.micro, length, autocast=self.half, holding=holding, taps=self._stored)
+            self.traces[key] = self.step.run(self.micro, length, autocast=self.bf16, holding=holding, taps=self._stored_taps)
         return self.traces[key]
 
-    def _whole(self, name: str) -> Need:
-        """All on each GPU; under DDP gradients are copied into the buckets that are reduced."""
+    def _replicated(self, name: str) -> MemoryEstimate:
+        """Everything on each GPU. DDP copies gradients into the buckets that it reduces."""
         gradients, holding = FP32 * self.trained, self.accumulation > 1
         peak = self._trace(holding).peak
-        moving = peak if holding else max(0.0, peak - gradients)
-        buckets = gradients * (name == "ddp")
-        return Need(name, self.on_each, FP32 * (self.trained + self.frozen), gradients, 2 * gradients, moving, buckets)
+        activations = peak if holding else max(0.0, peak - gradients)
+        buckets = gradients if name == "ddp" else 0.0
+        weights = FP32 * (self.trained + self.frozen)
+        return MemoryEstimate(name, self.target_bytes, weights, gradients, 2 * gradients, activations, buckets)
 
-    def _cut(self, name: str) -> Need:
-        """In pieces over the ranks; what a step reads of the weights is whole for all of it."""
+    def _sharded(self, name: str) -> MemoryEstimate:
+        """Optimizer state, gradients or weights cut over the ranks. The weights that a step reads are gathered for the complete step."""
         read, gradients, ranks = FP32 * (self.trained + self.frozen), FP32 * self.trained, self.ranks
-        piece = gradients / ranks
-        # Where pieces are trained, each process keeps the model whole in the host's memory (train/engine/sharded.py).
+        shard = gradients / ranks
+        # A sharded run keeps the complete model of each process in the host's memory (train/engine/sharded.py).
         host = read * min(self.machine.gpus, ranks)
         if name == "fsdp2":
             holding = self.accumulation > 1  # no gradient is reduced before the last micro-batch
-            # At the end of the backward pass the gradients are there, and once more as what is reduced.
-            moving = max(self._trace(holding).peak, gradients * (1 if holding else 2))
-            return Need(name, self.on_each, read + read / ranks, piece + gradients * holding, 2 * piece, moving, 0.0, host)
-        weights = read + piece + (read / ranks if name.startswith("zero3") else 0)  # with masters, though weights are in fp32
-        cut, moments = piece, 2 * piece
+            # At the end of the backward pass the gradients are there, and a copy of them that is reduced.
+            activations = max(self._trace(holding).peak, gradients * (1 if holding else 2))
+            unreduced = gradients if holding else 0
+            return MemoryEstimate(name, self.target_bytes, read + read / ranks, shard + unreduced, 2 * shard, activations, 0.0, host)
+        weights = read + shard + (read / ranks if name.startswith("zero3") else 0)  # with master weights, though weights are in fp32
+        reduced, optimizer = shard, 2 * shard
         if name.endswith("offload"):
-            host += 5 * gradients / self.machine.nodes  # masters, moments, gradients, and what goes back
-            host += read / self.machine.nodes * name.startswith("zero3")
-            weights, cut, moments = read, 0.0, 0.0
-        # One buffer for gradients that are reduced in fp32, and where products are in bf16 one for those of linear layers.
-        buffers = BUCKET * (FP32 + self.half * (FP32 if name.startswith("zero2") else FP32 / 2))
-        return Need(name, self.on_each, weights, cut, moments, self._trace(False).passing, buffers, host)
+            host += 5 * gradients / self.machine.nodes  # master weights, optimizer state, gradients, and the updated weights
+            if name.startswith("zero3"):
+                host += read / self.machine.nodes
+            weights, reduced, optimizer = read, 0.0, 0.0
+        # A buffer for gradients that are reduced in fp32; in bf16 runs also one for those of linear layers.
+        second = (FP32 if name.startswith("zero2") else FP32 / 2) if self.bf16 else 0
+        buffers = BUCKET * (FP32 + second)
+        activations = self._trace(False).released_peak
+        return MemoryEstimate(name, self.target_bytes, weights, reduced, optimizer, activations, buffers, host)
 
     @property
-    def on_each(self) -> float:
-        """Bytes of the target on each GPU. With its layers laid out the rest of it is whole on all; shard gathers a layer, and the next."""
+    def target_bytes(self) -> float:
+        """Bytes of the target on each GPU: embeddings and head complete, the layers as `layout` spreads them.
+
+        `shard` gathers a layer for its forward, and the next one ahead of it.
+        """
+        if not self.has_layers:
+            return self._bytes(*end_modules(self.target.model))
         layers = [self._bytes(layer) for layer in self.target.layers]
-        whole = self._bytes(self.target.model)
+        complete = self._bytes(self.target.model)
         if self.layout == "none":
-            return whole
+            return complete
         spread = self.machine.gpus if self.layout == "layers" else self.ranks
-        return whole - sum(layers) * (1 - 1 / spread) + 2 * max(layers) * (self.layout == "shard")
+        gathered = 2 * max(layers) if self.layout == "shard" else 0
+        return complete - sum(layers) * (1 - 1 / spread) + gathered
 
     @property
-    def loading(self) -> float:
+    def loading_bytes(self) -> float:
         """Bytes of the first machine's memory while the target is read."""
-        return self._bytes(self.target.model) if self.layout == "shard" else 0.0
+        return self._bytes(self.target.model) if self.layout == "shard" and self.has_layers else 0.0
 
-    def _bytes(self, module: nn.Module) -> float:
+    def _bytes(self, *modules: nn.Module) -> float:
         kind = self.recipe.target.quantise or quantised_as(self.target.model.config)
         linear = {id(part.weight) for part in self.target.decoder.modules() if isinstance(part, nn.Linear)} if kind else set()
-        tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}
-        return sum(one.numel() * (bytes_per_weight(kind) if place in linear else one.element_size()) for place, one in tensors.items())
+        tensors = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        return sum(tensor.numel() * (bytes_per_weight(kind) if key in linear else tensor.element_size()) for key, tensor in tensors.items())
 
 
 def bytes_per_weight(kind: str) -> float:
-    """Of a quantisation by its name (models/quantised.py), by the bits that it ends in; 4 bits have a scale of fp32 for 64 weights beside them."""
-    found = re.search(r"(\d+)(bit)?$", kind)
-    bits = int(found[1]) if found else 16
+    """Bytes of a weight in a quantisation (models/quantised.py), by the bits at the end of its name; 4 bits: with an fp32 scale for 64 weights."""
+    match = re.search(r"(\d+)(bit)?$", kind)
+    bits = int(match[1]) if match else 16
     return bits / 8 + (4 / 64 if bits == 4 else 0)
 
 
-def fitting(needs: Sequence[Need], machine: Machine) -> Need | None:
-    """The fastest that fits."""
-    return next((need for need in needs if machine.cpu or need.total <= FILLED * machine.memory), None)
+def fitting(estimates: Sequence[MemoryEstimate], machine: Machine) -> MemoryEstimate | None:
+    """The fastest launcher that fits; None if none does."""
+    return next((estimate for estimate in estimates if machine.cpu or estimate.total <= USABLE * machine.memory), None)

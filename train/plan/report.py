@@ -1,11 +1,11 @@
-"""What a recipe needs, memory and time, said before anything is loaded: of the target only its config is read.
+"""What a recipe needs, memory and time, before anything is loaded: of the target only its config is read.
 
     draftsmith plan recipes/eagle3-llama3.1-8b.yaml                              # eight GPUs of 80 GiB
     draftsmith plan recipes/eagle3-llama3.3-70b.yaml --gpus 4 --nodes 2 --gpu-memory 141 --hours 24
     draftsmith plan recipes/medusa-tiny.yaml --cpu
 
 Recipe keys can follow as key=value. Memory is what PyTorch allocates in a step (train/plan/memory.py); 7 % of a GPU are left for CUDA, NCCL and gaps.
-Times are predicted from the products counted in the objective.
+Times are predicted from the FLOPs counted in the objective.
 """
 
 import argparse
@@ -27,49 +27,63 @@ from transformers import AutoTokenizer
 from draftsmith.data import corpus
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe as recipes
-from draftsmith.train.plan.memory import FILLED, GIB, Case, Machine, fitting
+from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
 from draftsmith.train.recipe import RECIPES, Recipe
 
-SHORTEST = 512  # tokens of a row: none is made shorter than this
-USED = 0.4  # of a GPU's products a second: what training comes to
-SHOWN = {"target": "target", "weights": "weights", "gradients": "grads", "moments": "moments", "activations": "step", "buffers": "buffers"}
-SHOWN |= {"total": "total", "host": "host"}
+SHORTEST = 512  # tokens of a row: the advice makes no row shorter than this
+EFFICIENCY = 0.4  # the fraction of a GPU's peak FLOP/s that training reaches
+# Columns of the table: field of MemoryEstimate -> title.
+COLUMNS = {
+    "target": "target",
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optimizer",
+    "activations": "step",
+    "buffers": "buffers",
+    "total": "total",
+    "host": "host",
+}
 
 
-def advice(path: str, overrides: list[str], method: ModuleType, case: Case) -> list[dict[str, Any]]:
-    """Keys that make a GPU need less, the one that helps most first: keys, the total of the launcher that then asks least, and the fastest
-    launcher that then fits (None: none). Where no key is enough, all come last, with rows as short as it takes."""
+def advice(path: str, overrides: list[str], method: ModuleType, run: PlannedRun) -> list[dict[str, Any]]:
+    """Recipe keys with which a GPU needs less memory, the key that helps most first.
+
+    Returns:
+        For each suggestion its keys, the total of the launcher that needs least with them, and the fastest launcher that then fits, or None.
+        If no single key is enough, the last entry has all of them together, with rows as short as necessary.
+    """
     schema = schema_of(method)
-
-    least = min(need.total for need in case.needs())
+    least = min(estimate.total for estimate in run.estimates())
 
     def tried(*keys: str) -> dict[str, Any]:
-        # How the target lies on the GPUs changes nothing of what is traced.
-        traces = case.traces if all(key.startswith("target.") for key in keys) else {}
+        # The target's layout changes nothing of what is traced.
+        traces = run.traces if all(key.startswith("target.") for key in keys) else {}
         try:
-            needs = Case(recipes.load(schema, path, [*overrides, *keys]), method, case.machine, traces).needs()
+            estimates = PlannedRun(recipes.load(schema, path, [*overrides, *keys]), method, run.machine, traces).estimates()
         except ValueError:  # keys that do not go with the recipe's others
             return {"keys": list(keys), "total": least, "fits": None}
-        fits = fitting(needs, case.machine)
-        return {"keys": list(keys), "total": min(need.total for need in needs), "fits": fits and fits.launcher}
+        fits = fitting(estimates, run.machine)
+        return {"keys": list(keys), "total": min(estimate.total for estimate in estimates), "fits": fits and fits.launcher}
 
-    found = [one for key in _candidates(case, recipes.keys(schema)) if (one := tried(key))["total"] < least]
-    found.sort(key=lambda one: one["total"])
-    if any(one["fits"] for one in found):
-        return found
-    keys = [key for one in found for key in one["keys"]]
-    laid_out = [key for key in keys if key.startswith("target.")]  # a target cut into pieces is not quantised
-    others = [key for key in keys if not key.startswith("data.") and key not in laid_out[1:]]
-    length = case.recipe.data.seq_len // (2 if others else 4)
-    while not (last := tried(*others, f"data.seq_len={length}"))["fits"] and length // 2 >= SHORTEST:
+    tries = [tried(key) for key in _candidates(run, recipes.keys(schema))]
+    helpful = sorted((entry for entry in tries if entry["total"] < least), key=lambda entry: entry["total"])
+    if any(entry["fits"] for entry in helpful):
+        return helpful
+    keys = [key for entry in helpful for key in entry["keys"]]
+    target_keys = [key for key in keys if key.startswith("target.")]  # a target that is cut over ranks cannot be quantised: take the first
+    together = [key for key in keys if not key.startswith("data.") and key not in target_keys[1:]]
+    length = run.recipe.data.seq_len // (2 if together else 4)
+    last = tried(*together, f"data.seq_len={length}")
+    while not last["fits"] and length // 2 >= SHORTEST:
         length //= 2
-    return [*found, last] if last["total"] < least else found
+        last = tried(*together, f"data.seq_len={length}")
+    return [*helpful, last] if last["total"] < least else helpful
 
 
-def _candidates(case: Case, known: dict[str, Any]) -> Iterator[str]:
-    recipe, target = case.recipe, case.recipe.target
-    if case.micro > 1:
-        yield f"train.micro_batch_size={case.micro // 2}"
+def _candidates(run: PlannedRun, known: dict[str, Any]) -> Iterator[str]:
+    recipe, target = run.recipe, run.recipe.target
+    if run.micro > 1:
+        yield f"train.micro_batch_size={run.micro // 2}"
     yield f"data.seq_len={recipe.data.seq_len // 2}"
     yield f"train.context_parallel={2 * recipe.train.context_parallel}"
     for key in known:
@@ -83,75 +97,112 @@ def _candidates(case: Case, known: dict[str, Any]) -> Iterator[str]:
 
 
 def method_of(path: str, overrides: list[str]) -> ModuleType:
-    """The script that a recipe is for: the one whose own sections its keys name, else the one that its file's name begins with.
+    """The script that trains a recipe: the one whose own sections its keys name, else the one that the name of its file begins with.
 
-    Raises ValueError where neither says it.
+    Raises:
+        ValueError: neither identifies one script.
     """
     recipes.load(Recipe, path, [], shared=True)  # says what is wrong with the file
     file = Path(path) if Path(path).is_file() else RECIPES / Path(path).name
     named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
     scripts = sorted(
-        one for one in Path(__file__).parents[1].glob("*.py") if re.search(r"^def sketch\(", one.read_text(encoding="utf-8"), re.M)
+        script
+        for script in Path(__file__).parents[1].glob("*.py")
+        if re.search(r"^def build_untrained\(", script.read_text(encoding="utf-8"), re.M)
     )
-    methods = {one.stem: importlib.import_module(f"draftsmith.train.{one.stem}") for one in scripts}
+    methods = {script.stem: importlib.import_module(f"draftsmith.train.{script.stem}") for script in scripts}
     own = {name: schema_of(method).model_fields.keys() - Recipe.model_fields.keys() for name, method in methods.items()}
-    found = [name for name, sections in own.items() if sections & named] or [
-        name for name in methods if re.match(rf"{name}\d*(-|$)", file.stem)
-    ]
-    if len(found) != 1:
+    matching = [name for name, sections in own.items() if sections & named]
+    if not matching:
+        matching = [name for name in methods if re.match(rf"{name}\d*(-|$)", file.stem)]
+    if len(matching) != 1:
         sections = ", ".join(f"{section}.* for train/{name}.py" for name, sections in own.items() for section in sorted(sections))
         raise ValueError(
             f"{path}: cannot tell which script trains it; expected keys of one of {sections}, or a file named after the script"
         )
-    return methods[found[0]]
+    return methods[matching[0]]
 
 
 def schema_of(method: ModuleType) -> type[Recipe]:
     """The recipe class of a script."""
-    return next(one for one in vars(method).values() if isinstance(one, type) and issubclass(one, Recipe) and one is not Recipe)
+    return next(value for value in vars(method).values() if isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe)
 
 
 def report(path: str, overrides: list[str], machine: Machine, tflops: float | None = None, hours: float | None = None) -> dict[str, Any]:
-    """All that `draftsmith plan` says, as numbers: bytes, FLOPs, tokens, seconds. tflops: products of one GPU, 10¹² a second."""
+    """Everything that `draftsmith plan` says, as numbers: bytes, FLOPs, tokens, seconds.
+
+    Args:
+        path: the recipe.
+        overrides: recipe keys as key=value.
+        machine: where it is to run.
+        tflops: peak of one GPU, in 10¹² FLOP/s; None: no time is predicted.
+        hours: that the run may take; None: no limit.
+    """
     method = method_of(path, overrides)
     recipe = recipes.load(schema_of(method), path, overrides)
-    case = Case(recipe, method, machine)
-    needs = case.needs()
-    chosen = fitting(needs, machine)
-    tokens, products = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len, case.products()
-    rate = USED * tflops * 1e12 * case.ranks / products if tflops else None
+    run = PlannedRun(recipe, method, machine)
+    estimates = run.estimates()
+    chosen = fitting(estimates, machine)
+    tokens, flops = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len, run.flops_per_token()
+    rate = EFFICIENCY * tflops * 1e12 * run.ranks / flops if tflops else None
     wanted = tokens / (3600 * hours) if hours else None
     return {
         "recipe": path,
         "overrides": overrides,
         "script": f"train/{method.__name__.rpartition('.')[2]}.py",
         "machine": asdict(machine),
-        "target": {"name": case.target.name, "parameters": case.held, "layout": case.layout, "quantise": recipe.target.quantise},
-        "drafter": {"trained": case.trained, "frozen": case.frozen},
-        "step": {"rows": recipe.train.batch_size, "positions": recipe.data.seq_len, "ranks": case.ranks, "micro": case.micro}
-        | {"accumulation": case.accumulation, "bf16": case.half},
-        "launchers": [asdict(need) | {"total": need.total, "fits": fitting([need], machine) is not None} for need in needs],
+        "target": {
+            "name": run.target.name,
+            "parameters": run.target_parameters,
+            "layers": run.has_layers,
+            "layout": run.layout,
+            "quantise": recipe.target.quantise,
+        },
+        "drafter": {"trained": run.trained, "frozen": run.frozen},
+        "step": {
+            "rows": recipe.train.batch_size,
+            "positions": recipe.data.seq_len,
+            "ranks": run.ranks,
+            "micro": run.micro,
+            "accumulation": run.accumulation,
+            "bf16": run.bf16,
+        },
+        "launchers": [
+            asdict(estimate) | {"total": estimate.total, "fits": fitting([estimate], machine) is not None} for estimate in estimates
+        ],
         "chosen": chosen and chosen.launcher,
-        "advice": [] if chosen else advice(path, overrides, method, case),
-        "loading": case.loading,
-        "work": {"steps": recipe.train.steps, "tokens": tokens, "flops_per_token": products, "tflops": tflops, "hours": hours}
-        | {"predicted_tokens_per_s": rate, "predicted_hours": rate and tokens / rate / 3600, "wanted_tokens_per_s": wanted},
-        "features": _features(recipe, case, tokens, wanted or rate),
+        "advice": [] if chosen else advice(path, overrides, method, run),
+        "loading": run.loading_bytes,
+        "work": {
+            "steps": recipe.train.steps,
+            "tokens": tokens,
+            "flops_per_token": flops,
+            "tflops": tflops,
+            "hours": hours,
+            "predicted_tokens_per_s": rate,
+            "predicted_hours": rate and tokens / rate / 3600,
+            "wanted_tokens_per_s": wanted,
+        },
+        "features": _features(recipe, run, tokens, wanted or rate),
     }
 
 
-def _features(recipe: Recipe, case: Case, tokens: int, rate: float | None) -> dict[str, Any] | None:
-    """The store that the recipe reads: bytes, of the data that was prepared or else of every token of the run; MB/s to feed it at `rate`."""
-    each = case.bytes_per_token()
+def _features(recipe: Recipe, run: PlannedRun, tokens: int, rate: float | None) -> dict[str, Any] | None:
+    """The store that the recipe reads: bytes of the prepared data, or else of every token of the run; MB/s to feed it at `rate` tokens/s."""
+    each = run.bytes_per_token()
     if not each:
         return None
     prepared = _prepared(recipe)
-    reading = {"read_mb_per_s": each * rate / 1e6 if rate and recipe.features.mode == "offline" else None}
-    return {"bytes_per_token": each, "prepared": prepared, "bytes": each * (tokens if prepared is None else prepared)} | reading
+    return {
+        "bytes_per_token": each,
+        "prepared": prepared,
+        "bytes": each * (tokens if prepared is None else prepared),
+        "read_mb_per_s": each * rate / 1e6 if rate and recipe.features.mode == "offline" else None,
+    }
 
 
 def _prepared(recipe: Recipe) -> int | None:
-    """Tokens of the recipe's data where they lie in data.cache; None where they do not, or where only the Hub could say."""
+    """Tokens of the recipe's data if data.cache has them; None if it does not, or if only the Hub could tell."""
     plan, section = recipe.data.plan(), recipe.target
     if not all(source.path == "stdlib" or Path(source.path).expanduser().exists() for _, source in plan.sources()):
         return None
@@ -160,77 +211,102 @@ def _prepared(recipe: Recipe) -> int | None:
     except (OSError, ValueError):  # the run needs one, its plan does not
         return None
     recipe.data.give_template(tokenizer)
-    found = [corpus.read(Path(recipe.data.cache) / f"{part}-{plan.key(tokenizer)}.safetensors") for part in ("train", "valid")]
-    return sum(len(one.ids) for one in found if one) if all(found) else None
+    parts = [corpus.read(Path(recipe.data.cache) / f"{part}-{plan.key(tokenizer)}.safetensors") for part in ("train", "valid")]
+    return sum(len(part.ids) for part in parts if part) if all(parts) else None
 
 
-def show(found: dict[str, Any]) -> None:
+def show(plan: dict[str, Any]) -> None:
     """Print the report for a person."""
-    machine, step, work, target = found["machine"], found["step"], found["work"], found["target"]
+    machine, step, target, drafter = plan["machine"], plan["step"], plan["target"], plan["drafter"]
     where = "a CPU" if machine["cpu"] else f"{_many(machine['nodes'] * machine['gpus'], 'GPU')} of {machine['memory'] / GIB:g} GiB"
     console = Console(width=min(100, Console().width), highlight=False, markup=False)  # what a person typed is no markup
-    console.print(f"{found['recipe']} ({found['script']}) on {where}, {'bf16' if step['bf16'] else 'fp32'}", style="bold")
-    laid = {"none": "whole", "layers": "in layers"}.get(target["layout"], "in pieces")
-    quantised = f", {target['quantise']}" * bool(target["quantise"])
-    console.print(f"target   {target['name']}: {_count(target['parameters'])} parameters{quantised}, {laid}")
-    frozen = found["drafter"]["frozen"]
-    console.print(f"drafter  {_count(found['drafter']['trained'])} parameters trained" + f", {_count(frozen)} frozen" * bool(frozen))
+    console.print(f"{plan['recipe']} ({plan['script']}) on {where}, {'bf16' if step['bf16'] else 'fp32'}", style="bold")
+    if not target["layers"]:
+        layout = "embeddings and head alone"
+    else:
+        layout = {"none": "complete", "layers": "in layers"}.get(target["layout"], "in pieces")
+    quantised = f", {target['quantise']}" if target["quantise"] else ""
+    console.print(f"target   {target['name']}: {_count(target['parameters'])} parameters{quantised}, {layout}")
+    frozen = f", {_count(drafter['frozen'])} frozen" if drafter["frozen"] else ""
+    console.print(f"drafter  {_count(drafter['trained'])} parameters trained{frozen}")
     shape = f"{_many(step['ranks'], 'process')} × {_many(step['accumulation'], 'micro-batch')} of {step['micro']}"
     console.print(f"step     {_many(step['rows'], 'row')} of {step['positions']:,} tokens: {shape}")
-    console.print(_table(found))
-    _advise(found, console)
+    console.print(_table(plan))
+    _show_advice(plan, console)
+    _show_work(plan, console)
+    if plan["features"]:
+        _show_features(plan["features"], console)
+
+
+def _show_work(plan: dict[str, Any], console: Console) -> None:
+    work = plan["work"]
     console.print(f"work     {work['steps']:,} steps, {_count(work['tokens'])} tokens, {work['flops_per_token'] / 1e9:,.3g} GFLOP each")
     if work["predicted_hours"]:
         console.print(
             f"time     predicted {_hours(work['predicted_hours'])}: {work['predicted_tokens_per_s']:,.0f} tokens/s "
-            f"at {USED:.0%} of {work['tflops']:g} TFLOP/s"
+            f"at {EFFICIENCY:.0%} of {work['tflops']:g} TFLOP/s"
         )
     if work["wanted_tokens_per_s"]:
-        share = work["wanted_tokens_per_s"] * work["flops_per_token"] / step["ranks"] / 1e12
+        share = work["wanted_tokens_per_s"] * work["flops_per_token"] / plan["step"]["ranks"] / 1e12
         console.print(f"         {work['wanted_tokens_per_s']:,.0f} tokens/s to end in {work['hours']:g} h: {share:,.3g} TFLOP/s a process")
-    if features := found["features"]:
-        each, prepared = f"{features['bytes_per_token'] / 1e3:,.1f} kB a token", features["prepared"]
-        of = f"{_count(prepared)} are prepared" if prepared is not None else "the data is not prepared yet"
-        console.print(f"features {_size(features['bytes'])}{' at most' * (prepared is None)}: {each}, {of}")
-        if features["read_mb_per_s"]:
-            console.print(f"         read at {features['read_mb_per_s']:,.0f} MB/s to feed that; the time to capture them comes on top")
 
 
-def _table(found: dict[str, Any]) -> Table:
-    cpu, needs = found["machine"]["cpu"], found["launchers"]
-    unit, name = (GIB, "GiB") if min(need["total"] for need in needs) >= GIB else (2**20, "MiB")
-    shown = {key: title for key, title in SHOWN.items() if any(need[key] for need in needs)}
-    room = f", {FILLED * found['machine']['memory'] / GIB:.1f} GiB of which a run may fill"
-    host = " · host: memory of each machine" * ("host" in shown)
+def _show_features(features: dict[str, Any], console: Console) -> None:
+    each, prepared = f"{features['bytes_per_token'] / 1e3:,.1f} kB a token", features["prepared"]
+    if prepared is None:
+        console.print(f"features {_size(features['bytes'])} at most: {each}, the data is not prepared yet")
+    else:
+        console.print(f"features {_size(features['bytes'])}: {each}, {_count(prepared)} are prepared")
+    if features["read_mb_per_s"]:
+        console.print(f"         read at {features['read_mb_per_s']:,.0f} MB/s to feed that; the time to capture them comes on top")
+
+
+def _table(plan: dict[str, Any]) -> Table:
+    cpu, estimates = plan["machine"]["cpu"], plan["launchers"]
+    unit, name = (GIB, "GiB") if min(estimate["total"] for estimate in estimates) >= GIB else (2**20, "MiB")
+    shown = {key: title for key, title in COLUMNS.items() if any(estimate[key] for estimate in estimates)}
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.title, table.caption = f"{name} of {'memory' if cpu else 'each GPU' + room}", f"step: activations, chunks of losses{host}"
+    if cpu:
+        table.title = f"{name} of memory"
+    else:
+        table.title = f"{name} of each GPU, {USABLE * plan['machine']['memory'] / GIB:.1f} GiB of which a run may fill"
+    table.caption = "step: activations, chunks of losses" + (" · host: memory of each machine" if "host" in shown else "")
     table.title_justify = table.caption_justify = "left"
-    for title in ("launcher", *shown.values(), *(["fits"] * (not cpu))):
+    titles = ["launcher", *shown.values()] if cpu else ["launcher", *shown.values(), "fits"]
+    for title in titles:
         table.add_column(title, justify="left" if title == "launcher" else "right", no_wrap=True)
-    for need in needs:
-        style = "bold" if need["launcher"] == found["chosen"] else None if need["fits"] else "dim"
-        verdict = [] if cpu else ["yes" if need["fits"] else "no"]
-        table.add_row(need["launcher"], *(f"{need[key] / unit:,.1f}" for key in shown), *verdict, style=style)
+    for estimate in estimates:
+        if estimate["launcher"] == plan["chosen"]:
+            style = "bold"
+        else:
+            style = None if estimate["fits"] else "dim"
+        cells = [estimate["launcher"], *(f"{estimate[key] / unit:,.1f}" for key in shown)]
+        if not cpu:
+            cells.append("yes" if estimate["fits"] else "no")
+        table.add_row(*cells, style=style)
     return table
 
 
-def _advise(found: dict[str, Any], console: Console) -> None:
+def _show_advice(plan: dict[str, Any], console: Console) -> None:
     """The launcher to take; or what would make one fit."""
-    machine, step, overrides = found["machine"], found["step"], found["overrides"]
-    if found["loading"]:
-        console.print(f"loading  {_size(found['loading'])} of the first machine's memory while the target is read")
-    if found["chosen"]:
-        words = ["accelerate launch --config_file", f"recipes/accelerate-{found['chosen']}.yaml"]
-        if found["chosen"] != "one":
-            words += ["--num_processes", str(step["ranks"]), *(["--num_machines", str(machine["nodes"])] * (machine["nodes"] > 1))]
-        console.print("run     ", *words, found["script"], found["recipe"], *overrides, soft_wrap=True)
+    machine, step, overrides = plan["machine"], plan["step"], plan["overrides"]
+    if plan["loading"]:
+        console.print(f"loading  {_size(plan['loading'])} of the first machine's memory while the target is read")
+    if plan["chosen"]:
+        words = ["accelerate launch --config_file", f"recipes/accelerate-{plan['chosen']}.yaml"]
+        if plan["chosen"] != "one":
+            words += ["--num_processes", str(step["ranks"])]
+            if machine["nodes"] > 1:
+                words += ["--num_machines", str(machine["nodes"])]
+        console.print("run     ", *words, plan["script"], plan["recipe"], *overrides, soft_wrap=True)
         return
-    least = min(need["total"] for need in found["launchers"])
-    room = FILLED * machine["memory"] / GIB
-    console.print(f"No launcher fits into {room:.1f} GiB a GPU; the least is {least / GIB:.1f}. What helps:", style="bold")
-    for one in found["advice"]:
-        change = f"{one['total'] / GIB:7.1f} GiB  {(one['total'] - least) / GIB:+7.1f}"
-        console.print(f"{change}  {' '.join(one['keys'])}" + (f"  (fits: {one['fits']})" if one["fits"] else ""), soft_wrap=True)
+    least = min(estimate["total"] for estimate in plan["launchers"])
+    usable = USABLE * machine["memory"] / GIB
+    console.print(f"No launcher fits into {usable:.1f} GiB a GPU; the least is {least / GIB:.1f}. What helps:", style="bold")
+    for entry in plan["advice"]:
+        change = f"{entry['total'] / GIB:7.1f} GiB  {(entry['total'] - least) / GIB:+7.1f}"
+        fits = f"  (fits: {entry['fits']})" if entry["fits"] else ""
+        console.print(f"{change}  {' '.join(entry['keys'])}{fits}", soft_wrap=True)
 
 
 def _many(count: int, word: str) -> str:
@@ -265,7 +341,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
     described.add_argument("--gpu-memory", type=float, default=80, metavar="GiB", help="of each GPU (default 80)")
     described.add_argument("--cpu", action="store_true", help="one process without a GPU")
-    described.add_argument("--tflops", type=float, help="products of one GPU, in 10^12 a second (default 989, an H100's in bf16)")
+    described.add_argument("--tflops", type=float, help="peak of one GPU, in 10^12 FLOP/s (default 989, an H100's in bf16)")
     described.add_argument("--hours", type=float, help="that the run may take: says the tokens/s that this needs")
     described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
     return described
@@ -279,5 +355,8 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
     machine = Machine(options.gpus, options.nodes, options.gpu_memory * GIB, options.cpu)
     tflops = options.tflops or (None if options.cpu else 989.0)
-    found = report(options.recipe, options.overrides, machine, tflops, options.hours)
-    print(json.dumps(found)) if options.json else show(found)
+    plan = report(options.recipe, options.overrides, machine, tflops, options.hours)
+    if options.json:
+        print(json.dumps(plan))
+    else:
+        show(plan)
