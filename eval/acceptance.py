@@ -200,7 +200,7 @@ def _decode(
     common: dict[str, Any] = {"slots": rows, "context": context, "timed": True, "kernels": kernels}
     decoders = {
         "plain": Decoder(target, **common),
-        "drafted": Decoder(target, drafter, governor=AdaptiveDepth() if governed else None, **common),
+        "drafted": Decoder(target, drafter, adaptive=AdaptiveDepth() if governed else None, **common),
     }
     runners = {name: interleaved.ours(decoder, sampling, max_new_tokens) for name, decoder in decoders.items()}
     if sampling.greedy and rows == 1:

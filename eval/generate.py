@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> None:
     counts = {"tokens": 0, "rounds": 0, "seconds": 0.0}
 
     def stream() -> Iterator[tuple[int, bool]]:
-        for steps in Decoder(target, drafter, governor=governor, kernels=options.kernels).stream([ids], sampling, options.max_new_tokens):
+        for steps in Decoder(target, drafter, adaptive=governor, kernels=options.kernels).stream([ids], sampling, options.max_new_tokens):
             step = steps[0]
             counts["rounds"] += 1
             counts["tokens"] += len(step.tokens)

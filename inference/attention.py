@@ -48,9 +48,9 @@ class TreeAttention:
     ) -> None:
         """depth [B,N] int64; visible [B,N,M] bool, or None for a causal chunk, where depth is 0 … N−1; key_depth [B,M], depth by default;
         open: the host knows that visible is true everywhere; words: visible, packed, where it is known."""
-        self.length = cache.current  # [B]
-        self.reach = cache.reach
-        self.exact = cache.exact
+        self.length = cache.selected_length  # [B]
+        self.max_length = cache.max_length
+        self.equal_lengths = cache.equal_lengths
         self.depth = depth
         self.visible = visible
         self.key_depth = depth if key_depth is None else key_depth
@@ -58,9 +58,9 @@ class TreeAttention:
         self.span = self.key_depth.shape[1]
         self.open = open or self.span == 1
         self._masks: dict[Any, Tensor | None] = {}
-        self.rows, self.bound = cache.index, None if cache.fixed else cache.reach
+        self.rows, self.max_length_bound = cache.index, None if cache.static_shape else cache.max_length
         # The kernel reads whole buffers: the cache hands them over as they are in the forward that this is made for.
-        self.fused = cache.whole = visible is not None and active() and max(self.nodes, self.span) <= MOST_NODES
+        self.fused = cache.full_buffers = visible is not None and active() and max(self.nodes, self.span) <= MOST_NODES
         self._words = words
 
     @classmethod
@@ -73,7 +73,7 @@ class TreeAttention:
         """A chunk of tokens, query j of a row at position length + j; queries past a row's own tokens are not to be read. In a graph a tree:
         kernels know the lengths from the device."""
         rows, index = len(cache.selected), torch.arange(count, device=cache.length.device)
-        visible = (index[:, None] >= index).expand(rows, -1, -1) if cache.fixed else None
+        visible = (index[:, None] >= index).expand(rows, -1, -1) if cache.static_shape else None
         return cls(cache, index.expand(rows, count), visible)
 
     def words(self) -> Tensor:
@@ -92,9 +92,9 @@ class TreeAttention:
 
         window: query and key less than `window` positions apart; None for no limit.
         """
-        if window is not None and self.reach + self.span <= window:
+        if window is not None and self.max_length + self.span <= window:
             window = None
-        if window is None and self.exact and self.open:
+        if window is None and self.equal_lengths and self.open:
             return None
         key = (window, copies, dtype, device)
         if key not in self._masks:
@@ -104,10 +104,10 @@ class TreeAttention:
 
     def _allowed(self, window: int | None) -> Tensor:
         """bool [B,N,R]."""
-        if self.exact and window is None and self.visible is not None:
-            prefix = self.visible.new_ones(*self.depth.shape, self.reach)
+        if self.equal_lengths and window is None and self.visible is not None:
+            prefix = self.visible.new_ones(*self.depth.shape, self.max_length)
             return torch.cat((prefix, self.visible), -1)
-        relative = torch.arange(self.reach + self.span, device=self.length.device) - self.length[:, None]  # [B,R]; node j is at j
+        relative = torch.arange(self.max_length + self.span, device=self.length.device) - self.length[:, None]  # [B,R]; node j is at j
         if self.visible is None:
             key_depth = relative
             allowed = relative[:, None, :] <= self.depth[:, :, None]
@@ -163,7 +163,7 @@ def tree_attention_forward(
         sliding_window = _WINDOWS[module]
     if tree_attention.fused:
         return _fused(tree_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
-    assert key.shape[2] == tree_attention.reach + tree_attention.span, "keys must come from the TreeCache of the same forward"
+    assert key.shape[2] == tree_attention.max_length + tree_attention.span, "keys must come from the TreeCache of the same forward"
     window = sliding_window
     manual = softcap is not None or s_aux is not None
     packed = groups > 1 and (manual or nodes < _PACK_BELOW or query.is_cuda)
@@ -193,7 +193,9 @@ def _fused(
     on = keys.device
     data = (one.to(on) for one in (tree.rows, tree.length, tree.depth, tree.words(), tree.key_depth))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return tree_attention(query, keys, values, *data, scale=scale, window=window, softcap=softcap, sinks=sinks, reach=tree.bound)
+    return tree_attention(
+        query, keys, values, *data, scale=scale, window=window, softcap=softcap, sinks=sinks, max_length=tree.max_length_bound
+    )
 
 
 def _window(module: nn.Module) -> int | None:

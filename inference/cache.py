@@ -16,10 +16,10 @@ from draftsmith.inference.kernels import active
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["TreeCache", "placed"]
+__all__ = ["TreeCache", "index_tensor"]
 
 
-def placed(numbers: Sequence[int], device: torch.device) -> Tensor:
+def index_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int64, on the device without waiting for what is under way there."""
     return torch.tensor(list(numbers), dtype=torch.int64).to(device, non_blocking=True)
 
@@ -51,11 +51,11 @@ class TreeCache(Cache):
         self._stores: dict[int, _Store] = {}
         self._table: tuple[int, Any] = (0, ())  # for the kernel: the buffers' addresses, and of how many layers
         self._bound = [0] * rows
-        self._sure = [True] * rows
+        self._known = [True] * rows
         self._every = torch.arange(rows, device=device)
         self.selected: list[int] = []
-        self.fixed = False  # lengths are the device's knowledge alone: nothing may follow the host's bounds
-        self.whole = False  # the next forward reads whole buffers: set by what attends
+        self.static_shape = False  # lengths are the device's knowledge alone: nothing may follow the host's bounds
+        self.full_buffers = False  # the next forward reads whole buffers: set by what attends
         self.select(range(rows))
 
     def __bool__(self) -> bool:
@@ -71,20 +71,20 @@ class TreeCache(Cache):
         self._range = (first, count) if self.selected == list(range(first, first + count)) else None
         self._leading = self._range == (0, count)
         # That of the first rows stays where it is: a graph may hold it.
-        self.index = self._every[:count] if self._leading else placed(self.selected, self.length.device)
+        self.index = self._every[:count] if self._leading else index_tensor(self.selected, self.length.device)
         self._changed()
 
     def _changed(self) -> None:
-        self.current = self.length[: len(self.selected)] if self._leading else self.length.index_select(0, self.index)  # [B]
+        self.selected_length = self.length[: len(self.selected)] if self._leading else self.length.index_select(0, self.index)  # [B]
         bounds = [self._bound[row] for row in self.selected]
-        self.reach = max(bounds)
-        self.exact = min(bounds) == self.reach and all(self._sure[row] for row in self.selected)
+        self.max_length = max(bounds)
+        self.equal_lengths = min(bounds) == self.max_length and all(self._known[row] for row in self.selected)
         self.drafted = 0
         self._slots: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest selected row; rows are ragged, so models must be given position_ids."""
-        return self.reach
+        return self.max_length
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         raise ValueError("a mask was asked of TreeCache; it works with tree attention only; run inside `with tree_attention(model)`")
@@ -99,9 +99,9 @@ class TreeCache(Cache):
         count, nodes = key_states.shape[0], key_states.shape[2]
         if count != len(self.selected):
             raise ValueError(f"got a batch of {count} rows; expected the {len(self.selected)} selected ones; call select first")
-        if not self.fixed and self.reach + self.drafted + nodes > self.capacity:
+        if not self.static_shape and self.max_length + self.drafted + nodes > self.capacity:
             raise ValueError(
-                f"the context is full: got {nodes} tokens after {self.reach + self.drafted} cached ones, expected at most {self.capacity} slots; "
+                f"the context is full: got {nodes} tokens after {self.max_length + self.drafted} cached ones, expected at most {self.capacity} slots; "
                 "give a larger context"
             )
         store = self._stores.get(layer_idx)
@@ -109,7 +109,7 @@ class TreeCache(Cache):
             store = self._stores[layer_idx] = _Store(self._allocate(key_states), self._allocate(value_states))
         self._write(store.keys, key_states)
         self._write(store.values, value_states)
-        if self.whole:
+        if self.full_buffers:
             return store.keys, store.values
         return self._read(store.keys, nodes), self._read(store.values, nodes)
 
@@ -118,15 +118,15 @@ class TreeCache(Cache):
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         nodes = states.shape[2]
-        if self.exact and self._range is not None and not self.fixed:
-            (first, count), start = self._range, self.reach + self.drafted
+        if self.equal_lengths and self._range is not None and not self.static_shape:
+            (first, count), start = self._range, self.max_length + self.drafted
             buffer[first : first + count, :, start : start + nodes] = states
             return
         heads = states.shape[1]
         key = (nodes, heads, self.drafted, states.device)
         if key not in self._slots:
             offsets = torch.arange(self.drafted, self.drafted + nodes, device=self.length.device)
-            self._slots[key] = self._flat(self.current[:, None] + offsets, heads).to(states.device)
+            self._slots[key] = self._flat(self.selected_length[:, None] + offsets, heads).to(states.device)
         buffer.view(-1, buffer.shape[3]).index_copy_(0, self._slots[key], states.reshape(-1, states.shape[3]))
 
     def _flat(self, slots: Tensor, heads: int) -> Tensor:
@@ -135,7 +135,7 @@ class TreeCache(Cache):
         return ((self.index[:, None, None] * heads + head) * self.capacity + slots[:, None, :]).flatten()
 
     def _read(self, buffer: Tensor, nodes: int) -> Tensor:
-        end = self.reach + self.drafted + nodes
+        end = self.max_length + self.drafted + nodes
         if self._range is not None:
             first, count = self._range
             return buffer[first : first + count, :, :end]
@@ -143,7 +143,7 @@ class TreeCache(Cache):
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] of the slots just written for each selected row: a chunk of a prompt."""
-        self.length.index_add_(0, self.index, placed(counts, self.length.device))
+        self.length.index_add_(0, self.index, index_tensor(counts, self.length.device))
         for row, count in zip(self.selected, counts, strict=True):
             self._bound[row] += count
         self._changed()
@@ -171,7 +171,7 @@ class TreeCache(Cache):
             self.length.index_add_(0, self.index, count)
         for place, row in enumerate(self.selected):
             self._bound[row] += first + slots.shape[1] if kept is None else kept[place]
-            self._sure[row] = self._sure[row] and kept is not None
+            self._known[row] = self._known[row] and kept is not None
         self._changed()
 
     def _move(self, slots: Tensor, first: int) -> None:
@@ -180,8 +180,8 @@ class TreeCache(Cache):
             return
         step = torch.arange(first, first + slots.shape[1], device=slots.device)
         # Where the path has ended a slot is copied onto itself.
-        source = self.current[:, None] + torch.where(slots < 0, step, slots)
-        target = self.current[:, None] + step
+        source = self.selected_length[:, None] + torch.where(slots < 0, step, slots)
+        target = self.selected_length[:, None] + step
         indices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         for store in self._stores.values():
             for buffer in (store.keys, store.values):
@@ -199,9 +199,9 @@ class TreeCache(Cache):
         if self._table[0] != len(self._stores):  # layers were allocated since
             buffers = [buffer for store in self._stores.values() for buffer in (store.keys, store.values)]
             self._table = len(self._stores), table(buffers)
-        commit(self._table[1], self.index, self.current.contiguous(), slots, first)
+        commit(self._table[1], self.index, self.selected_length.contiguous(), slots, first)
 
-    def bounds(self, given: list[int] | None = None) -> list[int]:
+    def length_bounds(self, given: list[int] | None = None) -> list[int]:
         """The host's bounds of all rows' lengths; set to `given` where there are any."""
         if given is not None:
             self._bound = list(given)
@@ -210,7 +210,7 @@ class TreeCache(Cache):
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget these rows (all of them by default); their slots are free."""
         gone = list(range(self.rows) if rows is None else rows)
-        self.length.index_fill_(0, placed(gone, self.length.device), 0)
+        self.length.index_fill_(0, index_tensor(gone, self.length.device), 0)
         for row in gone:
-            self._bound[row], self._sure[row] = 0, True
+            self._bound[row], self._known[row] = 0, True
         self._changed()

@@ -58,7 +58,7 @@ class Decoder:
         context: int | None = None,
         chunk: int = 256,
         timed: bool = False,
-        governor: AdaptiveDepth | None = None,
+        adaptive: AdaptiveDepth | None = None,
         kernels: bool = False,
         graphs: bool = True,
     ) -> None:
@@ -74,7 +74,7 @@ class Decoder:
         self.context = context
         self.chunk = chunk
         self.timed = timed and target.device.type == "cuda"
-        self.governor = governor
+        self.adaptive = adaptive
         if kernels and (reason := missing(target.device)):
             raise ValueError(f"kernels: {reason}")
         if kernels and self.drafter.max_nodes > MOST_NODES:
@@ -194,7 +194,7 @@ class Decoder:
         if self._rounds is None or self._rounds[0] != same:
             self._rounds = None  # free the old ones first
             self._rounds = same, GraphRunner(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
-        self._rounds[1].leave()
+        self._rounds[1].free()
         return self._rounds[1]
 
     def _flights(self, rounds: GraphRunner, waiting: list[Request], live: list[Request], limits: Limits) -> Iterator[list[Step]]:
@@ -204,34 +204,34 @@ class Decoder:
         began = perf_counter()
         while waiting or live:
             fresh: list[Request] = []
-            aside = self.prefill_s + rounds.recording_s
+            aside = self.prefill_s + rounds.capture_s
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
                 if waiting and len(live) < self.slots:
                     fresh = self._admit(cache, waiting, live)
-                    rounds.seat([one.row for one in fresh], [one.last for one in fresh], [one.key for one in fresh])
+                    rounds.assign([one.row for one in fresh], [one.last for one in fresh], [one.key for one in fresh])
                 rows = [request.row for request in live]
-                depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
-                flights.append((rounds.launch(depth), list(live)))
+                depth = min(self._depth, self.adaptive.depth(rows)) if self.adaptive else self._depth
+                flights.append((rounds.enqueue(depth), list(live)))
                 self.target_forwards += 1
-                began += self.prefill_s + rounds.recording_s - aside  # which are no part of a round
-                if len(flights) <= rounds.late:
+                began += self.prefill_s + rounds.capture_s - aside  # which are no part of a round
+                if len(flights) <= rounds.asynchronous:
                     continue
                 flight, flown = flights.popleft()
-                told = flight.land()
+                told = flight.result()
                 # Of a row that had ended before the round began there is nothing to learn.
                 known = [request for request in flown if not request.ended]
                 steps = [finalise(request, told[request.row], limits) for request in known]
                 now = perf_counter()
                 total, began = now - began, now
                 self.rounds += 1
-                draft_s, verify_s, learn_s, other_s = flight.parts() or (0.0, total, 0.0, 0.0)
+                draft_s, verify_s, learn_s, other_s = flight.part_seconds() or (0.0, total, 0.0, 0.0)
                 for step in steps:
                     step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s + learn_s, verify_s, other_s
-                if self.governor and known and not fresh:  # a prefill was under way beside it
-                    self.governor.learn([request.row for request in known], [told[request.row] for request in known], total)
+                if self.adaptive and known and not fresh:  # a prefill was under way beside it
+                    self.adaptive.learn([request.row for request in known], [told[request.row] for request in known], total)
                 gone = [step.row for step in steps if step.finished]
                 if gone:
-                    rounds.leave(gone)
+                    rounds.free(gone)
                     self._release(cache, gone)
                     live[:] = [request for request in live if request.row not in gone]
             if steps:
@@ -249,13 +249,13 @@ class Decoder:
         # Each time: another decoder may have bound the same drafter meanwhile.
         bound = self.drafter.bind(self.target, self.slots, limit)
         self._depth = self.drafter.max_depth
-        if self.governor:
-            self.governor.bind(self._depth)
+        if self.adaptive:
+            self.adaptive.bind(self._depth)
         return self._cache, bound
 
     def _admit(self, cache: TreeCache, waiting: list[Request], live: list[Request]) -> list[Request]:
         """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go; the requests that got one."""
-        cache.fixed = False
+        cache.static_shape = False
         began = self._clock()
         used = {request.row for request in live}
         fresh: list[Request] = []
@@ -315,16 +315,16 @@ class Decoder:
         return self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.drafter.taps)
 
     def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: Limits) -> list[Step]:
-        drafter, governor = self.drafter, self.governor
+        drafter, governor = self.drafter, self.adaptive
         rows = cache.selected
         begin = self._clock()
         depth = min(self._depth, governor.depth(rows)) if governor else self._depth
-        round = RoundContext(rows, batch.rows, batch.root, cache.current, batch.request, sampling, depth)
+        round = RoundContext(rows, batch.rows, batch.root, cache.selected_length, batch.request, sampling, depth)
         tree = drafter.propose(round) if depth else self._root_alone(batch.root)
         proposed = self._clock()
         attention = TreeAttention.tree(cache, tree)
         positions = attention.positions()
-        if cache.reach + depth >= self.target.max_positions:
+        if cache.max_length + depth >= self.target.max_positions:
             # Nodes past the last position yield only tokens past the limit, but their index must exist.
             positions = positions.clamp(max=self.target.max_positions - 1)
         out = self._forward(tree.tokens, positions, cache, attention)
@@ -357,8 +357,8 @@ class Decoder:
         self.drafter.drop(rows)
         if self._history:
             self._history.drop(rows)
-        if self.governor:
-            self.governor.drop(rows)
+        if self.adaptive:
+            self.adaptive.drop(rows)
         cache.reset(rows)
 
     def _clock(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, grow
 from draftsmith.inference.sampler import Sampling, warp
@@ -129,12 +129,12 @@ class DraftModel:
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode prompt[:-1]."""
         cache = self._rows.cache
-        cache.fixed = False
+        cache.static_shape = False
         cache.reset(rows)
         for row, prompt in zip(rows, prompts, strict=True):
             self._rows.missing[row] = list(prompt)
         self._catch_up(rows, leave=1)
-        there, last = placed(rows, self.device), placed([prompt[-1] for prompt in prompts], self.device)
+        there, last = index_tensor(rows, self.device), index_tensor([prompt[-1] for prompt in prompts], self.device)
         self._rows.waiting[there, 0] = last
         self._rows.lacking.index_fill_(0, there, 1)
 
@@ -142,7 +142,7 @@ class DraftModel:
     def propose(self, round: RoundContext) -> DraftTree:
         """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
         growth, depth = grow(self.shape, round), 0
-        self._rows.cache.fixed = round.static_shape
+        self._rows.cache.static_shape = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_waiting(round) if round.active is not None else self._reach_roots(round.slots))[:, None]
             index = round.positions[:, None].to(self.model.device) + 1
@@ -196,7 +196,7 @@ class DraftModel:
         start, longest = 0, max(len(ids) for ids in waiting)
         while start < longest:
             # A row that lacks little may be near the end of its slots while another lacks much.
-            width = min(longest - start, self.chunk, cache.capacity - cache.reach)
+            width = min(longest - start, self.chunk, cache.capacity - cache.max_length)
             parts = [ids[start : start + width] for ids in waiting]
             ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
             with tree_attention(self.model.model):
@@ -259,7 +259,7 @@ class DraftModel:
     @torch.inference_mode()
     def _accept_fixed(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
         slots, self._slots = self._slots, None
-        self._rows.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
+        self._rows.cache.static_shape = True  # prompts were encoded since, perhaps, and nothing proposed
         if slots is None:  # it was not asked: no more tokens may wait
             with tree_attention(self.model.model):
                 self._encode_waiting(round)
@@ -278,7 +278,7 @@ class DraftModel:
     def drop(self, rows: list[int]) -> None:
         for row in rows:
             self._rows.missing.pop(row, None)
-        self._rows.lacking.index_fill_(0, placed(rows, self.device), 0)
+        self._rows.lacking.index_fill_(0, index_tensor(rows, self.device), 0)
         self._rows.cache.reset(rows)
 
 

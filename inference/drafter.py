@@ -129,13 +129,13 @@ class Drafter(Protocol):
     @property
     def max_depth(self) -> int: ...
 
-    def bind(self, target: Any, rows: int, context: int) -> Any:
+    def bind(self, target: Any, slots: int, context: int) -> Any:
         """Take the target by reference and have state for `rows` rows of `context` positions: that of an earlier bind, if it fits.
 
         -> what a graph of its rounds reads: equal to that of an earlier bind only if all of it lies where it lay."""
         ...
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """These R rows begin. The cache holds prompt[:-1]; node 0 of the first tree is prompt[-1].
 
         `out` is [R,S−1,·], S the longest of these prompts, and row r is valid for len(prompts[r]) − 1 positions: none for a
@@ -152,7 +152,7 @@ class Drafter(Protocol):
         nodes; `verdict.on_host(tree)` is on the host already."""
         ...
 
-    def drop(self, rows: list[int]) -> None:
+    def drop(self, slots: list[int]) -> None:
         """These rows ended; their state is free."""
         ...
 
@@ -165,10 +165,10 @@ class Plain:
     max_nodes = 1
     max_depth = 0
 
-    def bind(self, target: Target, rows: int, context: int) -> Any:
+    def bind(self, target: Target, slots: int, context: int) -> Any:
         pass
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
     def propose(self, round: RoundContext) -> DraftTree:
@@ -177,5 +177,5 @@ class Plain:
     def accept(self, round: RoundContext, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
         pass
 
-    def drop(self, rows: list[int]) -> None:
+    def drop(self, slots: list[int]) -> None:
         pass

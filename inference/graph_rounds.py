@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContext, Target
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import HostResult, Verdict, packed, unpacked
+from draftsmith.inference.verify import HostResult, Verdict, pack_results, unpack_results
 
 __all__ = ["GraphRunner", "InFlightRound", "refusal"]
 
@@ -54,7 +54,7 @@ def _has_experts(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CaptureMemory:
     """Where graphs are recorded of which no two run at a time. stream: libraries keep their workspaces by stream · pool: their memory; what
     one leaves there the next may read."""
 
@@ -62,7 +62,7 @@ class Place:
     pool: Any
 
 
-def record(work: Sequence[Callable[[], Any]], on: Place | None) -> list[Callable[[], Any]]:
+def capture(work: Sequence[Callable[[], Any]], on: CaptureMemory | None) -> list[Callable[[], Any]]:
     """CUDA graphs of pieces of work that follow each other, to be replayed in this order; without a place the pieces themselves."""
     if on is None:
         return list(work)
@@ -89,13 +89,13 @@ class InFlightRound:
     told: Tensor
     marks: list[torch.cuda.Event]
 
-    def land(self) -> list[HostResult]:
+    def result(self) -> list[HostResult]:
         """Wait for it; what it told of each row."""
         if self.marks:
             self.marks[-1].synchronize()
-        return unpacked(self.told.tolist())
+        return unpack_results(self.told.tolist())
 
-    def parts(self) -> list[float]:
+    def part_seconds(self) -> list[float]:
         """Seconds of each part, once it has landed: drafting, verifying, learning, committing; [] where they were not told apart."""
         if len(self.marks) < 3:
             return []
@@ -117,39 +117,46 @@ class _Pass:
 class GraphRunner:
     """Launches rounds of a decoder's rows. Rows may be seated and leave between two rounds, and be prefilled.
 
-    verify: (tree, logits, ask) -> Verdict · parted: the parts of a round are graphs of their own, and timed.
+    verify: (tree, logits, ask) -> Verdict · time_parts: the parts of a round are graphs of their own, and timed.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, cache: TreeCache, sampling: Sampling, verify: Callable, parted: bool = False
+        self, target: Target, drafter: Drafter, cache: TreeCache, sampling: Sampling, verify: Callable, time_parts: bool = False
     ) -> None:
-        self.target, self.drafter, self.cache, self.sampling, self.verify, self.parted = target, drafter, cache, sampling, verify, parted
+        self.target, self.drafter, self.cache, self.sampling, self.verify, self.time_parts = (
+            target,
+            drafter,
+            cache,
+            sampling,
+            verify,
+            time_parts,
+        )
         self.root, self.request = (torch.zeros(cache.rows, dtype=torch.int64, device=target.device) for _ in range(2))
         self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
-        self.late = drafter.capturable  # whether a round may be launched before the last one has landed
-        self.recording_s = 0.0  # host seconds
+        self.asynchronous = drafter.capturable  # whether a round may be launched before the last one has landed
+        self.capture_s = 0.0  # host seconds
         self._seated: list[int] = []
-        self._on = Place(torch.cuda.Stream(target.device), torch.cuda.graph_pool_handle()) if target.device.type == "cuda" else None
+        self._on = CaptureMemory(torch.cuda.Stream(target.device), torch.cuda.graph_pool_handle()) if target.device.type == "cuda" else None
         self._kinds: dict[tuple[int, int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
 
-    def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
+    def assign(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
         """These rows, just prefilled, take part from the next round on."""
-        there, last, keys = (placed(numbers, self.live.device) for numbers in (rows, roots, requests))
+        there, last, keys = (index_tensor(numbers, self.live.device) for numbers in (rows, roots, requests))
         self.root[there], self.request[there] = last, keys
         self.live.index_fill_(0, there, True)
         self._seated = sorted({*self._seated, *rows})
 
-    def leave(self, rows: Sequence[int] | None = None) -> None:
+    def free(self, rows: Sequence[int] | None = None) -> None:
         """These rows (all of them by default) take part no more."""
         gone = self._seated if rows is None else rows
-        self.live.index_fill_(0, placed(gone, self.live.device), False)
+        self.live.index_fill_(0, index_tensor(gone, self.live.device), False)
         self._seated = [row for row in self._seated if row not in gone]
 
-    def launch(self, depth: int) -> InFlightRound:
+    def enqueue(self, depth: int) -> InFlightRound:
         """A round that drafts `depth` deep at most (0: the roots alone), queued on the device."""
         marks = self._mark()
         asked = drafted = None
-        if not self.late:
+        if not self.asynchronous:
             asked = self._asked(depth)
             drafted = self.drafter.propose(asked).to(self.target.device) if depth else DraftTree.root(asked.last_tokens)
         rows = _bucket(self._seated[-1] + 1, self.cache.rows)
@@ -160,7 +167,7 @@ class GraphRunner:
         if kind not in self._kinds:
             began = perf_counter()
             self._kinds[kind] = self._recorded(*kind)
-            self.recording_s += perf_counter() - began
+            self.capture_s += perf_counter() - began
             marks = self._mark()  # recording is no part of a round
         this, (*parts, last) = self._kinds[kind]
         if asked is not None and drafted is not None and this.drafted is not None:
@@ -172,13 +179,13 @@ class GraphRunner:
         assert this.told is not None
         flight = InFlightRound(_copied(this.told), marks + self._mark())
         if asked is not None and drafted is not None:
-            self._learn(asked, drafted, this, flight.land())
+            self._learn(asked, drafted, this, flight.result())
         return flight
 
     def _asked(self, depth: int) -> RoundContext:
         """For a drafter that needs the host: of the seated rows."""
         cache, rows = self.cache, list(self._seated)
-        cache.fixed = False
+        cache.static_shape = False
         cache.select(rows)
         # Copies: a round moves both on.
         position, root = self.cache.length[cache.index], self.root[cache.index]
@@ -196,7 +203,7 @@ class GraphRunner:
         """An event where the device is now; none on a CPU."""
         if self.target.device.type != "cuda":
             return []
-        event = torch.cuda.Event(enable_timing=self.parted)
+        event = torch.cuda.Event(enable_timing=self.time_parts)
         event.record(torch.cuda.current_stream(self.target.device))
         return [event]
 
@@ -204,30 +211,30 @@ class GraphRunner:
         """A round of so many rows and of this depth, or of this many nodes that the host drafted. Recording it leaves the rows where they
         are: nobody is live meanwhile."""
         cache = self.cache
-        live, bounds, fixed = self.live.clone(), cache.bounds(), cache.fixed
+        live, bounds, fixed = self.live.clone(), cache.length_bounds(), cache.static_shape
         self.live.fill_(False)
-        cache.fixed = True
+        cache.static_shape = True
         cache.select(range(rows))
         root, request, taking = self.root[:rows], self.request[:rows], self.live[:rows]
-        this = _Pass(RoundContext(cache.selected, cache.index, root, cache.current, request, self.sampling, depth, taking))
+        this = _Pass(RoundContext(cache.selected, cache.index, root, cache.selected_length, request, self.sampling, depth, taking))
         if nodes:
             tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=self.target.device)
             this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
         parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
-        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self._on)
+        recorded = capture(parts if self.time_parts else [partial(_one_by_one, parts)], self._on)
         # Of what a kind of round leaves, other kinds may have the memory; the host reads no more than this.
         this.tree = None
-        if self.late:
+        if self.asynchronous:
             this.out = this.verdict = None
-        cache.bounds(bounds)
-        cache.fixed = fixed
+        cache.length_bounds(bounds)
+        cache.static_shape = fixed
         self.live.copy_(live)
         return this, recorded
 
     def _draft(self, this: _Pass) -> None:
         """The trees; those of rows that do not take part are empty."""
         assert this.round.active is not None
-        self.cache.fixed = True
+        self.cache.static_shape = True
         self.cache.select(this.round.slots)
         if this.drafted is not None:
             tree = DraftTree.build(this.drafted.tokens, this.drafted.parents, this.drafted.size)
@@ -249,7 +256,7 @@ class GraphRunner:
     def _accept(self, this: _Pass) -> None:
         """The drafter learns what was kept (one that needs the host does so later), and the roots move on."""
         assert this.tree is not None and this.verdict is not None and this.out is not None
-        if self.late:
+        if self.asynchronous:
             self.drafter.accept(this.round, this.tree, this.verdict, this.out)
         assert this.round.active is not None
         this.round.last_tokens.copy_(torch.where(this.round.active, this.verdict.next_token, this.round.last_tokens))
@@ -258,7 +265,7 @@ class GraphRunner:
         """The cache moves on, and the host is to be told [B,·]."""
         assert this.tree is not None and this.verdict is not None
         self.cache.commit(this.verdict)
-        this.told = packed(this.tree, this.verdict)
+        this.told = pack_results(this.tree, this.verdict)
 
 
 def _one_by_one(parts: Sequence[Callable[[], Any]]) -> None:

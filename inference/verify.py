@@ -13,7 +13,7 @@ from draftsmith.inference.rules import decide
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, indices
 
-__all__ = ["HostResult", "Verdict", "judge", "packed", "unpacked", "verify", "walk"]
+__all__ = ["HostResult", "Verdict", "judge", "pack_results", "unpack_results", "verify", "walk"]
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class Verdict:
 
 
 def _transfer(tree: DraftTree, verdict: Verdict) -> list[HostResult]:
-    return unpacked(packed(tree, verdict).tolist())
+    return unpack_results(pack_results(tree, verdict).tolist())
 
 
-def packed(tree: DraftTree, verdict: Verdict) -> Tensor:
+def pack_results(tree: DraftTree, verdict: Verdict) -> Tensor:
     """All that the host is told of a round, [B,3] for trees of a root alone, else [B,4+2P]: one tensor, so that one transfer takes it."""
     heads = (verdict.length[:, None], tree.size[:, None], verdict.next_token[:, None])
     if verdict.path.shape[1] == 1:
@@ -57,7 +57,7 @@ def packed(tree: DraftTree, verdict: Verdict) -> Tensor:
     return torch.cat((*heads, tree.deepest(), verdict.path, kept), 1)
 
 
-def unpacked(rows: list[list[int]]) -> list[HostResult]:
+def unpack_results(rows: list[list[int]]) -> list[HostResult]:
     """The inverse of `packed`, on the host."""
     told = []
     for length, size, token, *rest in rows:

@@ -127,7 +127,7 @@ def case(seed, patched):
     patched.setattr(decoders, "GraphRunner", lambda *given: GraphRunner(*given[:-1], parted))
     target = Target.wrap(tiny(name))
     drafter = None if kind == "planting" else drafter_of(kind, target, name, rng)
-    how = {"slots": rows, "context": context, "governor": governor, "kernels": True}
+    how = {"slots": rows, "context": context, "adaptive": governor, "kernels": True}
     decoder, sampling = Decoder(target, drafter, **how, chunk=rng.choice([256, 3, 16])), None
     for _ in range(rng.randint(1, 4)):
         prompts, new_tokens = prompts_of(rng, context or 128), rng.choice([1, 2, 7, 15, 30, 120])

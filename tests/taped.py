@@ -103,4 +103,4 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
 
     monkeypatch.setattr(decoder, "refusal", refusal)
     if replayed:
-        monkeypatch.setattr(graph_rounds, "record", record)
+        monkeypatch.setattr(graph_rounds, "capture", record)

@@ -171,7 +171,7 @@ def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
 def test_each_drafter_has_a_governor_of_its_own_or_none(opened, monkeypatch):
     target, drafters, cases = opened
     given = []
-    monkeypatch.setattr(bench, "Decoder", lambda target, drafter, governor: given.append((drafter, governor)))
+    monkeypatch.setattr(bench, "Decoder", lambda target, drafter, adaptive: given.append((drafter, adaptive)))
     bench.contenders(target, drafters, cases[0], NEW, governed=True)
     assert [drafter for drafter, _ in given] == [None, *drafters.values()]
     assert given[0][1] is None and len({id(governor) for _, governor in given[1:]}) == 2 and None not in [one for _, one in given[1:]]

@@ -193,10 +193,10 @@ def test_every_line_is_there_and_counts_right(capsys):
 
 
 @pytest.mark.usefixtures("twins")
-@pytest.mark.parametrize("record", [graph_rounds.record, taped.record], ids=["run", "replayed"])
+@pytest.mark.parametrize("record", [graph_rounds.capture, taped.record], ids=["run", "replayed"])
 def test_tau_is_that_of_the_draws(monkeypatch, record):
     """Round after round from the end of the prefix, by the slow walk, and the same a second time; also as graphs replay it."""
-    monkeypatch.setattr(graph_rounds, "record", record)
+    monkeypatch.setattr(graph_rounds, "capture", record)
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     target = bench_rounds.llama(SMALL, HERE)
     drafter = bench_rounds.medusa(target, SMALL)
@@ -218,8 +218,8 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
 def test_rounds_with_a_dynamic_tree_can_be_replayed(monkeypatch):
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     taus = []
-    for record in (graph_rounds.record, taped.record):
-        monkeypatch.setattr(graph_rounds, "record", record)
+    for record in (graph_rounds.capture, taped.record):
+        monkeypatch.setattr(graph_rounds, "capture", record)
         target = bench_rounds.llama(SMALL, HERE)
         bench_rounds.rounds(target, SMALL, EFFORT, 20, 1.0)
         drafter = bench_rounds.eagle(target, SMALL)

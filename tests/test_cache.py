@@ -41,7 +41,7 @@ def write(cache: TreeCache, numbers: list[list[int]]) -> dict[int, tuple[torch.T
 def check(cache: TreeCache, model: Model, views: dict, written: list[list[int]]) -> None:
     for layer, (kh, kd, vh, vd) in SHAPES.items():
         keys, values = views[layer]
-        assert keys.shape == (len(cache.selected), kh, cache.reach + len(written[0]), kd)
+        assert keys.shape == (len(cache.selected), kh, cache.max_length + len(written[0]), kd)
         for place, row in enumerate(cache.selected):
             all_numbers = [model.rows[row] + written[place]]
             end = len(all_numbers[0])
@@ -66,7 +66,7 @@ def test_commits_equal_lists(told):
         if turn % 9 == 8:
             cache.reset([rows[0]])
             model.rows[rows[0]] = []
-        if max(len(model.rows[row]) for row in rows) + 8 * 3 > 80 or cache.reach > 60:
+        if max(len(model.rows[row]) for row in rows) + 8 * 3 > 80 or cache.max_length > 60:
             cache.reset()
             model.rows = [[] for _ in range(4)]
         cache.select(rows)
@@ -74,8 +74,8 @@ def test_commits_equal_lists(told):
         scattered += rows in ([0, 2], [0, 1, 3])
         nodes = rng.randint(1, 6)
         written = [model.numbers(nodes) for _ in rows]
-        assert cache.current.tolist() == [len(model.rows[row]) for row in rows]
-        exact += cache.exact
+        assert cache.selected_length.tolist() == [len(model.rows[row]) for row in rows]
+        exact += cache.equal_lengths
         check(cache, model, write(cache, written), written)
         if turn % 4 == 3:  # a chunk of prompts
             counts = [rng.randint(0, nodes) for _ in rows]
@@ -93,7 +93,7 @@ def test_commits_equal_lists(told):
             model.rows[row] += [written[place][node] for node in paths[place][: lengths[place]]]
         assert cache.length.tolist() == [len(numbers) for numbers in model.rows]
         longest = max(len(model.rows[row]) for row in rows)
-        assert cache.reach == longest if told else cache.reach >= longest
+        assert cache.max_length == longest if told else cache.max_length >= longest
         # One more write without commit reads back what was kept.
         cache.select(rows)
         written = [model.numbers(1) for _ in rows]
@@ -120,4 +120,4 @@ def test_refusals():
     with pytest.raises(ValueError, match="tree attention only"):
         cache.get_mask_sizes(3, 0)
     cache.reset()
-    assert cache.length.tolist() == [0, 0] and cache.reach == 0 and cache.exact
+    assert cache.length.tolist() == [0, 0] and cache.max_length == 0 and cache.equal_lengths

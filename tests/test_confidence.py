@@ -75,7 +75,7 @@ def test_output_is_plain_decodings(target, how, shape):
     plain, seen = texts(Decoder(target).generate(PROMPTS, HOWS[how], NEW, ())), Counter()
     for rows, governor in ((1, None), (5, None), (3, Now())):
         drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, confidence=SURE)
-        out = Decoder(target, drafter, slots=rows, governor=governor).generate(PROMPTS, HOWS[how], NEW, ())
+        out = Decoder(target, drafter, slots=rows, adaptive=governor).generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == plain, rows
         seen += drafter.seen
     deepest = SHAPES[shape].max_depth

@@ -103,7 +103,7 @@ def test_every_tree_is_what_a_whole_forward_says(shape):
         plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
         for rows, governor in ((1, None), (3, None), (2, Now()), (5, Now())):
             drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
-            out = Decoder(target, drafter, slots=rows, governor=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
+            out = Decoder(target, drafter, slots=rows, adaptive=governor).generate(PROMPTS, max_new_tokens=26, stop_ids=())
             assert texts(out) == plain
             seen += drafter.seen
     depth = SHAPES[shape].max_depth
@@ -160,7 +160,7 @@ def test_plain_rounds_cost_the_draft_model_nothing():
             self.turn += 1
             return self.max_depth if self.turn == 12 else 0
 
-    Decoder(target, DraftModel(model, StaticTree.chain(2)), governor=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
+    Decoder(target, DraftModel(model, StaticTree.chain(2)), adaptive=Rests()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
     assert calls == [2, 12, 1]
 
 

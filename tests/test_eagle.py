@@ -632,7 +632,7 @@ def check_lossless(target, drafter, answers, combinations) -> Counter:
     seen = Counter()
     for how, shape, rows in combinations:
         drafter.shape = SHAPES[shape]
-        decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 2 else None)
+        decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 2 else None)
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
         seen.update(one.accepted - 1 for answer in out for one in answer.rounds)

@@ -179,9 +179,9 @@ def test_nothing_to_see_is_nothing(monkeypatch, count, sink):
     assert not got[2].any()
 
 
-@pytest.mark.parametrize("reach", [None, 37, 0])
-def test_buffers_without_a_slot_to_spare(reach):
-    check(case(7, lengths=(37, 12), spare=0), reach=reach)
+@pytest.mark.parametrize("max_length", [None, 37, 0])
+def test_buffers_without_a_slot_to_spare(max_length):
+    check(case(7, lengths=(37, 12), spare=0), max_length=max_length)
 
 
 def test_layouts():
@@ -214,8 +214,8 @@ def test_against_attention_over_the_cache():
         )
         for form in (tree_attention, tree_attention_reference):
             got = form(
-                query, store.keys, store.values, rows, cache.current, tree.depth, tree.ancestors, tree.depth,
-                scale=0.3, window=window, softcap=softcap, sinks=sink, reach=cache.reach,
+                query, store.keys, store.values, rows, cache.selected_length, tree.depth, tree.ancestors, tree.depth,
+                scale=0.3, window=window, softcap=softcap, sinks=sink, max_length=cache.max_length,
             )  # fmt: skip
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -255,7 +255,7 @@ CALLS = """
 for dtype, dim, groups, nodes, options in (
     (torch.bfloat16, 128, 4, 1, {}),
     (torch.bfloat16, 128, 4, 64, {"window": 100, "softcap": 30.0, "sinks": torch.zeros(8, dtype=torch.bfloat16)}),
-    (torch.float16, 80, 1, 20, {"reach": 0}),
+    (torch.float16, 80, 1, 20, {"max_length": 0}),
     (torch.float32, 64, 1, 40, {"window": 100}),
 ):
     zero = torch.zeros(2, dtype=torch.int64)

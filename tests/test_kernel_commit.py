@@ -112,8 +112,8 @@ def test_commit_moves_what_the_cache_does(shapes, dtypes, device):
         groups = table(moved)
         assert len(groups) == len({(buffer.shape, buffer.dtype) for buffer in moved})
         cache._move(slots, first)
-        commit_reference(twin, cache.index, cache.current, slots, first)
-        commit(groups, cache.index, cache.current, slots, first)
+        commit_reference(twin, cache.index, cache.selected_length, slots, first)
+        commit(groups, cache.index, cache.selected_length, slots, first)
         for one, other, expected in zip(moved, twin, before, strict=True):
             assert torch.equal(bits(one), bits(expected)) and torch.equal(bits(other), bits(expected))
     assert seen["overlap"] > 5 and min(seen[kind] for kind in ("path", "any", "in place", "empty")) > 1
@@ -171,7 +171,7 @@ def test_nothing_waits_for_the_device(request, monkeypatch):
     groups = table(moved)
     torch.cuda.synchronize()
     request.getfixturevalue("silent")
-    commit(groups, cache.index, cache.current, slots, 1)
+    commit(groups, cache.index, cache.selected_length, slots, 1)
     taken = take(features, path)
     torch.cuda.set_sync_debug_mode("default")
     cache._move(slots, 1)

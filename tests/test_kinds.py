@@ -77,7 +77,7 @@ def test_output_is_plain_decodings(target, answers, heads, kind, shape):
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
             drafter = make(kind, SHAPES[shape], heads, answers[name])
-            decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
+            decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
             found: list[list[int]] = [[] for _ in REPEATED]
             before: set[int] = set()

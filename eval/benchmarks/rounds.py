@@ -236,7 +236,7 @@ class _Way:
 
     def __init__(self, target: Target, drafter: Drafter, cache: TreeCache, context: int, begin: Any = None, parted: bool = False) -> None:
         verify = synthetic(_found, PROFILE, target.device) if drafter.max_depth else _found
-        self.rounds = GraphRunner(target, drafter, cache, Sampling(), verify, parted)
+        self.rounds = GraphRunner(target, drafter, cache, Sampling(), verify, time_parts=parted)
         self.cache, self.depth, self.context, self.begin = cache, drafter.max_depth, context, begin
 
     def rewind(self) -> None:
@@ -244,7 +244,7 @@ class _Way:
         self.cache.length.fill_(self.context)
         if self.begin:
             self.begin()
-        self.rounds.seat([0], [1], [0])
+        self.rounds.assign([0], [1], [0])
         if self.cache.length.is_cuda:  # what the drafter began with is not of the rounds
             torch.cuda.synchronize(self.cache.length.device)
 
@@ -257,26 +257,26 @@ class _Way:
 
     def fly(self, count: int) -> list[InFlightRound]:
         """So many rounds, all landed."""
-        flights = [self.rounds.launch(self.depth) for _ in range(count)]
-        flights[-1].land()
+        flights = [self.rounds.enqueue(self.depth) for _ in range(count)]
+        flights[-1].result()
         return flights
 
     def decode(self, new_tokens: int) -> tuple[float, int, int]:
         """Seconds, tokens and rounds of decoding so many tokens at least, a round launched before the last is looked at."""
         self.rewind()
         began, tokens, count = perf_counter(), 0, 0
-        flights = deque([self.rounds.launch(self.depth)])
+        flights = deque([self.rounds.enqueue(self.depth)])
         while flights:
             if tokens < new_tokens:
-                flights.append(self.rounds.launch(self.depth))
-            tokens += flights.popleft().land()[0].length
+                flights.append(self.rounds.enqueue(self.depth))
+            tokens += flights.popleft().result()[0].length
             count += 1
         return perf_counter() - began, tokens, count
 
     def parts(self, count: int) -> dict[str, float]:
         """Median seconds of the parts of `count` rounds; nothing where they are not told apart."""
         self.block(1)  # records the graphs
-        columns = zip(*(flight.parts() for flight in self.fly(count)), strict=True)
+        columns = zip(*(flight.part_seconds() for flight in self.fly(count)), strict=True)
         return dict(zip(("drafting", "verifying", "learning", "committing"), map(statistics.median, columns), strict=False))
 
 

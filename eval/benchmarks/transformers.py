@@ -54,7 +54,7 @@ def contenders(
 
     def ours(drafter: Any = None) -> Runner:
         governor = AdaptiveDepth() if governed and drafter is not None else None
-        return interleaved.ours(Decoder(target, drafter, governor=governor), Sampling(), max_new_tokens)
+        return interleaved.ours(Decoder(target, drafter, adaptive=governor), Sampling(), max_new_tokens)
 
     runners = {PLAIN: ours()} | {name: ours(drafter) for name, drafter in drafters.items()}
     runners[THEIRS] = interleaved.transformers(target, max_new_tokens)

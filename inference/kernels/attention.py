@@ -38,14 +38,14 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    reach: int | None = None,
+    max_length: int | None = None,
 ) -> Tensor:
     """query [B,heads,N,dim], keys [R,kv heads,C,dim], values [R,kv heads,C,dim'] -> [B,N,heads,dim'] in query's dtype.
 
     rows [B] int64: which row of the buffers each batch row is · length [B] int64: its committed slots, seen by every node; the M slots
     after them hold draft nodes · depth [B,N], key_depth [B,M] int64: positions less length · words [B,N,W] int64: bit j % 64 of word
     j // 64 says whether the node sees slot length + j · window: query and key less than `window` positions apart · softcap: scores
-    become softcap · tanh(scores / softcap) · sinks [heads]: a logit per head that has no value · reach: no length is greater, as far as
+    become softcap · tanh(scores / softcap) · sinks [heads]: a logit per head that has no value · max_length: no length is greater, as far as
     the host knows; C − M by default. It decides how many programs share a row, never the result's exactness.
 
     A node that sees nothing gets 0. Slots from length + M on are not read; those before must be finite. The device's numbers are
@@ -60,8 +60,8 @@ def tree_attention(
     wide = _power(dim), _power(value_dim)
     block_m, block_n, warps, stages = _blocks(nodes * groups, max(wide), query.dtype)
     tiles = -(-nodes * groups // block_m)
-    reach = capacity - span if reach is None else reach
-    steps = -(-(reach if window is None else min(reach, window)) // block_n) + -(-span // block_n)
+    max_length = capacity - span if max_length is None else max_length
+    steps = -(-(max_length if window is None else min(max_length, window)) // block_n) + -(-span // block_n)
     splits = _choose_splits(batch * kv_heads * tiles, steps, query.device)
     out = torch.empty(batch, nodes, heads, value_dim, dtype=query.dtype, device=query.device)
     # One share is the result; several are left unnormalised, with the maximum and the sum of their softmax.
@@ -100,7 +100,7 @@ def tree_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    reach: int | None = None,
+    max_length: int | None = None,
 ) -> Tensor:
     """`tree_attention` in plain torch, with a dense mask; the softmax in float32, or float64 if query is."""
     nodes, span, groups = query.shape[2], key_depth.shape[1], query.shape[1] // keys.shape[1]

@@ -98,7 +98,7 @@ def test_a_row_drops_to_size_one_while_drafting_does_not_pay():
     sizes = {}
     for name, noise in (("useless", 1.0), ("good", 0.002)):
         drafter = DraftModel(relative("llama", noise), SHAPES["chain"])
-        out = Decoder(target, drafter, governor=Priced()).generate(PROMPTS, None, 60, ())
+        out = Decoder(target, drafter, adaptive=Priced()).generate(PROMPTS, None, 60, ())
         assert texts(out) == plain
         sizes[name] = [one.size for answer in out for one in answer.rounds]
     assert sum(size == 1 for size in sizes["useless"]) > 0.85 * len(sizes["useless"]) and max(sizes["useless"]) > 1
@@ -109,7 +109,7 @@ def test_a_row_may_end_before_anything_was_timed():
     """Then the two plain rounds at the start have different numbers of rows."""
     target = Target.wrap(tiny("llama"))
     plain = texts(Decoder(target).generate(PROMPTS[:2], None, 30, ()))
-    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), slots=2, governor=AdaptiveDepth()).generate(
+    out = Decoder(target, DraftModel(relative("llama", 0.005), SHAPES["chain"]), slots=2, adaptive=AdaptiveDepth()).generate(
         PROMPTS[:2], None, 30, [plain[0][0]]
     )
     assert out[0].tokens == plain[0][:1] and out[1].tokens[:1] == plain[1][:1]

@@ -119,8 +119,8 @@ def test_late_rounds_give_the_same_answers(twins, kind, sampling):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, rule="target-sample")], ids=["greedy", "t1"])
 def test_late_rounds_that_accept_much(twins, monkeypatch, sampling):
     """Paths of every length, also such as have to be moved, in rows that come and go."""
-    real, seen = graph_rounds.unpacked, []
-    monkeypatch.setattr(graph_rounds, "unpacked", lambda rows: seen.extend(real(rows)) or real(rows))
+    real, seen = graph_rounds.unpack_results, []
+    monkeypatch.setattr(graph_rounds, "unpack_results", lambda rows: seen.extend(real(rows)) or real(rows))
     target = Target.wrap(tiny("llama"))
     prompts = PROMPTS * 3
     expected = Decoder(target, slots=5, kernels=False).generate(prompts, sampling, 17)
@@ -135,7 +135,7 @@ def test_late_rounds_that_accept_much(twins, monkeypatch, sampling):
 def test_with_a_governor_depths_vary(twins, kind):
     target = Target.wrap(tiny("llama"))
     expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=20)
-    got = Decoder(target, drafter_of(kind, target), slots=2, governor=AdaptiveDepth(), kernels=True).generate(PROMPTS, max_new_tokens=20)
+    got = Decoder(target, drafter_of(kind, target), slots=2, adaptive=AdaptiveDepth(), kernels=True).generate(PROMPTS, max_new_tokens=20)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert len({round.size for one in got for round in one.rounds}) > 1
 
@@ -163,7 +163,7 @@ def test_every_depth_in_turn(twins, kind):
     stops = {next(token for token in answer[12:] if token not in answer[:12]) for answer in answers[:2]}
     expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=30, stop_ids=stops)
     assert len({len(one.tokens) for one in expected}) > 2
-    got = Decoder(target, drafter_of(kind, target), slots=2, governor=Cycle(), kernels=True).generate(PROMPTS, None, 30, stops)
+    got = Decoder(target, drafter_of(kind, target), slots=2, adaptive=Cycle(), kernels=True).generate(PROMPTS, None, 30, stops)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
 
 
@@ -203,12 +203,12 @@ def test_what_graphs_were_made_of_is_compared(twins):
 def test_times_are_of_rounds_alone(twins, monkeypatch):
     """Neither the governor nor the records are told what prefill and recording took."""
     target = Target.wrap(tiny("llama"))
-    decoder = Decoder(target, drafter_of("medusa", target), slots=2, governor=AdaptiveDepth(), kernels=True)
+    decoder = Decoder(target, drafter_of("medusa", target), slots=2, adaptive=AdaptiveDepth(), kernels=True)
     slow, told = decoder._prefill, []
     monkeypatch.setattr(decoder, "_prefill", lambda *given: time.sleep(0.5) or slow(*given))
-    real = graph_rounds.record
-    monkeypatch.setattr(graph_rounds, "record", lambda *given: time.sleep(0.5) or real(*given))
-    monkeypatch.setattr(decoder.governor, "learn", lambda rows, rounds, seconds: told.append(seconds))
+    real = graph_rounds.capture
+    monkeypatch.setattr(graph_rounds, "capture", lambda *given: time.sleep(0.5) or real(*given))
+    monkeypatch.setattr(decoder.adaptive, "learn", lambda rows, rounds, seconds: told.append(seconds))
     got = decoder.generate(PROMPTS, max_new_tokens=8)
     assert told and max(told) < 0.5 and max(round.verify_s for one in got for round in one.rounds) < 0.5
 
@@ -246,8 +246,8 @@ def test_trees_of_the_host(twins, leftmost, sampling):
 
 def test_graphs_serve_again(twins, monkeypatch):
     """In later calls too, unless something that they read has moved; a drafter may serve other decoders meanwhile."""
-    real, recorded = graph_rounds.record, []
-    monkeypatch.setattr(graph_rounds, "record", lambda *given: recorded.append(1) or real(*given))
+    real, recorded = graph_rounds.capture, []
+    monkeypatch.setattr(graph_rounds, "capture", lambda *given: recorded.append(1) or real(*given))
     target = Target.wrap(tiny("llama"))
     expected = [one.tokens for one in Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=12)]
     drafter = drafter_of("eagle3", target)
