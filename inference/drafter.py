@@ -3,6 +3,7 @@
 Letters: B rows of a round · R rows that start · S positions · N tree nodes · H hidden size · T taps · V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.kernels import active
+from draftsmith.inference.kernels.reference import take_reference
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
@@ -35,17 +37,17 @@ class NodeOutput:
     taps: Tensor | None = None
 
     def along(self, path: Tensor) -> "NodeOutput":
-        """Of the nodes of path [B,P], −1 where it has ended (and what is there of no concern): hidden [B,P,H], taps [B,P,T,H]."""
-        return NodeOutput(_along(self.hidden, path), None if self.taps is None else _along(self.taps, path))
+        """The features of the nodes of path [B,P], 0 where it is −1: hidden [B,P,H], taps [B,P,T,H]."""
+        take = _take()
+        return NodeOutput(take(self.hidden, path), None if self.taps is None else take(self.taps, path))
 
 
-def _along(features: Tensor, path: Tensor) -> Tensor:
-    if active():
-        from draftsmith.inference.kernels import commit
+def _take() -> Callable[[Tensor, Tensor], Tensor]:
+    if not active():
+        return take_reference
+    from draftsmith.inference.kernels import commit
 
-        return commit.take(features, path)
-    node = path.clamp(min=0).view(*path.shape, *(1 for _ in features.shape[2:]))
-    return features.gather(1, node.expand(*path.shape, *features.shape[2:]))
+    return commit.take
 
 
 @dataclass(slots=True)

@@ -636,7 +636,7 @@ def check_lossless(target, drafter, answers, combinations) -> Counter:
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
         seen.update(one.accepted - 1 for answer in out for one in answer.rounds)
-        assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
+        assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     return seen
 
 

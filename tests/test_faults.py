@@ -135,16 +135,16 @@ def stale_slots_visible(self, window):
     return allowed | (slots >= self.length[:, None] + self.nodes)[:, None, :]
 
 
-def never_move(self, verdict, kept=None, in_place=False):
-    return plain_commit(self, verdict, kept, True)
+def never_move(self, verdict, host_counts=None, in_place=False):
+    return plain_commit(self, verdict, host_counts, True)
 
 
-def keep_all_nodes(self, verdict, kept=None, in_place=False):
+def keep_all_nodes(self, verdict, host_counts=None, in_place=False):
     self._move(verdict.path[:, 1:], 1)
     self.length.index_add_(0, self.index, torch.full_like(verdict.length, verdict.path.shape[1]))
     for row in self.selected:
-        self._bound[row] += verdict.path.shape[1]
-    self._changed()
+        self._bounds[row] += verdict.path.shape[1]
+    self._lengths_changed()
 
 
 def move_in_the_wrong_order(self, slots, first):
@@ -153,14 +153,14 @@ def move_in_the_wrong_order(self, slots, first):
 
 def forget_to_reset(self, rows=None):
     for row in range(self.rows) if rows is None else rows:
-        self._bound[row] = int(self.length[row])
+        self._bounds[row] = int(self.length[row])
 
 
 def advance_by_width(self, counts):
     self.length.index_add_(0, self.index, torch.full((len(self.selected),), max(counts)))
     for row in self.selected:
-        self._bound[row] += max(counts)
-    self._changed()
+        self._bounds[row] += max(counts)
+    self._lengths_changed()
 
 
 def forget(option: str) -> Callable:

@@ -19,6 +19,7 @@ from draftsmith.inference.drafter import Plain
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.graph_rounds import GraphRunner, refusal
 from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
@@ -204,8 +205,8 @@ def test_times_are_of_rounds_alone(twins, monkeypatch):
     """Neither the governor nor the records are told what prefill and recording took."""
     target = Target.wrap(tiny("llama"))
     decoder = Decoder(target, drafter_of("medusa", target), slots=2, adaptive=AdaptiveDepth(), kernels=True)
-    slow, told = decoder._prefill, []
-    monkeypatch.setattr(decoder, "_prefill", lambda *given: time.sleep(0.5) or slow(*given))
+    slow, told = Prefill.run, []
+    monkeypatch.setattr(Prefill, "run", lambda self, requests: time.sleep(0.5) or slow(self, requests))
     real = graph_rounds.capture
     monkeypatch.setattr(graph_rounds, "capture", lambda *given: time.sleep(0.5) or real(*given))
     monkeypatch.setattr(decoder.adaptive, "learn", lambda rows, rounds, seconds: told.append(seconds))
@@ -280,7 +281,7 @@ def test_no_more_rows_than_are_in_use(twins, monkeypatch):
     expected = [one.tokens for one in Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=30, stop_ids=stops)]
     got = Decoder(target, drafter_of("eagle3", target), slots=5, kernels=True).generate(PROMPTS, None, 30, stops)
     assert [one.tokens for one in got] == expected
-    assert 5 in {rows for rows, *_ in made[0]._kinds} <= {1, 2, 4, 5} and len(made[0]._kinds) > 1
+    assert 5 in {rows for rows, *_ in made[0]._captured} <= {1, 2, 4, 5} and len(made[0]._captured) > 1
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "student", "ngram"])
@@ -292,7 +293,7 @@ def test_in_parts(twins, monkeypatch, kind):
     expected = Decoder(target, kernels=False).generate(PROMPTS, max_new_tokens=14)
     got = Decoder(target, drafter_of(kind, target), slots=2, kernels=True).generate(PROMPTS, max_new_tokens=14)
     assert [one.tokens for one in got] == [one.tokens for one in expected]
-    assert {len(parts) for _, parts in made[0]._kinds.values()} == {4}
+    assert {len(parts) for _, parts in made[0]._captured.values()} == {4}
 
 
 @pytest.mark.parametrize(

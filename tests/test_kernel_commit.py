@@ -190,7 +190,7 @@ def test_refusals():
     for wrong in ((rows.int(), start, slots), (rows[:1], start, slots), (rows, start, slots[0]), (rows, torch.zeros(4).long()[::2], slots)):
         with pytest.raises(ValueError, match="all int64"):
             commit(groups, *wrong, 1)
-    with pytest.raises(ValueError, match="slots 5 … 6 to fill of 6; give a larger context"):
+    with pytest.raises(ValueError, match="positions 5 … 6 to fill of 6; give a larger context"):
         commit(groups, rows, start, slots, 5)
     features = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="the target's output and the verdict's path"):

@@ -90,7 +90,7 @@ def test_output_is_plain_decodings(target, answers, heads, kind, shape):
                     seen["drafted"] += step.size > 1
                     seen[step.accepted - 1] += 1
             assert found == answers[name], (kind, shape, name, rows)
-            assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
+            assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     assert seen["replaced beside others"] >= 1 and seen["drafted"] >= 60
     if kind in ("draft model", "planting"):
         assert all(seen[accepted] >= 3 for accepted in range(4)), seen
@@ -125,7 +125,7 @@ def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
 def test_plain_decoding_takes_a_round_for_each_token(target, answers):
     decoder = Decoder(target, chunk=7)
     (one,) = decoder.generate(REPEATED[1:2], None, NEW, ())
-    assert len(one.rounds) == NEW == decoder.rounds and decoder.prefill_chunks == 2
+    assert len(one.rounds) == NEW == decoder.counters.rounds and decoder.counters.prefill_chunks == 2
 
 
 @pytest.mark.parametrize("how", ["greedy", "shared-noise", "penalised", "rejection"])

@@ -89,8 +89,8 @@ def check_records(decoder: Decoder, out: list[Completion], prompts: list[list[in
         assert position == len(prompt) - 1 + len(completion.tokens)
         assert all(one.length == one.accepted for one in completion.rounds[:-1])
         assert min(min(one.draft_s, one.verify_s, one.other_s) for one in completion.rounds) >= 0
-    assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
-    assert decoder.rounds <= sum(len(completion.rounds) for completion in out)
+    assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
+    assert decoder.counters.rounds <= sum(len(completion.rounds) for completion in out)
 
 
 def test_rows_are_replaced_while_others_run():

@@ -98,7 +98,7 @@ def test_requests_are_checked_before_anything_runs(target, prompts, options, mes
     decoder = Decoder(target, context=20)
     with pytest.raises(ValueError, match=message) as error:
         decoder.stream(prompts, **options)
-    assert "\n" not in str(error.value) and decoder.target_forwards == 0
+    assert "\n" not in str(error.value) and decoder.counters.target_forwards == 0
 
 
 def test_decoders_are_checked(target):
