@@ -177,8 +177,8 @@ class Decoder:
                     self._release(scheduler, runner, [request.slot for request in scheduler.running])
 
     def _decode(self, scheduler: Scheduler, prefill: Prefill, runner: GraphRunner | EagerRunner, limits: Limits) -> Iterator[list[Step]]:
-        """The loop: admit, start a round, finish the oldest round in flight. An asynchronous runner is one round ahead of the host."""
-        in_flight: deque[_Started] = deque()
+        """The loop: admit, start a round, finish the oldest pending round. An asynchronous runner is one round ahead of the host."""
+        pending: deque[_Started] = deque()
         max_depth = self.drafter.max_depth
         last_result_s = -torch.inf
         while scheduler.unfinished:
@@ -188,11 +188,11 @@ class Decoder:
                 started_s = self._decoding_s(runner)
                 slots = [request.slot for request in scheduler.running]
                 depth = min(max_depth, self.adaptive.depth(slots)) if self.adaptive else max_depth
-                in_flight.append(_Started(runner.enqueue(depth), scheduler.running, started_s))
+                pending.append(_Started(runner.enqueue(depth), scheduler.running, started_s))
                 self.counters.target_forwards += 1
-                if runner.asynchronous and len(in_flight) == 1:
+                if runner.asynchronous and len(pending) == 1:
                     continue
-                oldest = in_flight.popleft()
+                oldest = pending.popleft()
                 results = oldest.round.result()
                 # A round that began after a request had ended says nothing about it.
                 requests = [request for request in oldest.requests if not request.ended]
@@ -272,7 +272,7 @@ class Decoder:
 
 @dataclass(slots=True)
 class _Started:
-    """A round in flight, the requests that ran when it began, and that time."""
+    """A pending round, the requests that ran when it began, and that time."""
 
     round: InFlightRound | EagerRound
     requests: list[Request]

@@ -211,10 +211,10 @@ class GraphRunner:
             events += self._event()
         last_part()
         assert shared.packed is not None
-        in_flight = InFlightRound(_copy_to_host(shared.packed), events + self._event())
+        pending = InFlightRound(_copy_to_host(shared.packed), events + self._event())
         if round is not None and drafted is not None:
-            self._accept_on_host(round, drafted, shared, in_flight.result())
-        return in_flight
+            self._accept_on_host(round, drafted, shared, pending.result())
+        return pending
 
     def _key(self, depth: int, drafted: DraftTree | None) -> tuple[int, int, int]:
         """Which captured round serves: its number of slots, its draft depth, and its number of nodes if the host drafted (else 0)."""

@@ -69,7 +69,7 @@ def test_the_depth_that_pays_most_is_found(chance, level):
 def test_a_slow_spell_bars_no_depth_for_good():
     price = lambda k: 1 + 0.05 * k  # noqa: E731
     _, _, depths = play(fresh(6), 600, 0.9, price, random.Random(1), slow=range(2, 12))
-    assert sum(depth >= 5 for depth in depths[module.AGE + 20 :]) > 0.9 * (600 - module.AGE - 20)
+    assert sum(depth >= 5 for depth in depths[module.MAX_AGE + 20 :]) > 0.9 * (600 - module.MAX_AGE - 20)
 
 
 def test_a_drafter_gets_another_chance():
@@ -77,7 +77,7 @@ def test_a_drafter_gets_another_chance():
     play(governor, 400, 0.0, price, random.Random(0))
     governor.drop([0])
     _, _, depths = play(governor, 300, 0.95, price, random.Random(1))
-    assert min(number for number, depth in enumerate(depths) if depth >= 3) <= module.LONGEST + 40
+    assert min(number for number, depth in enumerate(depths) if depth >= 3) <= module.LONGEST_WAIT + 40
     assert sum(depth >= 3 for depth in depths[180:]) > 100
 
 

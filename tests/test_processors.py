@@ -481,12 +481,12 @@ class NothingCommitted(History):
 
 class NextTokenForgotten(History):
     def commit(self, ask, tree, verdict):
-        super().commit(ask, tree, replace(verdict, next_token=tree.tokens[:, 0], _told=None))
+        super().commit(ask, tree, replace(verdict, next_token=tree.tokens[:, 0], _host_results=None))
 
 
 class PathForgotten(History):
     def commit(self, ask, tree, verdict):
-        super().commit(ask, tree, replace(verdict, path=verdict.path.clamp(max=0), _told=None))
+        super().commit(ask, tree, replace(verdict, path=verdict.path.clamp(max=0), _host_results=None))
 
 
 class RowOfTheBatch(History):

@@ -148,5 +148,5 @@ def _take(features, path, out, batch_stride, node_stride, path_batch, path_entry
     entry, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(path + batch * path_batch + entry * path_entry)
-    taken = tl.load(features + batch * batch_stride + node * node_stride + element, mask=(element < size) & (node >= 0), other=0.0)
+    taken = tl.load(features + batch * batch_stride + node * node_stride + element, (element < size) & (node >= 0), 0.0)
     tl.store(out + (batch * tl.num_programs(1) + entry) * size + element, taken, mask=element < size)
