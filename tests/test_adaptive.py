@@ -1,4 +1,4 @@
-"""The governor on a clock of its own: what it chooses, what resting costs, and that a drafter gets another chance."""
+"""AdaptiveDepth on a clock of its own: what it chooses, what disabled drafting costs, and that a drafter gets another chance."""
 
 import random
 
@@ -15,68 +15,68 @@ from draftsmith.inference.verify import HostResult
 from draftsmith.models.target import Target
 
 
-def play(governor, rounds, chance, price, rng, rows=1, slow=()):
-    """Rounds with a drafter that is right with `chance` at each depth -> (tokens, seconds, depths); price(k): seconds of depth k."""
+def play(adaptive, rounds, chance, cost, rng, rows=1, slow=()):
+    """Rounds with a drafter that is right with `chance` at each depth -> (tokens, seconds, depths); cost(k): seconds of depth k."""
     tokens, seconds, depths = 0, 0.0, []
     for number in range(rounds):
-        depth = governor.depth(list(range(rows)))
-        told = []
+        depth = adaptive.depth(list(range(rows)))
+        results = []
         for _ in range(rows):
             accepted = 0
             while accepted < depth and rng.random() < chance:
                 accepted += 1
-            told.append(HostResult(1 + accepted, 1 + depth, depth, True, [0] * (1 + accepted)))
-        took = price(depth) * (1 + 0.2 * rng.random()) * (20 if number in slow else 1)
-        governor.learn(list(range(rows)), told, took)
-        tokens += sum(one.length for one in told)
-        seconds += price(depth)
+            results.append(HostResult(1 + accepted, 1 + depth, depth, True, [0] * (1 + accepted)))
+        took = cost(depth) * (1 + 0.2 * rng.random()) * (20 if number in slow else 1)
+        adaptive.learn(list(range(rows)), results, took)
+        tokens += sum(result.length for result in results)
+        seconds += cost(depth)
         depths.append(depth)
     return tokens, seconds, depths
 
 
 def fresh(max_depth):
-    governor = AdaptiveDepth()
-    governor.bind(max_depth)
-    return governor
+    adaptive = AdaptiveDepth()
+    adaptive.bind(max_depth)
+    return adaptive
 
 
-def value(chance, depth, price):
-    return sum(chance**k for k in range(depth + 1)) / price(depth)
+def value(chance, depth, cost):
+    return sum(chance**k for k in range(depth + 1)) / cost(depth)
 
 
-@pytest.mark.parametrize("price", [lambda k: 1 + 0.15 * k, lambda k: 1 + 0.6 * k, lambda k: 1 + (k > 0) * 0.8])
+@pytest.mark.parametrize("cost", [lambda k: 1 + 0.15 * k, lambda k: 1 + 0.6 * k, lambda k: 1 + (k > 0) * 0.8])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_useless_drafter_costs_little(price, rows):
+def test_a_useless_drafter_costs_little(cost, rows):
     for seed in range(5):
-        governor = fresh(8)
-        tokens, seconds, depths = play(governor, 600, 0.0, price, random.Random(seed), rows)
+        adaptive = fresh(8)
+        tokens, seconds, depths = play(adaptive, 600, 0.0, cost, random.Random(seed), rows)
         assert tokens == 600 * rows and seconds < 1.03 * 600
-        assert 4 <= sum(depth > 0 for depth in depths) <= 100, "it probes, and not often"
+        assert 4 <= sum(depth > 0 for depth in depths) <= 100, "it re-tests, and not often"
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
 def test_the_depth_that_pays_most_is_found(chance, level):
-    price = lambda k: 1 + level * k + 0.1 * (k > 0)  # noqa: E731
-    best = max(range(9), key=lambda k: value(chance, k, price))
+    cost = lambda k: 1 + level * k + 0.1 * (k > 0)  # noqa: E731
+    best = max(range(9), key=lambda k: value(chance, k, cost))
     gained = []
     for seed in range(6):
-        tokens, seconds, _ = play(fresh(8), 800, chance, price, random.Random(seed), slow=(5, 9, 30, 200))
+        tokens, seconds, _ = play(fresh(8), 800, chance, cost, random.Random(seed), slow=(5, 9, 30, 200))
         gained.append(tokens / seconds)
-    assert sum(gained) / 6 > 0.93 * value(chance, best, price)
+    assert sum(gained) / 6 > 0.93 * value(chance, best, cost)
 
 
 def test_a_slow_spell_bars_no_depth_for_good():
-    price = lambda k: 1 + 0.05 * k  # noqa: E731
-    _, _, depths = play(fresh(6), 600, 0.9, price, random.Random(1), slow=range(2, 12))
+    cost = lambda k: 1 + 0.05 * k  # noqa: E731
+    _, _, depths = play(fresh(6), 600, 0.9, cost, random.Random(1), slow=range(2, 12))
     assert sum(depth >= 5 for depth in depths[module.MAX_AGE + 20 :]) > 0.9 * (600 - module.MAX_AGE - 20)
 
 
 def test_a_drafter_gets_another_chance():
-    governor, price = fresh(4), lambda k: 1 + 0.2 * k
-    play(governor, 400, 0.0, price, random.Random(0))
-    governor.drop([0])
-    _, _, depths = play(governor, 300, 0.95, price, random.Random(1))
+    adaptive, cost = fresh(4), lambda k: 1 + 0.2 * k
+    play(adaptive, 400, 0.0, cost, random.Random(0))
+    adaptive.drop([0])
+    _, _, depths = play(adaptive, 300, 0.95, cost, random.Random(1))
     assert min(number for number, depth in enumerate(depths) if depth >= 3) <= module.LONGEST_WAIT + 40
     assert sum(depth >= 3 for depth in depths[180:]) > 100
 
@@ -88,19 +88,19 @@ def test_plain_rounds_are_timed_anew():
     assert max(after - before for before, after in zip(rests, rests[1:], strict=False)) <= module.REFRESH + 1
 
 
-def test_a_row_drops_to_size_one_while_drafting_does_not_pay():
-    class Priced(AdaptiveDepth):
-        def learn(self, rows, told, seconds):
-            super().learn(rows, told, 1 + 0.3 * max(one.depth for one in told))
+def test_a_slot_drops_to_size_one_while_drafting_does_not_pay():
+    class Timed(AdaptiveDepth):
+        def learn(self, rows, results, seconds):
+            super().learn(rows, results, 1 + 0.3 * max(result.depth for result in results))
 
     target = Target.wrap(tiny("llama"))
     plain = texts(Decoder(target).generate(PROMPTS, None, 60, ()))
     sizes = {}
     for name, noise in (("useless", 1.0), ("good", 0.002)):
         drafter = DraftModel(relative("llama", noise), SHAPES["chain"])
-        out = Decoder(target, drafter, adaptive=Priced()).generate(PROMPTS, None, 60, ())
+        out = Decoder(target, drafter, adaptive=Timed()).generate(PROMPTS, None, 60, ())
         assert texts(out) == plain
-        sizes[name] = [one.size for answer in out for one in answer.rounds]
+        sizes[name] = [result.size for answer in out for result in answer.rounds]
     assert sum(size == 1 for size in sizes["useless"]) > 0.85 * len(sizes["useless"]) and max(sizes["useless"]) > 1
     assert sum(size > 1 for size in sizes["good"]) > 0.85 * len(sizes["good"])
 

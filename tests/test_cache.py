@@ -12,7 +12,7 @@ SHAPES = {0: (2, 3, 2, 3), 1: (1, 5, 1, 2), 4: (3, 4, 3, 4)}  # layer -> key hea
 
 
 class Model:
-    """The cache's twin: per row a list of committed numbers; layer, head and dim are derived from the number."""
+    """The same with lists: per row a list of committed numbers; layer, head and dim are derived from the number."""
 
     def __init__(self, rows: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(rows)]
@@ -55,8 +55,8 @@ def random_path(rng: random.Random, nodes: int, width: int) -> tuple[list[int], 
     return path + [-1] * (width - length), length
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["host knows", "host guesses"])
-def test_commits_equal_lists(told):
+@pytest.mark.parametrize("known", [True, False], ids=["host knows", "host guesses"])
+def test_commits_equal_lists(known):
     rng = random.Random(4)
     cache, model = TreeCache(4, 80), Model(4)
     assert cache and len(cache) == 0
@@ -86,19 +86,19 @@ def test_commits_equal_lists(told):
             paths, lengths = [path for path, _ in drawn], [length for _, length in drawn]
             in_place = all(path[:length] == list(range(length)) for path, length in drawn)
             verdict = Verdict(torch.tensor(paths), torch.tensor(lengths), torch.zeros(len(rows), dtype=torch.int64))
-            cache.commit(verdict, lengths if told else None, in_place and told)
+            cache.commit(verdict, lengths if known else None, in_place and known)
             moved += not in_place
         ragged += len(set(lengths)) > 1
         for place, row in enumerate(rows):
             model.rows[row] += [written[place][node] for node in paths[place][: lengths[place]]]
         assert cache.length.tolist() == [len(numbers) for numbers in model.rows]
         longest = max(len(model.rows[row]) for row in rows)
-        assert cache.max_length == longest if told else cache.max_length >= longest
+        assert cache.max_length == longest if known else cache.max_length >= longest
         # One more write without commit reads back what was kept.
         cache.select(rows)
         written = [model.numbers(1) for _ in rows]
         check(cache, model, write(cache, written), written)
-    assert moved >= 10 and ragged >= 10 and contiguous >= 10 and scattered >= 5 and exact >= (5 if told else 1)
+    assert moved >= 10 and ragged >= 10 and contiguous >= 10 and scattered >= 5 and exact >= (5 if known else 1)
 
 
 def test_idle_row_keeps_nothing():

@@ -27,22 +27,22 @@ SAMPLED = Sampling(temperature=1.0, top_p=0.95, seed=2)
 
 @functools.cache
 def oracle(name: str, how: Sampling) -> tuple[Target, list[list[int]]]:
-    """The target and its answers, found before any fault is planted."""
+    """The target and its answers, from before any fault is planted."""
     model = tiny(name)
     if how.greedy:
         return Target.wrap(model), [reference(model, prompt, NEW + 6) for prompt in PROMPTS]
-    return Target.wrap(model), [one.tokens for one in Decoder(Target.wrap(model)).generate(PROMPTS, how, NEW + 6, ())]
+    return Target.wrap(model), [answer.tokens for answer in Decoder(Target.wrap(model)).generate(PROMPTS, how, NEW + 6, ())]
 
 
 def lossless(name: str = "llama", how: Sampling = Sampling(), rows: int = 3) -> bool:  # noqa: B008 (frozen)
     """Whether speculative decoding gives the oracle's tokens and every verdict that was planted. A crash counts as red."""
     target, answers = oracle(name, how)
-    drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=1)
+    drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=True, seed=1)
     try:
         out = Decoder(target, drafter, slots=rows, chunk=4).generate(PROMPTS, how, NEW, ())
     except (RuntimeError, IndexError, AssertionError, ValueError):
         return False
-    return [one.tokens for one in out] == [answer[:NEW] for answer in answers] and drafter.mismatches == 0
+    return [answer.tokens for answer in out] == [answer[:NEW] for answer in answers] and drafter.mismatches == 0
 
 
 def independent(how: Sampling = SAMPLED) -> bool:

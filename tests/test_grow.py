@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from planting import ask
+from planting import round_context
 
 from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, grow, parse_tree_spec, tree_config
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
@@ -28,7 +28,7 @@ def run(
 ) -> tuple[DraftTree, torch.Tensor, list[list[tuple[int, ...]]]]:
     """Grow with `law`, reading each frontier through its `visible` alone, and stop before what comes after `levels` -> the tree, its
     slots, and the encoded prefixes by row."""
-    asked = ask(list(range(len(roots))), roots, sampling=how)
+    asked = round_context(list(range(len(roots))), roots, sampling=how)
     encoded: list[list[tuple[int, ...]]] = [[] for _ in roots]
     prefixes = [[(root,)] for root in roots]
     depth = 0
@@ -82,7 +82,7 @@ def best_first(beam: DynamicTree, root: int, seed: int) -> list[tuple[int, ...]]
 )
 def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
     roots = [3, 7, 0]
-    tree, slots, encoded = run(DynamicExpansion(beam, ask([0, 1, 2], roots)), roots)
+    tree, slots, encoded = run(DynamicExpansion(beam, round_context([0, 1, 2], roots)), roots)
     tree.validate()
     assert tree.tokens.shape[1] == beam.num_nodes == min(beam.nodes, 1 + beam.width + (beam.depth - 1) * beam.width**2)
     for b, root in enumerate(roots):
@@ -103,7 +103,7 @@ def test_a_dynamic_tree_is_the_best_of_all_nodes(beam):
 )
 def test_a_static_tree_asks_each_node_for_its_children(paths):
     topology, roots = StaticTree.from_paths(paths), [4, 9]
-    tree, slots, encoded = run(StaticExpansion(topology, ask([0, 1], roots)), roots)
+    tree, slots, encoded = run(StaticExpansion(topology, round_context([0, 1], roots)), roots)
     tree.validate()
     for b, root in enumerate(roots):
         found = paths_of(tree, b)
@@ -122,7 +122,7 @@ def test_depth_asked_for_is_heeded():
     roots = [1, 2]
     for shape in (StaticTree.cartesian([2, 2, 1]), DynamicTree(3, 2, 9)):
         for depth in (1, 2):
-            asked = ask([0, 1], roots, depth)
+            asked = round_context([0, 1], roots, depth)
             tree, _, _ = run(grow(shape, asked), roots)
             assert int(tree.depth.max()) == depth
             tree.validate()
@@ -139,8 +139,8 @@ def test_a_tree_may_be_finished_early(shape, rule):
         pytest.skip("refused: see test_refusals")
     roots, how = [4, 9], Sampling(1.0, seed=1, rule=rule)
     for levels in (1, 2, 3):
-        tree, slots, encoded = run(grow(shape, ask([0, 1], roots, sampling=how)), roots, how, levels)
-        wanted, _, before = run(grow(shape, ask([0, 1], roots, levels, how)), roots, how)
+        tree, slots, encoded = run(grow(shape, round_context([0, 1], roots, sampling=how)), roots, how, levels)
+        wanted, _, before = run(grow(shape, round_context([0, 1], roots, levels, how)), roots, how)
         tree.validate()
         assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents) and torch.equal(tree.size, wanted.size)
         assert (tree.width, tree.full, tree.replacement) == (wanted.width, wanted.full, wanted.replacement)
@@ -158,7 +158,7 @@ def test_a_tree_may_be_finished_early(shape, rule):
 @pytest.mark.parametrize("kind", ["target-sample", "shared-noise", "rejection", "rejection-replacement"])
 def test_children_are_chosen_as_asked(kind):
     how = Sampling(0.7, top_k=8, seed=5, rule=kind)
-    asked = ask([0, 1], [0, 0], sampling=how)
+    asked = round_context([0, 1], [0, 0], sampling=how)
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
     index = torch.tensor([[8, 9, 9], [3, 4, 5]])
     ids, scores, q = choose(logits, 3, asked, index, True)
@@ -179,13 +179,15 @@ def test_children_are_chosen_as_asked(kind):
         torch.testing.assert_close(scores[b, f], law.log_softmax(0)[expected])
     assert (q is None) == (kind in ("target-sample", "shared-noise")) and (q is None or torch.equal(q, warped))
     # Without noise there is only the best, whatever the rule.
-    assert torch.equal(choose(logits, 3, ask([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
+    assert torch.equal(
+        choose(logits, 3, round_context([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices
+    )
 
 
 def test_drawn_laws_reach_their_nodes():
     how, roots = Sampling(1.0, rule="rejection"), [4, 9]
     topology = StaticTree.cartesian([2, 3])
-    tree, _, _ = run(StaticExpansion(topology, ask([0, 1], roots, sampling=how)), roots, how)
+    tree, _, _ = run(StaticExpansion(topology, round_context([0, 1], roots, sampling=how)), roots, how)
     assert tree.q_logits is not None and tree.width == 3 and not tree.replacement
     for b in range(2):
         for i, path in enumerate(paths_of(tree, b)):
@@ -194,13 +196,13 @@ def test_drawn_laws_reach_their_nodes():
 
 
 def test_refusals():
-    drawn = ask([0], [0], sampling=Sampling(1.0, rule="rejection"))
+    drawn = round_context([0], [0], sampling=Sampling(1.0, rule="rejection"))
     with pytest.raises(ValueError, match="rule rejection with a dynamic tree"):
         DynamicExpansion(DynamicTree(2, 2, 4), drawn)
     gaps = StaticTree.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
     closed = StaticTree.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0)])
     assert StaticExpansion(gaps, drawn).topology.paths == closed.paths == closed.closed().paths and closed.closed() is closed
-    assert StaticExpansion(gaps, ask([0], [0])).topology is gaps
+    assert StaticExpansion(gaps, round_context([0], [0])).topology is gaps
     with pytest.raises(ValueError, match="depth 0"):
         DynamicTree(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):

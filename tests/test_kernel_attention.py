@@ -1,4 +1,4 @@
-"""The attention kernel against its plain twin, under Triton's interpreter; natively where there is a GPU."""
+"""The attention kernel against its plain-torch reference, under Triton's interpreter; natively where there is a GPU."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_softcap_and_sinks(softcap, sink, window):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("nodes", "span"), [(1, 2), (3, 64), (8, 65), (20, 200), (2, 256)])
-def test_frontiers(nodes, span, dtype):
+def test_levels(nodes, span, dtype):
     """Queries that are only some of the nodes; up to four words."""
     arguments = case(nodes, span, lengths=(0, 50), kv_heads=1, dtype=dtype)
     assert arguments[6].shape[-1] == (span + 63) // 64
@@ -194,7 +194,7 @@ def test_layouts():
 
 
 def test_against_attention_over_the_cache():
-    """The twin and the kernel give what the decoder's attention gives."""
+    """The reference, the kernel and attention without kernels (SDPA) are independent, and agree."""
     generator = torch.Generator().manual_seed(3)
     cache = TreeCache(4, 60)
     cache.select([3, 1])
@@ -220,7 +220,7 @@ def test_against_attention_over_the_cache():
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_twin_keeps_float64():
+def test_the_reference_keeps_float64():
     arguments = case(4, lengths=(3, 8))
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in arguments]
     got = tree_attention_reference(*wide, scale=0.2)
@@ -269,8 +269,8 @@ for dtype, dim, groups, nodes, options in (
 
 def test_compiles_for_hopper(tmp_path):
     """One merge for all kinds of one size; the kind without a prefix needs none."""
-    found = compiled("draftsmith.inference.kernels.attention", ("_attend", "_merge"), CALLS, tmp_path, 227 * 1024)
-    assert found == 4 * ["_attend"] + found[4:] and set(found[4:]) == {"_merge"}
+    kernels = compiled("draftsmith.inference.kernels.attention", ("_attend", "_merge"), CALLS, tmp_path, 227 * 1024)
+    assert kernels == 4 * ["_attend"] + kernels[4:] and set(kernels[4:]) == {"_merge"}
 
 
 @pytest.mark.gpu

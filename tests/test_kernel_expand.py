@@ -6,7 +6,7 @@ import pytest
 import torch
 from hopper import compiled
 from interpreted import INTERPRETED
-from planting import ask
+from planting import round_context
 
 pytest.importorskip("triton")
 
@@ -127,7 +127,7 @@ def same(one: CurrentLevel | None, other: CurrentLevel | None) -> None:
 def grown(beam: DynamicTree, rows: int, kind: str, device: str, levels: int = 99) -> None:
     """Grow both on the same candidates, at most so many levels, and compare all that they say."""
     roots = torch.randint(100, (rows,)).tolist()
-    asked = replace(asked := ask(list(range(rows)), roots), last_tokens=asked.last_tokens.to(device))
+    asked = replace(asked := round_context(list(range(rows)), roots), last_tokens=asked.last_tokens.to(device))
     plain, fused = DynamicExpansion(beam, asked), FusedExpansion(beam, asked)
     shape = (rows, 1, beam.width)
     for _ in range(min(levels, beam.depth)):
@@ -162,7 +162,7 @@ def test_trees_equal_plain_growth(kind, device, stable):
 def test_trees_of_nan_are_trees(device):
     """So that what follows stays within bounds."""
     torch.manual_seed(8)
-    asked = replace(asked := ask([0, 1], [4, 5]), last_tokens=asked.last_tokens.to(device))
+    asked = replace(asked := round_context([0, 1], [4, 5]), last_tokens=asked.last_tokens.to(device))
     for _ in range(5):
         fused, shape = FusedExpansion(DynamicTree(3, 4, 6), asked), (2, 1, 4)
         for wrong in (0.0, 0.5, 0.5):  # better than parents that are numbers

@@ -64,7 +64,7 @@ def make(kind, shape, heads, answers):
     if kind == "draft model":
         return DraftModel(relative("llama", 0.005), shape)
     if kind == "planting":
-        return PlantingDrafter(REPEATED, answers, VOCAB, twins=True)
+        return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
     drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
     drafter.shape = shape
     return drafter

@@ -598,7 +598,7 @@ def check_decoding(name: str, setting: str, sampling: Sampling, answers: list[li
     plain = Decoder(target, slots=3).generate(PROMPTS, sampling, NEW, (), processors=processors)
     assert [one.tokens for one in plain] == expected
     for rows in (1, 3):
-        drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=rows)
+        drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=True, seed=rows)
         decoder = Decoder(target, drafter, slots=rows, chunk=4)
         out = decoder.generate(PROMPTS, sampling, NEW, (), processors=processors)
         assert [one.tokens for one in out] == expected
