@@ -21,15 +21,26 @@ def round_context(slots: Sequence[int], last_tokens: Sequence[int], depth: int =
 class PlantingDrafter:
     """Proposes random trees that contain the first m tokens of the true continuation and not the one after, m random in 0..K.
 
-    prompts, continuations: matched by index; the continuations come from plain decoding. The verdict of every round is
-    therefore known: 1 + m. `mismatches` counts rounds that said otherwise.
+    The verdict of every round is therefore known: 1 + m.
 
-    leftmost: the share of rounds in which the true chain is put first, so that no KV has to move. duplicates: allow siblings that
-    carry the same token. taps: decoder layers to ask for.
+    Args:
+        prompts, continuations: matched by index; the continuations come from plain decoding.
+        vocab: V.
+        max_nodes, max_depth: N and K at most.
+        leftmost: the share of rounds in which the true chain comes first, so that no KV has to move.
+        duplicates: allow siblings that carry the same token.
+        seed: of the trees.
+        taps: decoder layers to ask for.
 
-    Counts: accepted (Counter of accepted nodes m), moves (rounds whose path is not 0, 1, 2, …), in_place, padded (trees smaller
-    than N), duplicates, starts (slots started, one-token prompts apart in `short_starts`), starts_beside (starts while another slot
-    lived), sizes (Counter).
+    Attributes:
+        mismatches: rounds whose verdict was not the planted one.
+        accepted: Counter of accepted nodes m.
+        moves, in_place: rounds whose path is not, or is, 0, 1, 2, …
+        padded: trees smaller than N.
+        duplicates: siblings with the same token.
+        starts, short_starts: requests started, and those of them with a prompt of one token.
+        starts_beside: requests started while another slot decoded.
+        sizes: Counter of tree sizes.
     """
 
     capturable = False
