@@ -48,13 +48,11 @@ def tree_attention(
 
     Args:
         query: [B,heads,N,dim].
-        keys: [rows,KV heads,C,dim], a complete buffer.
-        values: [rows,KV heads,C,dim'].
+        keys, values: [rows,KV heads,C,dim] and [rows,KV heads,C,dim'], complete buffers.
         rows: int64 [B], the buffers' row of each batch row.
         length: int64 [B], the committed positions, which every node sees; the M positions after them hold draft nodes.
-        depth: int64 [B,N], position_ids less length of the queries.
+        depth, key_depth: int64 [B,N] and [B,M], position_ids less length, of the queries and of the M positions.
         words: int64 [B,N,⌈M/64⌉], bit j % 64 of word j // 64 says whether the node sees position length + j.
-        key_depth: int64 [B,M], position_ids less length of the M positions.
         scale: factor of the scores.
         window: query and key are less than `window` positions apart.
         softcap: scores become softcap · tanh(scores / softcap).
