@@ -1,8 +1,8 @@
 """Attention of tree nodes over a ragged cache, plugged into transformers under the name "tree".
 
-No mask is registered for that name, so transformers hands every layer None and the data come through **kwargs as
-`tree_attention`. Letters: B rows · N queries · M slots after the committed ones (N, and what was drafted before) · R = reach + M keys ·
-G query heads per KV head.
+No mask is registered for that name, so transformers gives every layer None as its mask, and the tree's data arrive in **kwargs as
+`tree_attention`. Here M is the number of cache positions after the committed ones (N, and what was drafted before), and G the number of
+query heads per KV head. Layers read max_length + M keys.
 """
 
 import weakref
@@ -21,20 +21,28 @@ from draftsmith.inference.kernels import active
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree, pack
 
-__all__ = ["TreeAttention", "check_supported", "tree_attention", "tree_attention_forward"]
+__all__ = ["MAX_NODES", "TreeAttention", "check_supported", "tree_attention", "tree_attention_forward"]
 
 NAME = "tree"
-MOST_NODES = 256  # that the kernel takes, on either side of the scores
+MAX_NODES = 256  # the kernel's limit, for queries and for keys after the committed ones
 # Up to this many queries the heads of a group go through one KV head as extra queries; beyond, the G-fold mask costs more
 # than SDPA's own handling (8 query heads, 2 KV heads, 600 keys, one core: 90 against 150 us at N = 1, 440 against 400 at 16).
 _PACK_BELOW = 9
 
 
 class TreeAttention:
-    """What one forward needs to know; its masks are made once and shared by the layers.
+    """What the attention of one forward needs to know. Masks are made once and shared by the layers.
 
-    A node sees the committed slots of its row and, of the M slots after them, its ancestors and itself (tree) or those up to its
-    own (causal chunk). Sliding windows compare positions, length + depth, never slots.
+    A node sees the committed positions of its row. Of the M positions after them it sees its ancestors and itself (tree), or those up to its
+    own (causal chunk). Sliding windows compare positions of tokens, length + depth, never positions in the cache.
+
+    Args:
+        cache: the cache, with the rows of the forward selected.
+        depth: int64 [B,N]; 0 … N−1 for a causal chunk.
+        visible: bool [B,N,M], which of the M positions each node sees; None for a causal chunk.
+        key_depth: int64 [B,M], the depth of the M positions; `depth` by default.
+        all_visible: the host knows that `visible` is true everywhere.
+        words: `visible` packed, if it is there already.
     """
 
     def __init__(
@@ -43,25 +51,24 @@ class TreeAttention:
         depth: Tensor,
         visible: Tensor | None,
         key_depth: Tensor | None = None,
-        open: bool = False,
+        all_visible: bool = False,
         words: Tensor | None = None,
     ) -> None:
-        """depth [B,N] int64; visible [B,N,M] bool, or None for a causal chunk, where depth is 0 … N−1; key_depth [B,M], depth by default;
-        open: the host knows that visible is true everywhere; words: visible, packed, where it is known."""
-        self.length = cache.current  # [B]
-        self.reach = cache.reach
-        self.exact = cache.exact
+        self.rows = cache.index  # [B]
+        self.length = cache.selected_length  # [B]
+        self.max_length = cache.max_length
+        self.equal_lengths = cache.equal_lengths
+        self.static_shape = cache.static_shape
         self.depth = depth
         self.visible = visible
         self.key_depth = depth if key_depth is None else key_depth
         self.nodes = depth.shape[1]
-        self.span = self.key_depth.shape[1]
-        self.open = open or self.span == 1
+        self.span = self.key_depth.shape[1]  # M
+        self.all_visible = all_visible or self.span == 1
         self._masks: dict[Any, Tensor | None] = {}
-        self.rows, self.bound = cache.index, None if cache.fixed else cache.reach
-        # The kernel reads whole buffers: the cache hands them over as they are in the forward that this is made for.
-        self.fused = cache.whole = visible is not None and active() and max(self.nodes, self.span) <= MOST_NODES
         self._words = words
+        # The kernel reads complete buffers, and the cache returns those in the forward that this is made for.
+        self.use_kernel = cache.full_buffers = visible is not None and active() and max(self.nodes, self.span) <= MAX_NODES
 
     @classmethod
     def tree(cls, cache: TreeCache, tree: DraftTree) -> "TreeAttention":
@@ -70,14 +77,16 @@ class TreeAttention:
 
     @classmethod
     def causal(cls, cache: TreeCache, count: int) -> "TreeAttention":
-        """A chunk of tokens, query j of a row at position length + j; queries past a row's own tokens are not to be read. In a graph a tree:
-        kernels know the lengths from the device."""
+        """A chunk of `count` tokens, query j of a row at position length + j; queries past a row's own tokens are padding.
+
+        In a static-shape round the chunk is a tree: the kernel reads the lengths from the device.
+        """
         rows, index = len(cache.selected), torch.arange(count, device=cache.length.device)
-        visible = (index[:, None] >= index).expand(rows, -1, -1) if cache.fixed else None
+        visible = (index[:, None] >= index).expand(rows, -1, -1) if cache.static_shape else None
         return cls(cache, index.expand(rows, count), visible)
 
     def words(self) -> Tensor:
-        """What each node sees of the M slots, as int64 words [B,N,⌈M/64⌉]. Packed once and kept."""
+        """`visible` as int64 words [B,N,⌈M/64⌉], packed once."""
         if self._words is None:
             assert self.visible is not None, "a causal chunk has no words"
             self._words = pack(self.visible)
@@ -88,13 +97,13 @@ class TreeAttention:
         return self.length[:, None] + self.depth
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Additive mask [B,1,copies·N,R], 0 or −inf; None where every query sees every key.
+        """Additive mask [B,1,copies·N,max_length+M], 0 or −inf; None where every query sees every key.
 
-        window: query and key less than `window` positions apart; None for no limit.
+        window: query and key are less than `window` positions apart; None for no limit.
         """
-        if window is not None and self.reach + self.span <= window:
+        if window is not None and self.max_length + self.span <= window:
             window = None
-        if window is None and self.exact and self.open:
+        if window is None and self.equal_lengths and self.all_visible:
             return None
         key = (window, copies, dtype, device)
         if key not in self._masks:
@@ -103,11 +112,11 @@ class TreeAttention:
         return self._masks[key]
 
     def _allowed(self, window: int | None) -> Tensor:
-        """bool [B,N,R]."""
-        if self.exact and window is None and self.visible is not None:
-            prefix = self.visible.new_ones(*self.depth.shape, self.reach)
+        """bool [B,N,max_length+M]: which keys each query sees."""
+        if self.equal_lengths and window is None and self.visible is not None:
+            prefix = self.visible.new_ones(*self.depth.shape, self.max_length)
             return torch.cat((prefix, self.visible), -1)
-        relative = torch.arange(self.reach + self.span, device=self.length.device) - self.length[:, None]  # [B,R]; node j is at j
+        relative = torch.arange(self.max_length + self.span, device=self.length.device) - self.length[:, None]  # node j is at j
         if self.visible is None:
             key_depth = relative
             allowed = relative[:, None, :] <= self.depth[:, :, None]
@@ -140,10 +149,23 @@ def tree_attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B,heads,N,dim], key [B,kv heads,R,dim], value [B,kv heads,R,dim'] -> ([B,N,heads,dim'], None).
+    """The function that transformers calls in every layer, without kernels by SDPA. (`kernels.attention` has an independent reference.)
 
-    softcap: scores become softcap · tanh(scores / softcap), before the mask (Gemma-2). s_aux [heads]: a sink logit per head that takes
-    part in the softmax and has no value (gpt-oss).
+    Args:
+        module: the layer's attention module.
+        query: [B,heads,N,dim].
+        key: [B,KV heads,keys,dim], what the cache's `update` returned.
+        value: [B,KV heads,keys,dim'].
+        attention_mask, position_bias: None.
+        scaling: factor of the scores; dim^-½ by default.
+        dropout: unused.
+        sliding_window: query and key are less than this many positions apart; read from the layer's config if the model does not pass it.
+        softcap: scores become softcap · tanh(scores / softcap), before the mask (Gemma-2).
+        s_aux: [heads], a sink logit per head that takes part in the softmax and has no value (gpt-oss).
+        tree_attention: the data of this forward.
+
+    Returns:
+        ([B,N,heads,dim'], None).
 
     Raises:
         ValueError: called without tree data, or with a mask or bias of the model's own.
@@ -161,13 +183,12 @@ def tree_attention_forward(
         if module not in _WINDOWS:
             _WINDOWS[module] = _window(module)  # once: reading a config is slow
         sliding_window = _WINDOWS[module]
-    if tree_attention.fused:
-        return _fused(tree_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
-    assert key.shape[2] == tree_attention.reach + tree_attention.span, "keys must come from the TreeCache of the same forward"
-    window = sliding_window
+    if tree_attention.use_kernel:
+        return _by_kernel(tree_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    assert key.shape[2] == tree_attention.max_length + tree_attention.span, "keys must come from the TreeCache of the same forward"
     manual = softcap is not None or s_aux is not None
     packed = groups > 1 and (manual or nodes < _PACK_BELOW or query.is_cuda)
-    mask = tree_attention.mask(window, groups if packed else 1, query.dtype, query.device)
+    mask = tree_attention.mask(sliding_window, groups if packed else 1, query.dtype, query.device)
     if packed:
         query = query.reshape(batch, key.shape[1], groups * nodes, -1)
     if manual:
@@ -177,7 +198,7 @@ def tree_attention_forward(
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2), None
 
 
-def _fused(
+def _by_kernel(
     tree: TreeAttention,
     query: Tensor,
     keys: Tensor,
@@ -187,17 +208,17 @@ def _fused(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The kernel, on the whole buffers of the cache."""
+    """The kernel, on the complete buffers of the cache."""
     from draftsmith.inference.kernels.attention import tree_attention
 
-    on = keys.device
-    data = (one.to(on) for one in (tree.rows, tree.length, tree.depth, tree.words(), tree.key_depth))
+    data = (tensor.to(keys.device) for tensor in (tree.rows, tree.length, tree.depth, tree.words(), tree.key_depth))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return tree_attention(query, keys, values, *data, scale=scale, window=window, softcap=softcap, sinks=sinks, reach=tree.bound)
+    max_length = None if tree.static_shape else tree.max_length
+    return tree_attention(query, keys, values, *data, scale=scale, window=window, softcap=softcap, sinks=sinks, max_length=max_length)
 
 
 def _window(module: nn.Module) -> int | None:
-    """The window of a layer whose model does not pass it on (Qwen2-MoE, Phi-MoE): what its mask would have used."""
+    """The window of a layer whose model does not pass it on (Qwen2-MoE, Phi-MoE): the one that its mask would have used."""
     config: Any = module.config
     types = getattr(config, "layer_types", None)
     if types is not None and types[module.layer_idx] != "sliding_attention":
@@ -215,7 +236,7 @@ def _scored(
     sinks: Tensor | None,
     nodes: int,
 ) -> Tensor:
-    """query [B,kv heads,G·N,dim] -> [B,kv heads,G·N,dim'], the softmax in float32, for what SDPA has no argument for."""
+    """query [B,KV heads,G·N,dim] -> [B,KV heads,G·N,dim'], with the softmax in float32, for soft-capping and sinks, which SDPA lacks."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -230,42 +251,42 @@ def _scored(
 
 AttentionInterface.register(NAME, tree_attention_forward)
 
-# Per model: the configs its modules read, found once. Walking the modules of a model takes longer than a small model's forward.
+# Per model: the configs that its modules read, collected once. Walking the modules takes longer than a small model's forward.
 _CONFIGS: "weakref.WeakKeyDictionary[PreTrainedModel, list[Any]]" = weakref.WeakKeyDictionary()
-# Per model: how many contexts hold it, and what each config had before the first: decoders on one target may overlap.
-_HELD: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]]" = weakref.WeakKeyDictionary()
+# Per model: how many contexts are open, and the setting of each config before the first. Decoders on one target may overlap.
+_OPEN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` runs with "tree" attention; afterwards with what it had. May be nested and may overlap.
+    """Within it `model` runs with "tree" attention, and afterwards with its own. Contexts may be nested and may overlap.
 
     Raises:
         ValueError: naming the architecture, if it ignores the setting.
     """
     if model not in _CONFIGS:
-        _CONFIGS[model] = _find_configs(model)
+        _CONFIGS[model] = _configs_of(model)
     configs = _CONFIGS[model]
-    if model not in _HELD:
-        _HELD[model] = (0, [config._attn_implementation for config in configs])
+    if model not in _OPEN:
+        _OPEN[model] = (0, [config._attn_implementation for config in configs])
         for config in configs:
             config._attn_implementation = NAME
-    count, before = _HELD[model]
-    _HELD[model] = (count + 1, before)
+    count, before = _OPEN[model]
+    _OPEN[model] = (count + 1, before)
     try:
         yield
     finally:
-        count, before = _HELD[model]
+        count, before = _OPEN[model]
         if count > 1:
-            _HELD[model] = (count - 1, before)
+            _OPEN[model] = (count - 1, before)
         else:
-            del _HELD[model]
+            del _OPEN[model]
             for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation = implementation
 
 
-def _find_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs of the model's modules, outer before inner, once it is known that the model heeds the setting."""
+def _configs_of(model: PreTrainedModel) -> list[Any]:
+    """The configs of the model's modules, outer before inner, after a check that the model heeds the setting."""
     decoder = model.get_decoder()
     before: Any = model.config._attn_implementation
     model.set_attn_implementation(NAME)

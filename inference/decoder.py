@@ -1,49 +1,54 @@
-"""The decoding loop: propose, verify, commit, for ragged batches whose finished rows are replaced.
+"""The decoding loop: a scheduler gives slots to requests, and a runner drafts, verifies and commits a round of all running slots.
 
-Plain decoding is this loop with the drafter `Plain`; no other loop exists. Letters: B live rows · N nodes · K draft depth.
+Plain decoding is this loop with the drafter `Plain`. Rounds run eagerly (`rounds`) or as CUDA graphs (`graph_rounds`); the loop is the same.
 """
 
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.inference.adaptive import AdaptiveDepth
-from draftsmith.inference.attention import MOST_NODES, TreeAttention, tree_attention
+from draftsmith.inference.attention import MAX_NODES, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContext, Target, TargetOutput, tensor_addresses
+from draftsmith.inference.drafter import Drafter, Plain, Target, tensor_addresses
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
-from draftsmith.inference.kernels import active, missing, use
+from draftsmith.inference.kernels import missing, use
+from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.processors import History, Processor
-from draftsmith.inference.request import Completion, Limits, Request, RoundStats, Step, finalise, make_requests
+from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, finalise, make_requests
+from draftsmith.inference.rounds import EagerRound, EagerRunner, verify_round
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.scheduler import Scheduler
 from draftsmith.inference.support import check_supported
-from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import Verdict, verify
 
-__all__ = ["Completion", "Decoder", "RoundStats", "Step"]
+__all__ = ["Completion", "Counters", "Decoder", "RoundStats", "Step"]
 
-_DRAFTING: "weakref.WeakSet[Any]" = weakref.WeakSet()  # drafters whose rows are some stream's
+_DRAFTING: "weakref.WeakSet[Any]" = weakref.WeakSet()  # drafters that serve a stream
 
 
 class Decoder:
-    """Decodes with a target and a drafter (None: plain).
+    """Decodes with a target and a drafter.
 
-    rows: sequences in flight · context: prompt and answer together, at most; None takes what the prompts and max_new_tokens
-    of each call need, and then graphs are seldom of use again · chunk: prompt tokens per prefill forward · timed: on a GPU, synchronise
-    around the parts of a round so that their times are true (the loop itself reads the device once per round) · governor: decides how deep
-    to draft; without one every round drafts as deep as the drafter can · kernels: attend, draft, verify and commit with Triton's (no GPU has
-    run them yet) · graphs: with them, run each round as one CUDA graph (four, if timed) where that can be: `refusal` says why not. Calls with the same
-    sampling, seed included, use the graphs again.
+    `counters` counts its work (see `Counters`).
 
-    Counters: target_forwards (prefill included), prefill_chunks, rounds, prefill_s (seconds).
+    Args:
+        target: the target model.
+        drafter: proposes trees; None is plain decoding.
+        slots: sequences that decode at the same time; waiting prompts take the slots of those that end.
+        context: tokens of prompt and answer together, at most. None takes what the prompts and max_new_tokens of each call need; CUDA graphs
+            can then seldom be used again.
+        chunk: prompt tokens per forward of the prefill.
+        timed: synchronise a GPU around the parts of a round, so that their times are true. (The loop itself reads the device once per round.)
+        adaptive: chooses the draft depth of each round; without it every round drafts as deep as the drafter can.
+        kernels: use the Triton kernels for attention, drafting, verification and commit.
+        graphs: with kernels, run each round as one CUDA graph (four, if timed) where that is possible; `refusal` says why not. Calls with
+            the same sampling, seed included, use the graphs again.
 
     Raises:
         ValueError: an architecture that cannot be tree-verified, or sizes below one.
@@ -58,7 +63,7 @@ class Decoder:
         context: int | None = None,
         chunk: int = 256,
         timed: bool = False,
-        governor: AdaptiveDepth | None = None,
+        adaptive: AdaptiveDepth | None = None,
         kernels: bool = False,
         graphs: bool = True,
     ) -> None:
@@ -70,24 +75,16 @@ class Decoder:
         check_supported(target.model.config, target.model)
         self.target = target
         self.drafter: Drafter = Plain() if drafter is None else drafter
-        self.slots = slots
-        self.context = context
-        self.chunk = chunk
-        self.timed = timed and target.device.type == "cuda"
-        self.governor = governor
         if kernels and (reason := missing(target.device)):
             raise ValueError(f"kernels: {reason}")
-        if kernels and self.drafter.max_nodes > MOST_NODES:
-            raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MOST_NODES} at most; cut the tree")
+        if kernels and self.drafter.max_nodes > MAX_NODES:
+            raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MAX_NODES} at most; cut the tree")
+        self.slots, self.context, self.chunk = slots, context, chunk
+        self.timed = timed and target.device.type == "cuda"
+        self.adaptive = adaptive
         self.kernels, self.graphs = kernels, graphs
-        self.target_forwards = self.prefill_chunks = self.rounds = 0
-        self.prefill_s = 0.0
-        self._cache: TreeCache | None = None
-        self._of: Any = None  # what it was made for
-        self._rounds: tuple[Any, GraphRunner] | None = None  # of the last call with graphs, and what has to be as it was
-        self._bare: DraftTree | None = None
-        self._depth = 0  # K of the drafter, as bound
-        self._history: History | None = None
+        self.counters = Counters()
+        self._reusable = _Reusable()
         self._busy = False
 
     def generate(
@@ -100,15 +97,15 @@ class Decoder:
         processors: Sequence[Processor] = (),
     ) -> list[Completion]:
         """Token ids per prompt -> completions in prompt order; arguments as for `stream`."""
-        done = [Completion() for _ in prompts]
+        completions = [Completion() for _ in prompts]
         stream = self.stream(prompts, sampling, max_new_tokens, stop_ids, requests, processors)
         with tree_attention(self.target.model):  # nobody else runs between these rounds: set once
             for steps in stream:
                 for step in steps:
-                    done[step.prompt_index].tokens += step.tokens
-                    done[step.prompt_index].reason = step.reason
-                    done[step.prompt_index].rounds.append(step.round)
-        return done
+                    completions[step.prompt_index].tokens += step.tokens
+                    completions[step.prompt_index].reason = step.reason
+                    completions[step.prompt_index].rounds.append(step.round)
+        return completions
 
     def stream(
         self,
@@ -119,26 +116,39 @@ class Decoder:
         requests: Sequence[int] | None = None,
         processors: Sequence[Processor] = (),
     ) -> Iterator[list[Step]]:
-        """Yield after every round one Step per row that was live.
+        """Yield after every round one Step per request that was running.
 
-        stop_ids: None takes the target's. requests: the noise key of each prompt, its index by default; the output depends on prompt,
-        sampling and key alone, never on row or batch (under rejection a DraftModel with confidence keeps the law alone). processors:
-        transformers LogitsProcessors, applied to every node with the tokens before it (see `draftsmith.inference.processors`).
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how tokens are drawn; greedy by default.
+            max_new_tokens: the most new tokens of an answer.
+            stop_ids: tokens that end an answer; None takes the target's.
+            requests: the noise key of each prompt, its index by default. The output depends on prompt, sampling and key alone, never on slot
+                or batch. (Under rejection a DraftModel with confidence preserves only the distribution.)
+            processors: transformers LogitsProcessors, applied to every node with the tokens before it (see `draftsmith.inference.processors`).
 
         Raises:
             ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a
                 processor that cannot be verified exactly.
         """
-        waiting = make_requests(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
+        checked = make_requests(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
         stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)
         sampling = sampling or Sampling()
         history = None
         if History.needed(sampling, processors):
             history = History(sampling, processors, self.slots, self.target.vocab_size, self.target.device)
-        return self._run(waiting, sampling, history, Limits(0, max_new_tokens, stops))
+        longest = max((len(request.prompt) for request in checked), default=0)
+        context = self.context or min(longest + max_new_tokens, self.target.max_positions)
+        return self._run(Scheduler(checked, self.slots), sampling, history, Limits(context, max_new_tokens, stops))
 
-    def _run(self, waiting: list[Request], sampling: Sampling, history: History | None, limits: Limits) -> Iterator[list[Step]]:
-        if not waiting:
+    def refusal(self, sampling: Sampling, processed: bool = False) -> str:
+        """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties or processors are in use."""
+        with use(self.kernels):
+            return refusal(self.target, self.drafter, sampling, processed)
+
+    def _run(self, scheduler: Scheduler, sampling: Sampling, history: History | None, limits: Limits) -> Iterator[list[Step]]:
+        """Reserve decoder and drafter, decode all requests, and release what is still running."""
+        if not scheduler.unfinished:
             return
         if self._busy:
             raise ValueError("got a second stream on a decoder that is decoding; expected one at a time; make another Decoder")
@@ -146,220 +156,113 @@ class Decoder:
             raise ValueError("got a second stream with a drafter that is drafting; expected one at a time; make another drafter")
         self._busy = True
         _DRAFTING.add(self.drafter)
-        live: list[Request] = []
-        longest = max(len(request.prompt) for request in waiting)
-        limits.context = self.context or min(longest + limits.max_new_tokens, self.target.max_positions)
-        self._history = history
-        why = self.refusal(sampling, history is not None)
-        graphs = self.graphs and not why
-        if self.kernels and self.graphs and why:
-            warnings.warn(f"rounds are not CUDA graphs: {why}", stacklevel=2)
+        runner: GraphRunner | EagerRunner | None = None
+        reason = self.refusal(sampling, history is not None)
+        if self.kernels and self.graphs and reason:
+            warnings.warn(f"rounds are not CUDA graphs: {reason}", stacklevel=2)
         try:
-            cache, bound = self._bind(limits.context, graphs)
+            graphs = self.graphs and not reason
+            cache, addresses = self._bind(limits.context, graphs)
             if graphs:
-                yield from self._flights(self._captured(cache, bound, sampling), waiting, live, limits)
-                return
-            batch: _Batch | None = None
-            while waiting or live:
-                # The modes are entered per round: a consumer may do its own torch work between two rounds.
-                with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
-                    if waiting and len(live) < self.slots:
-                        self._admit(cache, waiting, live)
-                        batch = None
-                    if batch is None:
-                        batch = self._batch(cache, live)
-                    steps = self._round(cache, batch, sampling, limits)
-                    gone = [step.row for step in steps if step.finished]
-                    if gone:
-                        self._release(cache, gone)
-                        live = [request for request in live if request.row not in gone]
-                        batch = None
-                yield steps
+                runner = self._graph_runner(cache, addresses, sampling)
+            else:
+                runner = EagerRunner(self.target, self.drafter, cache, sampling, history, self._clock)
+            prefill = Prefill(self.target, self.drafter, cache, self.chunk, history, self.counters)
+            yield from self._decode(scheduler, prefill, runner, limits)
         finally:
             self._busy = False
             _DRAFTING.discard(self.drafter)
-            if live and self._cache is not None:
+            if runner is not None and scheduler.running:
                 with torch.inference_mode():
-                    self._release(self._cache, [request.row for request in live])
-            self._history = None
+                    self._release(scheduler, runner, [request.slot for request in scheduler.running])
 
-    def refusal(self, sampling: Sampling, processed: bool = False) -> str:
-        """Why a round is not one graph, in one line; "" where it is."""
-        with use(self.kernels):
-            return refusal(self.target, self.drafter, sampling, processed)
-
-    def _captured(self, cache: TreeCache, bound: Any, sampling: Sampling) -> GraphRunner:
-        """Those of the last call, if all that their graphs read is where it was."""
-        same = cache, self.drafter, self.drafter.capturable, bound, tensor_addresses(self.target.model), sampling
-        if self._rounds is None or self._rounds[0] != same:
-            self._rounds = None  # free the old ones first
-            self._rounds = same, GraphRunner(self.target, self.drafter, cache, sampling, partial(_verify, processed=False), self.timed)
-        self._rounds[1].leave()
-        return self._rounds[1]
-
-    def _flights(self, rounds: GraphRunner, waiting: list[Request], live: list[Request], limits: Limits) -> Iterator[list[Step]]:
-        """`_run` with rounds that are one graph each: what one committed is looked at while the next is under way."""
-        cache = rounds.cache
-        flights: deque[tuple[InFlightRound, list[Request]]] = deque()
-        began = perf_counter()
-        while waiting or live:
-            fresh: list[Request] = []
-            aside = self.prefill_s + rounds.recording_s
+    def _decode(self, scheduler: Scheduler, prefill: Prefill, runner: GraphRunner | EagerRunner, limits: Limits) -> Iterator[list[Step]]:
+        """The loop: admit, start a round, finish the oldest pending round. An asynchronous runner is one round ahead of the host."""
+        pending: deque[_Started] = deque()
+        max_depth = self.drafter.max_depth
+        last_result_s = -torch.inf
+        while scheduler.unfinished:
+            # The modes are entered per round: a consumer may do its own torch work between two rounds.
             with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
-                if waiting and len(live) < self.slots:
-                    fresh = self._admit(cache, waiting, live)
-                    rounds.seat([one.row for one in fresh], [one.last for one in fresh], [one.key for one in fresh])
-                rows = [request.row for request in live]
-                depth = min(self._depth, self.governor.depth(rows)) if self.governor else self._depth
-                flights.append((rounds.launch(depth), list(live)))
-                self.target_forwards += 1
-                began += self.prefill_s + rounds.recording_s - aside  # which are no part of a round
-                if len(flights) <= rounds.late:
+                admitted = self._admit(scheduler, prefill, runner)
+                started_s = self._decoding_s(runner)
+                slots = [request.slot for request in scheduler.running]
+                depth = min(max_depth, self.adaptive.depth(slots)) if self.adaptive else max_depth
+                pending.append(_Started(runner.enqueue(depth), scheduler.running, started_s))
+                self.counters.target_forwards += 1
+                if runner.asynchronous and len(pending) == 1:
                     continue
-                flight, flown = flights.popleft()
-                told = flight.land()
-                # Of a row that had ended before the round began there is nothing to learn.
-                known = [request for request in flown if not request.ended]
-                steps = [finalise(request, told[request.row], limits) for request in known]
-                now = perf_counter()
-                total, began = now - began, now
-                self.rounds += 1
-                draft_s, verify_s, learn_s, other_s = flight.parts() or (0.0, total, 0.0, 0.0)
+                oldest = pending.popleft()
+                results = oldest.round.result()
+                # A round that began after a request had ended says nothing about it.
+                requests = [request for request in oldest.requests if not request.ended]
+                steps = [finalise(request, results[request.slot], limits) for request in requests]
+                self.counters.rounds += 1
+                now_s = self._decoding_s(runner)
+                total_s, last_result_s = now_s - max(oldest.started_s, last_result_s), now_s
+                draft_s, verify_s, other_s = oldest.round.seconds(total_s)
                 for step in steps:
-                    step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s + learn_s, verify_s, other_s
-                if self.governor and known and not fresh:  # a prefill was under way beside it
-                    self.governor.learn([request.row for request in known], [told[request.row] for request in known], total)
-                gone = [step.row for step in steps if step.finished]
-                if gone:
-                    rounds.leave(gone)
-                    self._release(cache, gone)
-                    live[:] = [request for request in live if request.row not in gone]
+                    step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, other_s
+                if self.adaptive and requests and not (admitted and runner.overlaps_prefill):
+                    self.adaptive.learn([step.slot for step in steps], [results[step.slot] for step in steps], total_s)
+                finished = [step.slot for step in steps if step.finished]
+                if finished:
+                    self._release(scheduler, runner, finished)
             if steps:
                 yield steps
 
-    def _bind(self, limit: int, late: bool = False) -> tuple[TreeCache, Any]:
-        """A cache and drafter state for `limit` positions, those of an earlier call if they are large enough, and what the drafter says of
-        its own. late: a row may run a round past its end."""
-        capacity = limit + (self.drafter.max_depth + 1) * late + self.drafter.max_nodes
-        of = self.target.dtype, self.target.device
-        if self._cache is None or self._cache.capacity < capacity or self._of != of:
-            self._cache = self._rounds = None  # free the old one first
-            self._cache, self._of = TreeCache(self.slots, capacity, self.target.device), of
-        self._cache.reset()  # a prefill that failed leaves its slots behind
-        # Each time: another decoder may have bound the same drafter meanwhile.
-        bound = self.drafter.bind(self.target, self.slots, limit)
-        self._depth = self.drafter.max_depth
-        if self.governor:
-            self.governor.bind(self._depth)
-        return self._cache, bound
-
-    def _admit(self, cache: TreeCache, waiting: list[Request], live: list[Request]) -> list[Request]:
-        """Give free rows to waiting prompts, lowest first, and prefill each run of neighbouring rows in one go; the requests that got one."""
-        cache.fixed = False
+    def _admit(self, scheduler: Scheduler, prefill: Prefill, runner: GraphRunner | EagerRunner) -> list[Request]:
+        """Give free slots to waiting requests and prefill them -> those requests."""
+        if not (scheduler.waiting and scheduler.free_slots):
+            return []
         began = self._clock()
-        used = {request.row for request in live}
-        fresh: list[Request] = []
-        for row in range(self.slots):
-            if waiting and row not in used:
-                request = waiting.pop(0)
-                request.row, request.last, request.position = row, request.prompt[-1], len(request.prompt) - 1
-                fresh.append(request)
-        start = 0
-        for end in range(1, len(fresh) + 1):
-            if end == len(fresh) or fresh[end].row != fresh[end - 1].row + 1:
-                self._prefill(cache, fresh[start:end])
-                start = end
-        live.extend(fresh)
-        live.sort(key=lambda request: request.row)
-        self.prefill_s += self._clock() - began
-        return fresh
+        admitted = scheduler.admit()
+        prefill.run(admitted)
+        scheduler.start(admitted)
+        self.counters.prefill_s += self._clock() - began
+        slots, last_tokens = [request.slot for request in admitted], [request.prompt[-1] for request in admitted]
+        runner.assign(slots, last_tokens, [request.noise_key for request in admitted])
+        return admitted
 
-    def _prefill(self, cache: TreeCache, fresh: list[Request]) -> None:
-        """Run prompt[:-1] of neighbouring rows through the target, a chunk at a time, and start the drafter on them."""
-        rows = [request.row for request in fresh]
-        cache.select(rows)
-        prompts = [request.prompt for request in fresh]
-        sizes = [len(prompt) - 1 for prompt in prompts]
-        hidden: list[Tensor] = []
-        taps: list[Tensor] = []
-        for start in range(0, max(sizes), self.chunk):
-            counts = [min(max(size - start, 0), self.chunk) for size in sizes]
-            width = max(counts)
-            ids = [prompt[start : start + count] + [0] * (width - count) for prompt, count in zip(prompts, counts, strict=True)]
-            attention = TreeAttention.causal(cache, width)
-            out = self._forward(torch.tensor(ids, device=self.target.device), attention.positions(), cache, attention)
-            cache.advance(counts)
-            self.prefill_chunks += 1
-            hidden.append(out.hidden)
-            if out.taps is not None:
-                taps.append(out.taps)
-        shape = (len(rows), 0, self.target.hidden_size)
-        empty = torch.zeros(shape, dtype=self.target.dtype, device=self.target.device)
-        features = torch.cat(hidden, 1) if hidden else empty
-        if self.drafter.taps and not taps:
-            taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
-        out = NodeOutput(features, torch.cat(taps, 1) if taps else None)
-        self.drafter.start(rows, prompts, out)
-        if self._history:
-            self._history.start(rows, prompts)
+    def _release(self, scheduler: Scheduler, runner: GraphRunner | EagerRunner, slots: list[int]) -> None:
+        """Free these slots everywhere."""
+        runner.free(slots)
+        scheduler.release(slots)
+        self.drafter.drop(slots)
+        if self.adaptive:
+            self.adaptive.drop(slots)
+        runner.cache.reset(slots)
 
-    def _batch(self, cache: TreeCache, live: list[Request]) -> "_Batch":
-        """Put the live rows on the device and select them in the cache."""
-        rows = [request.row for request in live]
-        cache.select(rows)
-        columns = torch.tensor([rows, [request.key for request in live], [request.last for request in live]], device=self.target.device)
-        return _Batch(live, *columns.unbind())
+    def _bind(self, context: int, graphs: bool) -> tuple[TreeCache, Any]:
+        """Bind the drafter -> a cache of `context` positions, an earlier call's if it is large enough, and what the drafter says a graph reads."""
+        reusable, drafter = self._reusable, self.drafter
+        capacity = context + drafter.max_nodes
+        if graphs:
+            capacity += drafter.max_depth + 1  # a slot may run one round past its end
+        key = self.target.dtype, self.target.device
+        if reusable.cache is None or reusable.cache.capacity < capacity or reusable.cache_key != key:
+            reusable.cache = reusable.runner = None  # free the old ones first
+            reusable.cache, reusable.cache_key = TreeCache(self.slots, capacity, self.target.device), key
+        reusable.cache.reset()  # a prefill that failed leaves its positions behind
+        # Each time: another decoder may have bound the same drafter meanwhile.
+        addresses = drafter.bind(self.target, self.slots, context)
+        if self.adaptive:
+            self.adaptive.bind(drafter.max_depth)
+        return reusable.cache, addresses
 
-    def _forward(self, ids: Tensor, positions: Tensor, cache: TreeCache, attention: TreeAttention) -> TargetOutput:
-        self.target_forwards += 1
-        return self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.drafter.taps)
+    def _graph_runner(self, cache: TreeCache, addresses: Any, sampling: Sampling) -> GraphRunner:
+        """The last call's runner, if everything that its graphs read is still where it was."""
+        reusable = self._reusable
+        key = cache, self.drafter, self.drafter.capturable, addresses, tensor_addresses(self.target.model), sampling
+        if reusable.runner is None or reusable.runner_key != key:
+            reusable.runner = None  # free the old graphs first
+            reusable.runner, reusable.runner_key = GraphRunner(self.target, self.drafter, cache, sampling, verify_round, self.timed), key
+        reusable.runner.free()
+        return reusable.runner
 
-    def _round(self, cache: TreeCache, batch: "_Batch", sampling: Sampling, limits: Limits) -> list[Step]:
-        drafter, governor = self.drafter, self.governor
-        rows = cache.selected
-        begin = self._clock()
-        depth = min(self._depth, governor.depth(rows)) if governor else self._depth
-        round = RoundContext(rows, batch.rows, batch.root, cache.current, batch.request, sampling, depth)
-        tree = drafter.propose(round) if depth else self._root_alone(batch.root)
-        proposed = self._clock()
-        attention = TreeAttention.tree(cache, tree)
-        positions = attention.positions()
-        if cache.reach + depth >= self.target.max_positions:
-            # Nodes past the last position yield only tokens past the limit, but their index must exist.
-            positions = positions.clamp(max=self.target.max_positions - 1)
-        out = self._forward(tree.tokens, positions, cache, attention)
-        logits = self.target.logits(out.hidden)
-        verdict = _verify(tree, self._history.apply(round, tree, logits) if self._history else logits, round, self._history is not None)
-        told = verdict.on_host(tree)
-        if self._history:
-            self._history.commit(round, tree, verdict)
-        verified = self._clock()
-        drafter.accept(round, tree, verdict, NodeOutput(out.hidden, out.taps))
-        accepted = self._clock()
-        cache.commit(verdict, [row.length for row in told], all(row.in_place for row in told))
-        batch.root = verdict.next_token
-        steps = [finalise(request, row, limits) for request, row in zip(batch.live, told, strict=True)]
-        self.rounds += 1
-        draft_s, verify_s = proposed - begin + accepted - verified, verified - proposed
-        total = self._clock() - begin
-        for step in steps:
-            step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, total - draft_s - verify_s
-        if governor:
-            governor.learn(rows, told, total)
-        return steps
-
-    def _root_alone(self, root: Tensor) -> DraftTree:
-        if self._bare is None or self._bare.tokens.shape[0] != root.shape[0]:
-            self._bare = DraftTree.root(root)
-        return replace(self._bare, tokens=root[:, None])
-
-    def _release(self, cache: TreeCache, rows: list[int]) -> None:
-        self.drafter.drop(rows)
-        if self._history:
-            self._history.drop(rows)
-        if self.governor:
-            self.governor.drop(rows)
-        cache.reset(rows)
+    def _decoding_s(self, runner: GraphRunner | EagerRunner) -> float:
+        """Seconds of the runner's clock without prefill and graph capture."""
+        return runner.clock() - self.counters.prefill_s - runner.capture_s
 
     def _clock(self) -> float:
         if self.timed:
@@ -368,23 +271,19 @@ class Decoder:
 
 
 @dataclass(slots=True)
-class _Batch:
-    """The live requests and, on the device, their rows, noise keys and last tokens, all [B]."""
+class _Started:
+    """A pending round, the requests that ran when it began, and that time."""
 
-    live: list[Request]
-    rows: Tensor
-    request: Tensor
-    root: Tensor
+    round: InFlightRound | EagerRound
+    requests: list[Request]
+    started_s: float
 
 
-def _verify(tree: DraftTree, logits: Tensor, round: RoundContext, processed: bool) -> Verdict:
-    """On the device of the head, which need not be that of the first layer. processed: the logits carry penalties already."""
-    there, here = logits.device, round.last_tokens.device
-    sampling = replace(round.sampling, repetition_penalty=1.0) if processed else round.sampling
-    by = verify
-    if active():
-        from draftsmith.inference.kernels import verify as kernel
+@dataclass(slots=True)
+class _Reusable:
+    """What later calls of a decoder may use again, each with what it was made for."""
 
-        by = verify if kernel.supported(sampling) else kernel.verify
-    verdict = by(tree.to(there), logits, sampling, round.noise_keys.to(there), round.positions.to(there), round.depth)
-    return verdict if there == here else Verdict(verdict.path.to(here), verdict.length.to(here), verdict.next_token.to(here))
+    cache: TreeCache | None = None
+    cache_key: Any = None
+    runner: GraphRunner | None = None
+    runner_key: Any = None

@@ -1,8 +1,9 @@
 """The contracts between the decoder, a drafter and the target. The decoder knows no method, only these.
 
-Letters: B rows of a round · R rows that start · S positions · N tree nodes · H hidden size · T taps · V vocabulary.
+Taps are auxiliary hidden states: tap i is the output of decoder layer i, counted from 0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.kernels import active
+from draftsmith.inference.kernels.reference import take_reference
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
@@ -29,23 +31,23 @@ class TargetOutput:
 
 @dataclass(slots=True)
 class NodeOutput:
-    """What a drafter sees of a forward: hidden [B,N,H], taps [B,N,T,H] or None."""
+    """The target's features of tree nodes, for a drafter: hidden [B,N,H] after the final norm, taps [B,N,T,H] or None."""
 
     hidden: Tensor
     taps: Tensor | None = None
 
     def along(self, path: Tensor) -> "NodeOutput":
-        """Of the nodes of path [B,P], −1 where it has ended (and what is there of no concern): hidden [B,P,H], taps [B,P,T,H]."""
-        return NodeOutput(_along(self.hidden, path), None if self.taps is None else _along(self.taps, path))
+        """The features of the nodes of path [B,P], 0 where it is −1: hidden [B,P,H], taps [B,P,T,H]."""
+        take = _take()
+        return NodeOutput(take(self.hidden, path), None if self.taps is None else take(self.taps, path))
 
 
-def _along(features: Tensor, path: Tensor) -> Tensor:
-    if active():
-        from draftsmith.inference.kernels import commit
+def _take() -> Callable[[Tensor, Tensor], Tensor]:
+    if not active():
+        return take_reference
+    from draftsmith.inference.kernels import commit
 
-        return commit.take(features, path)
-    node = path.clamp(min=0).view(*path.shape, *(1 for _ in features.shape[2:]))
-    return features.gather(1, node.expand(*path.shape, *features.shape[2:]))
+    return commit.take
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class RoundContext:
 
 
 def tensor_addresses(model: nn.Module) -> tuple[int, ...]:
-    """Where a model's weights and buffers lie: a graph reads them there, whatever becomes of the model."""
+    """The addresses of a model's weights and buffers: a CUDA graph reads them there, whatever becomes of the model."""
     return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
@@ -104,7 +106,7 @@ class Target(Protocol):
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cache: Any = None, tree: Any = None, taps: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """input_ids, position_ids [B,S] -> hidden and taps of the base decoder."""
+        """input_ids, position_ids [B,S] -> hidden and taps of the base decoder. cache, tree: for tree attention."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,10 +116,13 @@ class Target(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes a tree per round. State is preallocated by `bind` and indexed by row; rows come and go.
+    """Proposes a tree per round. `bind` allocates its state, indexed by slot; the requests in slots come and go.
 
-    capturable: `propose` runs on the device alone, so that it may be part of a graph · taps: the decoder layers that it reads ·
-    max_nodes: N at most, root included · max_depth: K at most.
+    Attributes:
+        capturable: `propose` runs on the device alone, so that a CUDA graph can hold it.
+        taps: the target's layers whose outputs it reads.
+        max_nodes: N at most, the root included.
+        max_depth: K at most.
     """
 
     @property
@@ -129,46 +134,57 @@ class Drafter(Protocol):
     @property
     def max_depth(self) -> int: ...
 
-    def bind(self, target: Any, rows: int, context: int) -> Any:
-        """Take the target by reference and have state for `rows` rows of `context` positions: that of an earlier bind, if it fits.
+    def bind(self, target: Any, slots: int, context: int) -> Any:
+        """Keep a reference to the target, and allocate state for `slots` slots of `context` positions, or reuse an earlier bind's if it fits.
 
-        -> what a graph of its rounds reads: equal to that of an earlier bind only if all of it lies where it lay."""
+        Returns:
+            What a CUDA graph of its rounds reads. It equals an earlier bind's value if and only if no tensor has moved.
+        """
         ...
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """These R rows begin. The cache holds prompt[:-1]; node 0 of the first tree is prompt[-1].
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        """New requests begin in these slots. The cache holds prompt[:-1]; node 0 of the first tree is prompt[-1].
 
-        `out` is [R,S−1,·], S the longest of these prompts, and row r is valid for len(prompts[r]) − 1 positions: none for a
-        prompt of one token, for which feature drafters propose the root only.
+        Args:
+            slots: B slots.
+            prompts: their prompts, S the length of the longest.
+            out: the target's features [B,S−1,·]; row b is valid for len(prompts[b]) − 1 positions. A prompt of one token has none, and
+                feature drafters then propose the root alone.
         """
         ...
 
     def propose(self, round: RoundContext) -> DraftTree:
-        """The trees of this round for the rows asked for; node 0 is the root."""
+        """The trees of this round's slots; node 0 is the root, which holds the last committed token."""
         ...
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
-        """Learn what was kept of `tree`, the one proposed or, where the decoder did not ask, the root alone. `out` holds all N
-        nodes; `verdict.on_host(tree)` is on the host already."""
+        """Learn what was accepted.
+
+        Args:
+            round: the context of the round.
+            tree: the proposed tree; if the decoder did not call `propose`, the root alone.
+            verdict: what was accepted of it. In eager rounds `verdict.on_host(tree)` costs no further transfer.
+            out: the target's features of all N nodes.
+        """
         ...
 
-    def drop(self, rows: list[int]) -> None:
-        """These rows ended; their state is free."""
+    def drop(self, slots: list[int]) -> None:
+        """The requests in these slots have ended, and their state is free."""
         ...
 
 
 class Plain:
-    """Proposes the root only: plain decoding, through the same loop."""
+    """Proposes the root alone: plain decoding."""
 
     capturable = True
     taps: tuple[int, ...] = ()
     max_nodes = 1
     max_depth = 0
 
-    def bind(self, target: Target, rows: int, context: int) -> Any:
+    def bind(self, target: Target, slots: int, context: int) -> Any:
         pass
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
     def propose(self, round: RoundContext) -> DraftTree:
@@ -177,5 +193,5 @@ class Plain:
     def accept(self, round: RoundContext, tree: DraftTree, verdict: "Verdict", out: NodeOutput) -> None:
         pass
 
-    def drop(self, rows: list[int]) -> None:
+    def drop(self, slots: list[int]) -> None:
         pass

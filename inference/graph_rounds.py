@@ -1,10 +1,9 @@
-"""Rounds of one fixed shape, so that a CUDA graph can hold a whole one: draft, target, verdict, commit, without the host in between.
+"""Rounds of static shape, so that a CUDA graph can hold a complete one: draft, verify, accept, commit, without the host in between.
 
-A graph covers the first rows of a decoder, as many as are in use (a power of two); one without a request has trees of size 0. What a round
-committed is copied to the host while the next one runs already, so that stop conditions are met a round late: what that round drafted for
-a row that had ended is dropped. A drafter that needs the host drafts outside of the graph, and is told of each round before the next.
-
-Letters: B rows of a graph · N tree nodes · P = K+1 path entries.
+A graph covers the first slots of a decoder, as many as are in use, rounded up to a power of two; slots without a request have trees of size 0.
+The result of a round is copied to the host while the next round already runs. Stop conditions are therefore met one round late, and what that
+round drafted for a request that had ended is dropped. A drafter that needs the host drafts outside the graph, and learns each round's result
+before the next round.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,30 +16,30 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContext, Target
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import HostResult, Verdict, packed, unpacked
+from draftsmith.inference.verify import HostResult, Verdict, pack_results, unpack_results
 
 __all__ = ["GraphRunner", "InFlightRound", "refusal"]
 
-WARM = 3  # rounds on a side stream before a capture: libraries allocate their workspaces then
+WARMUP = 3  # runs on a side stream before a capture: libraries allocate their workspaces then
 
 
 def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: bool) -> str:
-    """Why rounds cannot be captured, in one line; "" where they can."""
+    """Why rounds cannot be captured, in one line; "" where they can. processed: penalties or processors are in use."""
     if not active():
         return "kernels are off"
     if target.device.type != "cuda":
         return "a graph needs a CUDA device"
     if len(set(getattr(target.model, "hf_device_map", {}).values())) > 1:
-        return "the target lies on several devices"
+        return "the target is on several devices"
     if _has_experts(target.model.config) and target.dtype != torch.bfloat16:
         return f"experts in {str(target.dtype).removeprefix('torch.')} are counted by the host; they are not in bfloat16"
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
-        return "the drafter lies on another device"
+        return "the drafter is on another device"
     if processed:
         return "penalties and processors need the tokens before each node"
     from draftsmith.inference.kernels.verify import supported
@@ -54,231 +53,287 @@ def _has_experts(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where graphs are recorded of which no two run at a time. stream: libraries keep their workspaces by stream · pool: their memory; what
-    one leaves there the next may read."""
+class CaptureMemory:
+    """What graphs share that never run at the same time.
+
+    Attributes:
+        stream: libraries keep a workspace per stream.
+        pool: the graphs' memory; a graph may read what the one before left there.
+    """
 
     stream: torch.cuda.Stream
     pool: Any
 
 
-def record(work: Sequence[Callable[[], Any]], on: Place | None) -> list[Callable[[], Any]]:
-    """CUDA graphs of pieces of work that follow each other, to be replayed in this order; without a place the pieces themselves."""
-    if on is None:
+def capture(work: Sequence[Callable[[], Any]], memory: CaptureMemory | None) -> list[Callable[[], Any]]:
+    """Capture functions that follow each other as CUDA graphs -> their replays, for the same order. Without memory: the functions themselves."""
+    if memory is None:
         return list(work)
-    with torch.cuda.device(on.stream.device):
-        on.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(on.stream):
-            for _ in range(WARM):
-                for piece in work:
-                    piece()
-        torch.cuda.current_stream().wait_stream(on.stream)
+    with torch.cuda.device(memory.stream.device):
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
+            for _ in range(WARMUP):
+                for function in work:
+                    function()
+        torch.cuda.current_stream().wait_stream(memory.stream)
         graphs = []
-        for piece in work:
+        for function in work:
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1], pool=on.pool, stream=on.stream):
-                piece()
+            with torch.cuda.graph(graphs[-1], pool=memory.pool, stream=memory.stream):
+                function()
     return [graph.replay for graph in graphs]
 
 
 @dataclass(slots=True)
 class InFlightRound:
-    """A round under way: told [B,·] on the host once the last of `marks` has happened (none: it has). marks: events of a GPU, the first of
-    them before the round, the others each after a part of it."""
+    """A round that the device may still be running.
 
-    told: Tensor
-    marks: list[torch.cuda.Event]
+    Attributes:
+        packed: `pack_results` of the round [B,·] on the host, valid once the last event has happened.
+        events: CUDA events before the round and after each timed part; none on a CPU.
+    """
 
-    def land(self) -> list[HostResult]:
-        """Wait for it; what it told of each row."""
-        if self.marks:
-            self.marks[-1].synchronize()
-        return unpacked(self.told.tolist())
+    packed: Tensor
+    events: list[torch.cuda.Event]
 
-    def parts(self) -> list[float]:
-        """Seconds of each part, once it has landed: drafting, verifying, learning, committing; [] where they were not told apart."""
-        if len(self.marks) < 3:
+    def result(self) -> dict[int, HostResult]:
+        """Wait for the round -> its result by slot."""
+        if self.events:
+            self.events[-1].synchronize()
+        return dict(enumerate(unpack_results(self.packed.tolist())))
+
+    def part_seconds(self) -> list[float]:
+        """Seconds of drafting, verifying, learning and committing, once the round has ended; [] where they were not timed apart."""
+        if len(self.events) < 3:
             return []
-        return [start.elapsed_time(end) / 1e3 for start, end in zip(self.marks, self.marks[1:], strict=False)]
+        return [start.elapsed_time(end) / 1e3 for start, end in zip(self.events, self.events[1:], strict=False)]
+
+    def seconds(self, total: float) -> tuple[float, float, float]:
+        """Seconds of drafting (learning included), of verifying and of all else; `total` is verifying's where parts were not timed."""
+        parts = self.part_seconds()
+        if not parts:
+            return 0.0, total, 0.0
+        draft_s, verify_s, learn_s, commit_s = parts
+        return draft_s + learn_s, verify_s, commit_s
 
 
 @dataclass(slots=True)
-class _Pass:
-    """What the parts of one kind of round hand on to each other, and what the host drafted [B,N]; told lies where the graph writes it."""
+class _Shared:
+    """What the parts of one captured round hand to each other. A graph reads `drafted` (a tree from the host) and writes `packed`."""
 
     round: RoundContext
     drafted: DraftTree | None = None
     tree: DraftTree | None = None
     out: NodeOutput | None = None
     verdict: Verdict | None = None
-    told: Tensor | None = None
+    packed: Tensor | None = None
 
 
 class GraphRunner:
-    """Launches rounds of a decoder's rows. Rows may be seated and leave between two rounds, and be prefilled.
+    """Runs rounds of a decoder's assigned slots as CUDA graphs; on a CPU the captured functions run as they are, for tests.
 
-    verify: (tree, logits, ask) -> Verdict · parted: the parts of a round are graphs of their own, and timed.
+    Args:
+        target, drafter: the models.
+        cache: the target's KV cache, prefilled for assigned slots.
+        sampling: how tokens are drawn.
+        verify: (tree, logits, round) -> Verdict.
+        time_parts: capture the four parts of a round as graphs of their own, and time them.
+
+    Attributes:
+        asynchronous: whether a round may be enqueued before the result of the last one is read.
+        capture_s: host seconds of capturing.
     """
 
+    overlaps_prefill = True  # the device may still be busy with a prefill when a round is enqueued
+    clock = staticmethod(perf_counter)
+
     def __init__(
-        self, target: Target, drafter: Drafter, cache: TreeCache, sampling: Sampling, verify: Callable, parted: bool = False
+        self,
+        target: Target,
+        drafter: Drafter,
+        cache: TreeCache,
+        sampling: Sampling,
+        verify: Callable[[DraftTree, Tensor, RoundContext], Verdict],
+        time_parts: bool = False,
     ) -> None:
-        self.target, self.drafter, self.cache, self.sampling, self.verify, self.parted = target, drafter, cache, sampling, verify, parted
-        self.root, self.request = (torch.zeros(cache.rows, dtype=torch.int64, device=target.device) for _ in range(2))
-        self.live = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
-        self.late = drafter.capturable  # whether a round may be launched before the last one has landed
-        self.recording_s = 0.0  # host seconds
-        self._seated: list[int] = []
-        self._on = Place(torch.cuda.Stream(target.device), torch.cuda.graph_pool_handle()) if target.device.type == "cuda" else None
-        self._kinds: dict[tuple[int, int, int], tuple[_Pass, list[Callable[[], Any]]]] = {}
+        self.target, self.drafter, self.cache, self.sampling, self.verify, self.time_parts = (
+            target,
+            drafter,
+            cache,
+            sampling,
+            verify,
+            time_parts,
+        )
+        self.asynchronous = drafter.capturable
+        self.capture_s = 0.0
+        # Of all slots, where graphs read and write them.
+        self._last_tokens = torch.zeros(cache.rows, dtype=torch.int64, device=target.device)
+        self._noise_keys = torch.zeros(cache.rows, dtype=torch.int64, device=target.device)
+        self._active = torch.zeros(cache.rows, dtype=torch.bool, device=target.device)
+        self._assigned: list[int] = []
+        self._memory: CaptureMemory | None = None
+        if target.device.type == "cuda":
+            self._memory = CaptureMemory(torch.cuda.Stream(target.device), torch.cuda.graph_pool_handle())
+        self._captured: dict[tuple[int, int, int], tuple[_Shared, list[Callable[[], Any]]]] = {}  # by slots, depth, nodes of the host
 
-    def seat(self, rows: list[int], roots: list[int], requests: list[int]) -> None:
-        """These rows, just prefilled, take part from the next round on."""
-        there, last, keys = (placed(numbers, self.live.device) for numbers in (rows, roots, requests))
-        self.root[there], self.request[there] = last, keys
-        self.live.index_fill_(0, there, True)
-        self._seated = sorted({*self._seated, *rows})
+    def assign(self, slots: Sequence[int], last_tokens: Sequence[int], noise_keys: Sequence[int]) -> None:
+        """These prefilled slots take part from the next round on."""
+        device = self.target.device
+        index = index_tensor(slots, device)
+        self._last_tokens[index], self._noise_keys[index] = index_tensor(last_tokens, device), index_tensor(noise_keys, device)
+        self._active.index_fill_(0, index, True)
+        self._assigned = sorted({*self._assigned, *slots})
 
-    def leave(self, rows: Sequence[int] | None = None) -> None:
-        """These rows (all of them by default) take part no more."""
-        gone = self._seated if rows is None else rows
-        self.live.index_fill_(0, placed(gone, self.live.device), False)
-        self._seated = [row for row in self._seated if row not in gone]
+    def free(self, slots: Sequence[int] | None = None) -> None:
+        """These slots (all by default) take part no more."""
+        freed = self._assigned if slots is None else slots
+        self._active.index_fill_(0, index_tensor(freed, self.target.device), False)
+        self._assigned = [slot for slot in self._assigned if slot not in freed]
 
-    def launch(self, depth: int) -> InFlightRound:
-        """A round that drafts `depth` deep at most (0: the roots alone), queued on the device."""
-        marks = self._mark()
-        asked = drafted = None
-        if not self.late:
-            asked = self._asked(depth)
-            drafted = self.drafter.propose(asked).to(self.target.device) if depth else DraftTree.root(asked.last_tokens)
-        rows = _bucket(self._seated[-1] + 1, self.cache.rows)
-        kind = (rows, depth, 0)
-        if drafted is not None:
-            nodes = drafted.tokens.shape[1]
-            kind = (rows, self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (rows, 0, 0)
-        if kind not in self._kinds:
+    def enqueue(self, depth: int) -> InFlightRound:
+        """Queue a round that drafts at most `depth` levels; 0 is plain decoding."""
+        events = self._event()
+        round = drafted = None
+        if not self.asynchronous:
+            round = self._host_context(depth)
+            drafted = self.drafter.propose(round).to(self.target.device) if depth else DraftTree.root(round.last_tokens)
+        key = self._key(depth, drafted)
+        if key not in self._captured:
             began = perf_counter()
-            self._kinds[kind] = self._recorded(*kind)
-            self.recording_s += perf_counter() - began
-            marks = self._mark()  # recording is no part of a round
-        this, (*parts, last) = self._kinds[kind]
-        if asked is not None and drafted is not None and this.drafted is not None:
-            _write(drafted, this.drafted, asked.slot_index)
+            self._captured[key] = self._capture(*key)
+            self.capture_s += perf_counter() - began
+            events = self._event()  # capturing is no part of a round
+        shared, (*parts, last_part) = self._captured[key]
+        if round is not None and drafted is not None and shared.drafted is not None:
+            _write(drafted, shared.drafted, round.slot_index)
         for part in parts:
             part()
-            marks += self._mark()
-        last()
-        assert this.told is not None
-        flight = InFlightRound(_copied(this.told), marks + self._mark())
-        if asked is not None and drafted is not None:
-            self._learn(asked, drafted, this, flight.land())
-        return flight
+            events += self._event()
+        last_part()
+        assert shared.packed is not None
+        pending = InFlightRound(_copy_to_host(shared.packed), events + self._event())
+        if round is not None and drafted is not None:
+            self._accept_on_host(round, drafted, shared, pending.result())
+        return pending
 
-    def _asked(self, depth: int) -> RoundContext:
-        """For a drafter that needs the host: of the seated rows."""
-        cache, rows = self.cache, list(self._seated)
-        cache.fixed = False
-        cache.select(rows)
-        # Copies: a round moves both on.
-        position, root = self.cache.length[cache.index], self.root[cache.index]
-        return RoundContext(rows, cache.index, root, position, self.request[cache.index], self.sampling, depth)
+    def _key(self, depth: int, drafted: DraftTree | None) -> tuple[int, int, int]:
+        """Which captured round serves: its number of slots, its draft depth, and its number of nodes if the host drafted (else 0)."""
+        slots = _bucket(self._assigned[-1] + 1, self.cache.rows)
+        if drafted is None:
+            return slots, depth, 0
+        nodes = drafted.tokens.shape[1]
+        return (slots, self.drafter.max_depth, _bucket(nodes, self.drafter.max_nodes)) if nodes > 1 else (slots, 0, 0)
 
-    def _learn(self, asked: RoundContext, drafted: DraftTree, this: "_Pass", told: list[HostResult]) -> None:
-        """Tell a drafter that needs the host what became of its trees."""
-        assert this.verdict is not None and this.out is not None
-        path, length, token = (one[asked.slot_index] for one in (this.verdict.path, this.verdict.length, this.verdict.next_token))
-        nodes, out = drafted.tokens.shape[1], this.out
-        out = NodeOutput(out.hidden[asked.slot_index, :nodes], None if out.taps is None else out.taps[asked.slot_index, :nodes])
-        self.drafter.accept(asked, drafted, Verdict(path, length, token, [told[row] for row in asked.slots]), out)
+    def _host_context(self, depth: int) -> RoundContext:
+        """The context of the assigned slots, for a drafter that needs the host."""
+        cache, slots = self.cache, list(self._assigned)
+        cache.static_shape = False
+        cache.select(slots)
+        # Indexing copies: the round overwrites both.
+        position, last_tokens = cache.length[cache.index], self._last_tokens[cache.index]
+        return RoundContext(slots, cache.index, last_tokens, position, self._noise_keys[cache.index], self.sampling, depth)
 
-    def _mark(self) -> list[torch.cuda.Event]:
-        """An event where the device is now; none on a CPU."""
+    def _accept_on_host(self, round: RoundContext, drafted: DraftTree, shared: _Shared, results: dict[int, HostResult]) -> None:
+        """Let a drafter that needs the host learn what was accepted of its trees."""
+        verdict, out, index = shared.verdict, shared.out, round.slot_index
+        assert verdict is not None and out is not None
+        nodes = drafted.tokens.shape[1]
+        out = NodeOutput(out.hidden[index, :nodes], None if out.taps is None else out.taps[index, :nodes])
+        host_results = [results[slot] for slot in round.slots]
+        self.drafter.accept(
+            round, drafted, Verdict(verdict.path[index], verdict.length[index], verdict.next_token[index], host_results), out
+        )
+
+    def _event(self) -> list[torch.cuda.Event]:
+        """An event recorded at this point of the device's work; none on a CPU."""
         if self.target.device.type != "cuda":
             return []
-        event = torch.cuda.Event(enable_timing=self.parted)
+        event = torch.cuda.Event(enable_timing=self.time_parts)
         event.record(torch.cuda.current_stream(self.target.device))
         return [event]
 
-    def _recorded(self, rows: int, depth: int, nodes: int) -> tuple[_Pass, list[Callable[[], Any]]]:
-        """A round of so many rows and of this depth, or of this many nodes that the host drafted. Recording it leaves the rows where they
-        are: nobody is live meanwhile."""
+    def _capture(self, slots: int, depth: int, nodes: int) -> tuple[_Shared, list[Callable[[], Any]]]:
+        """Capture a round of the first `slots` slots that drafts `depth` levels, or gets `nodes` nodes from the host. No slot is active
+        meanwhile, so that nothing is committed."""
         cache = self.cache
-        live, bounds, fixed = self.live.clone(), cache.bounds(), cache.fixed
-        self.live.fill_(False)
-        cache.fixed = True
-        cache.select(range(rows))
-        root, request, taking = self.root[:rows], self.request[:rows], self.live[:rows]
-        this = _Pass(RoundContext(cache.selected, cache.index, root, cache.current, request, self.sampling, depth, taking))
+        before = self._active.clone(), cache.length_bounds(), cache.static_shape
+        self._active.fill_(False)
+        cache.static_shape = True
+        cache.select(range(slots))
+        views = self._last_tokens[:slots], cache.selected_length, self._noise_keys[:slots]
+        shared = _Shared(RoundContext(cache.selected, cache.index, *views, self.sampling, depth, self._active[:slots]))
         if nodes:
-            tokens = torch.zeros(rows, nodes, dtype=torch.int64, device=self.target.device)
-            this.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
-        parts = [partial(part, this) for part in (self._draft, self._check, self._accept, self._commit)]
-        recorded = record(parts if self.parted else [partial(_one_by_one, parts)], self._on)
-        # Of what a kind of round leaves, other kinds may have the memory; the host reads no more than this.
-        this.tree = None
-        if self.late:
-            this.out = this.verdict = None
-        cache.bounds(bounds)
-        cache.fixed = fixed
-        self.live.copy_(live)
-        return this, recorded
+            tokens = torch.zeros(slots, nodes, dtype=torch.int64, device=self.target.device)
+            shared.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())
+        parts = [partial(part, shared) for part in (self._draft, self._check, self._accept, self._commit)]
+        captured = capture(parts if self.time_parts else [partial(_run_all, parts)], self._memory)
+        # Captured rounds of other shapes may reuse this memory; the host keeps only what it still reads.
+        shared.tree = None
+        if self.asynchronous:
+            shared.out = shared.verdict = None
+        active_before, bounds_before, cache.static_shape = before
+        cache.set_length_bounds(bounds_before)
+        self._active.copy_(active_before)
+        return shared, captured
 
-    def _draft(self, this: _Pass) -> None:
-        """The trees; those of rows that do not take part are empty."""
-        assert this.round.active is not None
-        self.cache.fixed = True
-        self.cache.select(this.round.slots)
-        if this.drafted is not None:
-            tree = DraftTree.build(this.drafted.tokens, this.drafted.parents, this.drafted.size)
+    def _draft(self, shared: _Shared) -> None:
+        """The trees; those of inactive slots are empty."""
+        assert shared.round.active is not None
+        self.cache.static_shape = True
+        self.cache.select(shared.round.slots)
+        if shared.drafted is not None:
+            tree = DraftTree.build(shared.drafted.tokens, shared.drafted.parents, shared.drafted.size)
+        elif shared.round.depth:
+            tree = self.drafter.propose(shared.round)
         else:
-            tree = (self.drafter if this.round.depth else Plain()).propose(this.round)
-        this.tree = replace(tree, size=torch.where(this.round.active, tree.size, 0), full=False, _deepest=None)
+            tree = Plain().propose(shared.round)
+        shared.tree = replace(tree, size=torch.where(shared.round.active, tree.size, 0), full=False, _deepest=None)
 
-    def _check(self, this: _Pass) -> None:
+    def _check(self, shared: _Shared) -> None:
         """The target on the trees, and the verdict."""
-        tree = this.tree
+        tree = shared.tree
         assert tree is not None
         attention = TreeAttention.tree(self.cache, tree)
         # Nodes past the last position yield only tokens past the limit, but their index must exist.
         positions = attention.positions().clamp(max=self.target.max_positions - 1)
         out = self.target.forward(tree.tokens, position_ids=positions, cache=self.cache, tree=attention, taps=self.drafter.taps)
-        this.out = NodeOutput(out.hidden, out.taps)
-        this.verdict = self.verify(tree, self.target.logits(out.hidden), this.round)
+        shared.out = NodeOutput(out.hidden, out.taps)
+        shared.verdict = self.verify(tree, self.target.logits(out.hidden), shared.round)
 
-    def _accept(self, this: _Pass) -> None:
-        """The drafter learns what was kept (one that needs the host does so later), and the roots move on."""
-        assert this.tree is not None and this.verdict is not None and this.out is not None
-        if self.late:
-            self.drafter.accept(this.round, this.tree, this.verdict, this.out)
-        assert this.round.active is not None
-        this.round.last_tokens.copy_(torch.where(this.round.active, this.verdict.next_token, this.round.last_tokens))
+    def _accept(self, shared: _Shared) -> None:
+        """The drafter learns what was accepted (one that needs the host does so later), and the last tokens advance."""
+        round, verdict = shared.round, shared.verdict
+        assert shared.tree is not None and verdict is not None and shared.out is not None and round.active is not None
+        if self.asynchronous:
+            self.drafter.accept(round, shared.tree, verdict, shared.out)
+        round.last_tokens.copy_(torch.where(round.active, verdict.next_token, round.last_tokens))
 
-    def _commit(self, this: _Pass) -> None:
-        """The cache moves on, and the host is to be told [B,·]."""
-        assert this.tree is not None and this.verdict is not None
-        self.cache.commit(this.verdict)
-        this.told = packed(this.tree, this.verdict)
+    def _commit(self, shared: _Shared) -> None:
+        """The cache keeps the accepted nodes, and the result is packed for the host."""
+        assert shared.tree is not None and shared.verdict is not None
+        self.cache.commit(shared.verdict)
+        shared.packed = pack_results(shared.tree, shared.verdict)
 
 
-def _one_by_one(parts: Sequence[Callable[[], Any]]) -> None:
+def _run_all(parts: Sequence[Callable[[], Any]]) -> None:
     for part in parts:
         part()
 
 
-def _bucket(count: int, most: int) -> int:
-    """A number of rows or nodes that graphs are made for, no less than `count`: a power of two, or the most there can be."""
-    return min(1 << (count - 1).bit_length(), most)
+def _bucket(count: int, limit: int) -> int:
+    """The number of slots or nodes of a captured round that serves `count`: the next power of two, at most `limit`."""
+    return min(1 << (count - 1).bit_length(), limit)
 
 
-def _write(drafted: DraftTree, held: DraftTree, rows: Tensor) -> None:
-    """Put the trees of these rows where a graph reads them. What else is there is of rows that do not take part, or past a tree's size."""
+def _write(drafted: DraftTree, buffers: DraftTree, slot_index: Tensor) -> None:
+    """Write the trees of these slots where a graph reads them. Other slots are inactive, and nodes past a tree's size are not read."""
     nodes = drafted.tokens.shape[1]
-    held.tokens[rows, :nodes], held.parents[rows, :nodes], held.size[rows] = drafted.tokens, drafted.parents, drafted.size
+    buffers.tokens[slot_index, :nodes], buffers.parents[slot_index, :nodes] = drafted.tokens, drafted.parents
+    buffers.size[slot_index] = drafted.size
 
 
-def _copied(told: Tensor) -> Tensor:
-    """On the host, once the device is there."""
-    if told.device.type != "cuda":
-        return told.clone()
-    return torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+def _copy_to_host(packed: Tensor) -> Tensor:
+    """The same on the host, valid once the device has got there."""
+    if packed.device.type != "cuda":
+        return packed.clone()
+    return torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)

@@ -1,17 +1,24 @@
-"""What is asked of the decoder and what it says of its work: requests, their limits, rounds, steps, completions."""
+"""Requests, their limits, and the records of what was decoded for them: rounds, steps, completions, counters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.inference.verify import HostResult
 
-__all__ = ["Completion", "Limits", "Request", "RoundStats", "Step", "collect", "finalise", "make_requests"]
+__all__ = ["Completion", "Counters", "Limits", "Request", "RoundStats", "Step", "collect", "finalise", "make_requests"]
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """One row's share of a round: nodes verified, tokens committed (after truncation), verdict length (before), position of
-    the root, and the seconds of the whole batch's round: drafting, verifying, all else."""
+    """One request's share of a round.
+
+    Attributes:
+        size: tree nodes that were verified, the root included.
+        length: tokens committed, after truncation at stop tokens and limits.
+        accepted: the verdict's length, before truncation.
+        position: absolute position of the last committed token before the round.
+        draft_s, verify_s, other_s: seconds of the batch's round: drafting, verifying, all else.
+    """
 
     size: int
     length: int
@@ -24,10 +31,20 @@ class RoundStats:
 
 @dataclass(slots=True)
 class Step:
-    """What a round committed for one row; tokens end at the stop token (included) or at the limit. reason: "" while the row
-    runs, then "stop", "length" (max_new_tokens) or "context"."""
+    """What a round committed for one request.
 
-    row: int
+    Attributes:
+        slot: the request's slot.
+        prompt_index: the index of its prompt.
+        tokens: the committed tokens; they end at the stop token (included) or at the limit.
+        accepted: the verdict's length, before truncation.
+        size: tree nodes that were verified.
+        finished: whether the request has ended.
+        reason: "" while it runs, then "stop", "length" (max_new_tokens) or "context".
+        round: statistics of the round.
+    """
+
+    slot: int
     prompt_index: int
     tokens: list[int]
     accepted: int
@@ -47,14 +64,40 @@ class Completion:
 
 
 @dataclass(slots=True)
+class Counters:
+    """Work of a decoder since it was made.
+
+    Attributes:
+        target_forwards: forwards of the target, prefill included.
+        prefill_chunks: forwards of the target for prefill.
+        rounds: rounds whose result was read.
+        prefill_s: host seconds of prefill.
+    """
+
+    target_forwards: int = 0
+    prefill_chunks: int = 0
+    rounds: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Request:
-    """A prompt in work: row is −1 until it has one; position is the absolute index of its last token."""
+    """A prompt and its progress.
+
+    Attributes:
+        index: the index of the prompt.
+        prompt: token ids.
+        noise_key: names the random numbers of its draws.
+        slot: −1 until it has one.
+        position: absolute position of the last committed token.
+        emitted: new tokens so far.
+        ended: whether it is finished.
+    """
 
     index: int
     prompt: list[int]
-    key: int
-    row: int = -1
-    last: int = 0
+    noise_key: int
+    slot: int = -1
     position: int = 0
     emitted: int = 0
     ended: bool = False
@@ -62,7 +105,7 @@ class Request:
 
 @dataclass(slots=True)
 class Limits:
-    """Where answers end: context, prompt included, max_new_tokens, and stop tokens."""
+    """Where answers end: after `context` tokens (prompt included), after max_new_tokens, or at a stop token."""
 
     context: int
     max_new_tokens: int
@@ -72,10 +115,10 @@ class Limits:
 def make_requests(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, requests: Sequence[int] | None, context: int, vocab_size: int
 ) -> list[Request]:
-    """What `Decoder.stream` was given, checked: prompts shorter than `context`, their tokens below vocab_size.
+    """Check the arguments of `Decoder.stream` -> one request per prompt.
 
     Raises:
-        ValueError: naming the prompt.
+        ValueError: a prompt that is empty, fills the context or has a token outside the vocabulary; noise keys that do not match the prompts.
     """
     if max_new_tokens < 1:
         raise ValueError(f"got max_new_tokens {max_new_tokens}; expected at least 1; raise it")
@@ -92,15 +135,22 @@ def make_requests(
             raise ValueError(f"prompt {i}: got token id {bad}; expected 0..{vocab_size - 1}; use the target's own tokenizer")
         if not 0 <= keys[i] < 2**32:
             raise ValueError(f"prompt {i}: got request {keys[i]}; expected 0..2^32-1; use a smaller key")
-    return [Request(i, [int(token) for token in prompt], key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))]
+    return [
+        Request(i, [int(token) for token in prompt], key, position=len(prompt) - 1)
+        for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+    ]
 
 
-def finalise(request: Request, told: HostResult, limits: Limits) -> Step:
-    """Cut the tokens at the limits and at the first stop token, and move the request on."""
+def finalise(request: Request, result: HostResult, limits: Limits) -> Step:
+    """Cut the round's tokens at the limits and at the first stop token, and advance the request.
+
+    Raises:
+        ValueError: the drafter proposed an empty tree.
+    """
     left, space = limits.max_new_tokens - request.emitted, limits.context - 1 - request.position
-    if told.length == 0:
-        raise ValueError("the drafter proposed an empty tree for a row that is decoding; expected size 1 at least: the root alone")
-    tokens, reason = told.tokens[: min(left, space)], ""
+    if result.length == 0:
+        raise ValueError("the drafter proposed an empty tree for a slot that is decoding; expected size 1 at least: the root alone")
+    tokens, reason = result.tokens[: min(left, space)], ""
     stop = next((i for i, token in enumerate(tokens) if token in limits.stops), None)
     if stop is not None:
         tokens, reason = tokens[: stop + 1], "stop"
@@ -108,11 +158,11 @@ def finalise(request: Request, told: HostResult, limits: Limits) -> Step:
         reason = "length"
     elif len(tokens) == space:
         reason = "context"
-    record = RoundStats(told.size, len(tokens), told.length, request.position, 0.0, 0.0, 0.0)
+    stats = RoundStats(result.size, len(tokens), result.length, request.position, 0.0, 0.0, 0.0)
     request.emitted += len(tokens)
     request.position += len(tokens)
-    request.last, request.ended = tokens[-1], bool(reason)
-    return Step(request.row, request.index, tokens, told.length, told.size, bool(reason), reason, record)
+    request.ended = bool(reason)
+    return Step(request.slot, request.index, tokens, result.length, result.size, request.ended, reason, stats)
 
 
 def collect(steps: Iterable[Step], completions: Sequence[Completion]) -> None:

@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import TreeSpec, choose, expand
 from draftsmith.inference.tree import DraftTree, StaticTree
@@ -363,10 +363,10 @@ class EagleModel(DrafterModel):
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
         state = self._state
-        state.cache.fixed = False
+        state.cache.static_shape = False
         state.cache.reset(rows)
         state.ready.difference_update(rows)
-        state.begun.index_fill_(0, placed(rows, state.begun.device), False)
+        state.begun.index_fill_(0, index_tensor(rows, state.begun.device), False)
         sizes = [len(prompt) - 1 for prompt in prompts]
         if not max(sizes):
             return
@@ -383,7 +383,7 @@ class EagleModel(DrafterModel):
         state = self._state
         if state.shape.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        state.cache.fixed = round.static_shape
+        state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
         expansion = expand(state.shape, round)
         output, index = state.state[round.slot_index][:, None], round.positions[:, None] + 1
@@ -441,7 +441,7 @@ class EagleModel(DrafterModel):
     def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """`_encode` in a fixed shape: counts [B] are the device's."""
         state, width = self._state, tokens.shape[1]
-        state.cache.fixed = True  # prompts were encoded since, perhaps, and nothing proposed
+        state.cache.static_shape = True  # prompts were encoded since, perhaps, and nothing proposed
         state.cache.select(round.slots)
         attention = TreeAttention.causal(state.cache, width)
         output = self.step(feature, tokens, attention.positions(), self._cached(attention))
@@ -476,7 +476,7 @@ class EagleModel(DrafterModel):
 
     def drop(self, rows: list[int]) -> None:
         self._state.ready.difference_update(rows)
-        self._state.begun.index_fill_(0, placed(rows, self._state.begun.device), False)
+        self._state.begun.index_fill_(0, index_tensor(rows, self._state.begun.device), False)
         self._state.cache.reset(rows)
 
     def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Any:

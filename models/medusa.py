@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from draftsmith.inference.cache import placed
+from draftsmith.inference.cache import index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
 from draftsmith.inference.expand import DynamicExpansion, TreeSpec, choose, expand, parse_tree_spec
 from draftsmith.inference.tree import DraftTree
@@ -211,7 +211,7 @@ class MedusaModel(DrafterModel):
         state.ready.index_copy_(0, round.slot_index, state.ready.index_select(0, round.slot_index) | moved)
 
     def drop(self, rows: list[int]) -> None:
-        self._state.ready.index_fill_(0, placed(rows, self._state.ready.device), False)
+        self._state.ready.index_fill_(0, index_tensor(rows, self._state.ready.device), False)
 
 
 Config = MedusaConfig

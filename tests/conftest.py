@@ -42,7 +42,7 @@ def _cpu_only(request, monkeypatch):
     """Exactness is claimed for fp32 on the CPU: on a GPU machine too, only tests marked gpu use the GPU."""
     if "gpu" not in request.keywords and zoo.DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        # On some CPUs bf16 wins the probe, on a busy one now and then: Accelerate keeps the first run's choice for the whole process.
+        # On some CPUs bf16 wins the probe, on a busy one now and then: Accelerate keeps the first run's choice for the entire process.
         monkeypatch.setattr(machine, "precision", lambda: "fp32")
 
 

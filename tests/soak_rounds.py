@@ -1,4 +1,4 @@
-"""Rounds as graphs hold them against plain decoding, over random drafters, shapes, rows, prompts, limits, rules and calls: `make test-rounds`.
+"""Rounds as graphs hold them against plain decoding, over random drafters, shapes, slots, prompts, limits, rules and calls: `make test-rounds`.
 
     python tests/soak_rounds.py [--minutes 5] [--first 0]
 
@@ -53,12 +53,12 @@ class Wild(AdaptiveDepth):
 
 
 class Planting(PlantingDrafter):
-    """Rounds without drafting are no rounds of its own."""
+    """Accepts rounds without drafting, too: nothing was planted in them."""
 
-    def accept(self, ask, tree, verdict, out):
+    def accept(self, round, tree, verdict, out):
         if tree.tokens.shape[1] == 1:
-            self.planted.update(dict.fromkeys(ask.slots, []))
-        super().accept(ask, tree, verdict, out)
+            self.planted.update(dict.fromkeys(round.slots, []))
+        super().accept(round, tree, verdict, out)
 
 
 def shaken(model, by, seed=0):
@@ -122,12 +122,12 @@ def case(seed, patched):
     """One decoder and its calls. Raises what was wrong."""
     rng = random.Random(seed)
     name, kind, rows, context = rng.choice(TARGETS), rng.choice(KINDS), rng.randint(1, 6), rng.choice([None, None, 128, 60, 14])
-    parted, governor = rng.random() < 0.25, rng.choice([None, None, AdaptiveDepth(), Wild(rng), Wild(rng)])
+    time_parts, adaptive = rng.random() < 0.25, rng.choice([None, None, AdaptiveDepth(), Wild(rng), Wild(rng)])
     taped.install(patched, replayed=True)
-    patched.setattr(decoders, "GraphRunner", lambda *given: GraphRunner(*given[:-1], parted))
+    patched.setattr(decoders, "GraphRunner", lambda *given: GraphRunner(*given[:-1], time_parts))
     target = Target.wrap(tiny(name))
     drafter = None if kind == "planting" else drafter_of(kind, target, name, rng)
-    how = {"slots": rows, "context": context, "governor": governor, "kernels": True}
+    how = {"slots": rows, "context": context, "adaptive": adaptive, "kernels": True}
     decoder, sampling = Decoder(target, drafter, **how, chunk=rng.choice([256, 3, 16])), None
     for _ in range(rng.randint(1, 4)):
         prompts, new_tokens = prompts_of(rng, context or 128), rng.choice([1, 2, 7, 15, 30, 120])
@@ -135,10 +135,10 @@ def case(seed, patched):
         requests = rng.choice([None, [rng.randrange(2**32) for _ in prompts]])
         plain = Decoder(target, slots=rng.randint(1, 4), context=context)
         free = plain.generate(prompts, sampling, new_tokens, (), requests)
-        stops = set(rng.sample([token for one in free for token in one.tokens], 1)) if rng.random() < 0.5 else set()
+        stops = set(rng.sample([token for answer in free for token in answer.tokens], 1)) if rng.random() < 0.5 else set()
         expected = plain.generate(prompts, sampling, new_tokens, stops, requests)
         if kind == "planting":
-            drafter = Planting(prompts, [one.tokens for one in free], VOCAB, leftmost=rng.random(), taps=rng.choice([(), (0, 1)]))
+            drafter = Planting(prompts, [answer.tokens for answer in free], VOCAB, leftmost=rng.random(), taps=rng.choice([(), (0, 1)]))
             decoder = Decoder(target, drafter, **how)
         if rng.random() < 0.25:
             stream = decoder.stream(prompts, sampling, new_tokens, stops, requests)
@@ -147,19 +147,19 @@ def case(seed, patched):
             stream.close()
         check(decoder.generate(prompts, sampling, new_tokens, stops, requests), expected, prompts)
         if drafter and kind != "planting" and rng.random() < 0.2:
-            other = Decoder(target, drafter, slots=rng.randint(1, 5), context=context, kernels=True)
-            check(other.generate(prompts, sampling, new_tokens, stops, requests), expected, prompts)
+            second = Decoder(target, drafter, slots=rng.randint(1, 5), context=context, kernels=True)
+            check(second.generate(prompts, sampling, new_tokens, stops, requests), expected, prompts)
         between(kind, drafter, target, rng)
 
 
 def check(got, expected, prompts):
-    assert [(one.tokens, one.reason) for one in got] == [(one.tokens, one.reason) for one in expected]
-    for one, prompt in zip(got, prompts, strict=True):
+    assert [(answer.tokens, answer.reason) for answer in got] == [(answer.tokens, answer.reason) for answer in expected]
+    for answer, prompt in zip(got, prompts, strict=True):
         position = len(prompt) - 1
-        for round in one.rounds:
+        for round in answer.rounds:
             assert round.position == position and 1 <= round.length <= round.accepted <= round.size
             position += round.length
-        assert position == len(prompt) - 1 + len(one.tokens)
+        assert position == len(prompt) - 1 + len(answer.tokens)
 
 
 def main():

@@ -1,7 +1,7 @@
 """A CUDA graph of tensor operations, on a CPU: they are recorded once, with the tensors they met, and from then on replayed without the Python
 that made them. What a graph would get wrong, this gets wrong: a number that was the host's, a tensor that has moved, a branch not taken.
 
-Operations only: what a Triton kernel does is not seen, so kernels are to be their twins.
+Operations only: what a Triton kernel does is not seen, so each kernel must be its reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        assert not any(word in str(function) for word in WAITING), f"{function} is nothing for a graph"
+        assert not any(word in str(function) for word in WAITING), f"{function} is not possible in a graph"
         out = function(*arguments, **(keywords or {}))
         self.calls.append((function, arguments, keywords or {}, out))
         return out
@@ -43,14 +43,14 @@ class Tape(TorchDispatchMode):
         with torch.inference_mode():
             for function, arguments, keywords, out in self.calls:
                 again = function(*arguments, **keywords)
-                for held, fresh in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                for before, fresh in zip(tree_leaves(out), tree_leaves(again), strict=True):
                     # A view, or a tensor that was written to, is where it was.
-                    if isinstance(held, torch.Tensor) and held.data_ptr() != fresh.data_ptr():
-                        held.copy_(fresh)
+                    if isinstance(before, torch.Tensor) and before.data_ptr() != fresh.data_ptr():
+                        before.copy_(fresh)
 
 
 def orphans(tapes: list[Tape]) -> list[Any]:
-    """Drop tapes that follow each other -> their operations that read memory from before them which nobody else keeps: a graph would find
+    """Drop tapes that follow each other -> their operations that read memory from before them which nothing else keeps: a graph would find
     something else there."""
     given: dict[int, tuple[Any, StorageWeakRef]] = {}
     own: set[int] = set()
@@ -62,11 +62,11 @@ def orphans(tapes: list[Tape]) -> list[Any]:
     del tensor, arguments, keywords, out
     for tape in tapes:
         tape.calls.clear()
-    return [function for function, place in given.values() if place.expired()]
+    return [function for function, reference in given.values() if reference.expired()]
 
 
 def record(work: Sequence[Callable[[], Any]], on: Any) -> list[Callable[[], Any]]:
-    """In the place of `captured.record`: warm up, record, and leave nothing but replays."""
+    """In place of `graph_rounds.capture`: warm up, record, and leave nothing but replays."""
     for piece in work:
         piece()
     lost = orphans([recorded(piece) for piece in work])
@@ -82,8 +82,8 @@ def recorded(piece: Callable[[], Any]) -> Tape:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
-    """Decoders with kernels take their twins, which are quick and made of operations, and run rounds as for a graph: each as it is, or
-    replayed from what was recorded of the first of its kind."""
+    """Decoders with kernels use the references, which are quick and consist of operations, and run rounds as for a graph: each as it is, or
+    replayed from what was recorded of the first of its shape."""
     from draftsmith.inference import decoder, expand, graph_rounds
     from draftsmith.inference import verify as verification
     from draftsmith.inference.kernels import attention, commit, verify
@@ -94,12 +94,12 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     monkeypatch.setattr(verify, "verify", verification.verify)
     monkeypatch.setattr(expand, "active", lambda: False)
     monkeypatch.setattr(decoder, "missing", lambda device: "")
-    why = decoder.refusal
+    real = decoder.refusal
 
     def refusal(target, drafter, sampling, processed):
-        there = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=torch.bfloat16)
-        return why(there, SimpleNamespace(capturable=drafter.capturable), sampling, processed)
+        on_gpu = SimpleNamespace(device=torch.device("cuda"), model=target.model, dtype=torch.bfloat16)
+        return real(on_gpu, SimpleNamespace(capturable=drafter.capturable), sampling, processed)
 
     monkeypatch.setattr(decoder, "refusal", refusal)
     if replayed:
-        monkeypatch.setattr(graph_rounds, "record", record)
+        monkeypatch.setattr(graph_rounds, "capture", record)

@@ -13,7 +13,7 @@ from draftsmith.inference.tree import DraftTree
 from draftsmith.models.target import Target
 
 # Architectures beside those of the lossless tests: other norms, rotary parts, learned positions, experts, and two whose
-# attention is not told its sliding window.
+# attention does not get its sliding window.
 _SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

@@ -12,7 +12,7 @@ SHAPES = {0: (2, 3, 2, 3), 1: (1, 5, 1, 2), 4: (3, 4, 3, 4)}  # layer -> key hea
 
 
 class Model:
-    """The cache's twin: per row a list of committed numbers; layer, head and dim are derived from the number."""
+    """The same with lists: per row a list of committed numbers; layer, head and dim are derived from the number."""
 
     def __init__(self, rows: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(rows)]
@@ -41,7 +41,7 @@ def write(cache: TreeCache, numbers: list[list[int]]) -> dict[int, tuple[torch.T
 def check(cache: TreeCache, model: Model, views: dict, written: list[list[int]]) -> None:
     for layer, (kh, kd, vh, vd) in SHAPES.items():
         keys, values = views[layer]
-        assert keys.shape == (len(cache.selected), kh, cache.reach + len(written[0]), kd)
+        assert keys.shape == (len(cache.selected), kh, cache.max_length + len(written[0]), kd)
         for place, row in enumerate(cache.selected):
             all_numbers = [model.rows[row] + written[place]]
             end = len(all_numbers[0])
@@ -55,8 +55,8 @@ def random_path(rng: random.Random, nodes: int, width: int) -> tuple[list[int], 
     return path + [-1] * (width - length), length
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["host knows", "host guesses"])
-def test_commits_equal_lists(told):
+@pytest.mark.parametrize("known", [True, False], ids=["host knows", "host guesses"])
+def test_commits_equal_lists(known):
     rng = random.Random(4)
     cache, model = TreeCache(4, 80), Model(4)
     assert cache and len(cache) == 0
@@ -66,7 +66,7 @@ def test_commits_equal_lists(told):
         if turn % 9 == 8:
             cache.reset([rows[0]])
             model.rows[rows[0]] = []
-        if max(len(model.rows[row]) for row in rows) + 8 * 3 > 80 or cache.reach > 60:
+        if max(len(model.rows[row]) for row in rows) + 8 * 3 > 80 or cache.max_length > 60:
             cache.reset()
             model.rows = [[] for _ in range(4)]
         cache.select(rows)
@@ -74,8 +74,8 @@ def test_commits_equal_lists(told):
         scattered += rows in ([0, 2], [0, 1, 3])
         nodes = rng.randint(1, 6)
         written = [model.numbers(nodes) for _ in rows]
-        assert cache.current.tolist() == [len(model.rows[row]) for row in rows]
-        exact += cache.exact
+        assert cache.selected_length.tolist() == [len(model.rows[row]) for row in rows]
+        exact += cache.equal_lengths
         check(cache, model, write(cache, written), written)
         if turn % 4 == 3:  # a chunk of prompts
             counts = [rng.randint(0, nodes) for _ in rows]
@@ -86,19 +86,19 @@ def test_commits_equal_lists(told):
             paths, lengths = [path for path, _ in drawn], [length for _, length in drawn]
             in_place = all(path[:length] == list(range(length)) for path, length in drawn)
             verdict = Verdict(torch.tensor(paths), torch.tensor(lengths), torch.zeros(len(rows), dtype=torch.int64))
-            cache.commit(verdict, lengths if told else None, in_place and told)
+            cache.commit(verdict, lengths if known else None, in_place and known)
             moved += not in_place
         ragged += len(set(lengths)) > 1
         for place, row in enumerate(rows):
             model.rows[row] += [written[place][node] for node in paths[place][: lengths[place]]]
         assert cache.length.tolist() == [len(numbers) for numbers in model.rows]
         longest = max(len(model.rows[row]) for row in rows)
-        assert cache.reach == longest if told else cache.reach >= longest
+        assert cache.max_length == longest if known else cache.max_length >= longest
         # One more write without commit reads back what was kept.
         cache.select(rows)
         written = [model.numbers(1) for _ in rows]
         check(cache, model, write(cache, written), written)
-    assert moved >= 10 and ragged >= 10 and contiguous >= 10 and scattered >= 5 and exact >= (5 if told else 1)
+    assert moved >= 10 and ragged >= 10 and contiguous >= 10 and scattered >= 5 and exact >= (5 if known else 1)
 
 
 def test_idle_row_keeps_nothing():
@@ -120,4 +120,4 @@ def test_refusals():
     with pytest.raises(ValueError, match="tree attention only"):
         cache.get_mask_sizes(3, 0)
     cache.reset()
-    assert cache.length.tolist() == [0, 0] and cache.reach == 0 and cache.exact
+    assert cache.length.tolist() == [0, 0] and cache.max_length == 0 and cache.equal_lengths

@@ -88,9 +88,9 @@ def test_the_target_stays_out_of_the_artifact(target, tmp_path):
     assert not any("lm_head" in name or name.startswith("model") for name, _ in [*drafter.named_modules(), *drafter.named_buffers()])
     drafter.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {f"{i}.0.linear.{p}" for i in range(2) for p in ("weight", "bias")}
-    twin = copy.deepcopy(drafter)
+    copied = copy.deepcopy(drafter)
     with pytest.raises(RuntimeError, match="no target yet"):
-        _ = twin.target
+        _ = copied.target
     assert drafter.target is target
 
 
@@ -109,9 +109,9 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(artifact):
 
 def test_half_written_artifacts(artifact):
     weights = artifact / "model.safetensors"
-    whole = weights.read_bytes()
-    for cut in (4, len(whole) // 2, len(whole) - 1):
-        weights.write_bytes(whole[:cut])
+    complete = weights.read_bytes()
+    for cut in (4, len(complete) // 2, len(complete) - 1):
+        weights.write_bytes(complete[:cut])
         with pytest.raises(ValueError, match="model.safetensors.*cut off"):
             load_drafter(artifact)
     weights.unlink()
@@ -175,9 +175,9 @@ def test_what_push_to_hub_uploads_is_the_artifact(target, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("depth", [1, 4, 5, 20])
 def test_default_paths(depth):
-    topology = StaticTree.from_paths(default_paths(depth))
-    assert topology.max_depth == depth and topology.num_nodes <= max(16, depth + 1)
-    assert topology.paths[:depth] == tuple((0,) * k for k in range(1, depth + 1))
+    tree = StaticTree.from_paths(default_paths(depth))
+    assert tree.max_depth == depth and tree.num_nodes <= max(16, depth + 1)
+    assert tree.paths[:depth] == tuple((0,) * k for k in range(1, depth + 1))
 
 
 @pytest.mark.parametrize("vocab", [5, 67, 64 * 40, 64 * 40 + 1, 5000])

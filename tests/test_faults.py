@@ -27,22 +27,22 @@ SAMPLED = Sampling(temperature=1.0, top_p=0.95, seed=2)
 
 @functools.cache
 def oracle(name: str, how: Sampling) -> tuple[Target, list[list[int]]]:
-    """The target and its answers, found before any fault is planted."""
+    """The target and its answers, from before any fault is planted."""
     model = tiny(name)
     if how.greedy:
         return Target.wrap(model), [reference(model, prompt, NEW + 6) for prompt in PROMPTS]
-    return Target.wrap(model), [one.tokens for one in Decoder(Target.wrap(model)).generate(PROMPTS, how, NEW + 6, ())]
+    return Target.wrap(model), [answer.tokens for answer in Decoder(Target.wrap(model)).generate(PROMPTS, how, NEW + 6, ())]
 
 
 def lossless(name: str = "llama", how: Sampling = Sampling(), rows: int = 3) -> bool:  # noqa: B008 (frozen)
     """Whether speculative decoding gives the oracle's tokens and every verdict that was planted. A crash counts as red."""
     target, answers = oracle(name, how)
-    drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=1)
+    drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=True, seed=1)
     try:
         out = Decoder(target, drafter, slots=rows, chunk=4).generate(PROMPTS, how, NEW, ())
     except (RuntimeError, IndexError, AssertionError, ValueError):
         return False
-    return [one.tokens for one in out] == [answer[:NEW] for answer in answers] and drafter.mismatches == 0
+    return [answer.tokens for answer in out] == [answer[:NEW] for answer in answers] and drafter.mismatches == 0
 
 
 def independent(how: Sampling = SAMPLED) -> bool:
@@ -135,16 +135,16 @@ def stale_slots_visible(self, window):
     return allowed | (slots >= self.length[:, None] + self.nodes)[:, None, :]
 
 
-def never_move(self, verdict, kept=None, in_place=False):
-    return plain_commit(self, verdict, kept, True)
+def never_move(self, verdict, host_counts=None, in_place=False):
+    return plain_commit(self, verdict, host_counts, True)
 
 
-def keep_all_nodes(self, verdict, kept=None, in_place=False):
+def keep_all_nodes(self, verdict, host_counts=None, in_place=False):
     self._move(verdict.path[:, 1:], 1)
     self.length.index_add_(0, self.index, torch.full_like(verdict.length, verdict.path.shape[1]))
     for row in self.selected:
-        self._bound[row] += verdict.path.shape[1]
-    self._changed()
+        self._bounds[row] += verdict.path.shape[1]
+    self._lengths_changed()
 
 
 def move_in_the_wrong_order(self, slots, first):
@@ -153,14 +153,14 @@ def move_in_the_wrong_order(self, slots, first):
 
 def forget_to_reset(self, rows=None):
     for row in range(self.rows) if rows is None else rows:
-        self._bound[row] = int(self.length[row])
+        self._bounds[row] = int(self.length[row])
 
 
 def advance_by_width(self, counts):
     self.length.index_add_(0, self.index, torch.full((len(self.selected),), max(counts)))
     for row in self.selected:
-        self._bound[row] += max(counts)
-    self._changed()
+        self._bounds[row] += max(counts)
+    self._lengths_changed()
 
 
 def forget(option: str) -> Callable:

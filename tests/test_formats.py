@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from planting import ask
+from planting import round_context
 from safetensors.torch import load_file, save_file
 from test_target import random_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -254,7 +254,7 @@ def proposals(drafter, target, pieces):
 
     drafter.start(rows, [piece[: place + 1] for piece, place in zip(pieces, places, strict=True)], part([0, 0], places))
     while max(places) + K + 1 < len(pieces[0]):
-        request = ask(rows, [piece[place] for piece, place in zip(pieces, places, strict=True)])
+        request = round_context(rows, [piece[place] for piece, place in zip(pieces, places, strict=True)])
         tree = drafter.propose(request)
         assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
         found += [(row, place, tree.tokens[row, 1:].tolist()) for row, place in enumerate(places)]

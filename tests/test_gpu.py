@@ -55,13 +55,13 @@ def test_losses_and_gradients_are_the_cpus():
     torch.manual_seed(0)
     hidden, head = torch.randn(96, 32), torch.randn(500, 32)
     targets, weight = torch.randint(500, (96,)), (torch.rand(96) < 0.7).float()
-    found = []
+    results = []
     for device in ("cpu", DEVICE):
         leaves = [tensor.to(device).requires_grad_() for tensor in (hidden, head)]
         loss = chunked_cross_entropy(*leaves, targets.to(device), weight.to(device))
         loss.sum.backward()
-        found.append([loss.sum.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
-    for cpu, gpu in zip(*found, strict=True):
+        results.append([loss.sum.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)
 
 
@@ -118,10 +118,10 @@ def test_packed_rows_and_stored_features_are_the_cpus(name, tmp_path):
     assert keeps_apart(gpu)
     batch = packed.batch(torch.arange(len(packed)))
     expected = cpu.features(batch, (0, 1))
-    found = gpu.features({key: value.to(DEVICE) for key, value in batch.items()}, (0, 1))
+    features = gpu.features({key: value.to(DEVICE) for key, value in batch.items()}, (0, 1))
     capture(gpu, [corpus], tmp_path / "store", "float32", (0, 1))
     stored = FeatureDataset(packed, FeatureStore(tmp_path / "store", gpu, (0, 1)), (0, 1)).batch(torch.arange(len(packed)))
     real = batch["document"] >= 0
-    for hidden, taps in ((found.hidden.cpu(), found.taps.cpu()), (stored["hidden"], stored["taps"])):
+    for hidden, taps in ((features.hidden.cpu(), features.taps.cpu()), (stored["hidden"], stored["taps"])):
         torch.testing.assert_close(hidden[real], expected.hidden[real], rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(taps[real], expected.taps[real], rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The attention kernel against its plain twin, under Triton's interpreter; natively where there is a GPU."""
+"""The attention kernel against its plain-torch reference, under Triton's interpreter; natively where there is a GPU."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_softcap_and_sinks(softcap, sink, window):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("nodes", "span"), [(1, 2), (3, 64), (8, 65), (20, 200), (2, 256)])
-def test_frontiers(nodes, span, dtype):
+def test_levels(nodes, span, dtype):
     """Queries that are only some of the nodes; up to four words."""
     arguments = case(nodes, span, lengths=(0, 50), kv_heads=1, dtype=dtype)
     assert arguments[6].shape[-1] == (span + 63) // 64
@@ -179,9 +179,9 @@ def test_nothing_to_see_is_nothing(monkeypatch, count, sink):
     assert not got[2].any()
 
 
-@pytest.mark.parametrize("reach", [None, 37, 0])
-def test_buffers_without_a_slot_to_spare(reach):
-    check(case(7, lengths=(37, 12), spare=0), reach=reach)
+@pytest.mark.parametrize("max_length", [None, 37, 0])
+def test_buffers_without_a_slot_to_spare(max_length):
+    check(case(7, lengths=(37, 12), spare=0), max_length=max_length)
 
 
 def test_layouts():
@@ -194,7 +194,7 @@ def test_layouts():
 
 
 def test_against_attention_over_the_cache():
-    """The twin and the kernel give what the decoder's attention gives."""
+    """The reference, the kernel and attention without kernels (SDPA) are independent, and agree."""
     generator = torch.Generator().manual_seed(3)
     cache = TreeCache(4, 60)
     cache.select([3, 1])
@@ -214,13 +214,13 @@ def test_against_attention_over_the_cache():
         )
         for form in (tree_attention, tree_attention_reference):
             got = form(
-                query, store.keys, store.values, rows, cache.current, tree.depth, tree.ancestors, tree.depth,
-                scale=0.3, window=window, softcap=softcap, sinks=sink, reach=cache.reach,
+                query, store.keys, store.values, rows, cache.selected_length, tree.depth, tree.ancestors, tree.depth,
+                scale=0.3, window=window, softcap=softcap, sinks=sink, max_length=cache.max_length,
             )  # fmt: skip
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_twin_keeps_float64():
+def test_the_reference_keeps_float64():
     arguments = case(4, lengths=(3, 8))
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in arguments]
     got = tree_attention_reference(*wide, scale=0.2)
@@ -255,7 +255,7 @@ CALLS = """
 for dtype, dim, groups, nodes, options in (
     (torch.bfloat16, 128, 4, 1, {}),
     (torch.bfloat16, 128, 4, 64, {"window": 100, "softcap": 30.0, "sinks": torch.zeros(8, dtype=torch.bfloat16)}),
-    (torch.float16, 80, 1, 20, {"reach": 0}),
+    (torch.float16, 80, 1, 20, {"max_length": 0}),
     (torch.float32, 64, 1, 40, {"window": 100}),
 ):
     zero = torch.zeros(2, dtype=torch.int64)
@@ -269,8 +269,8 @@ for dtype, dim, groups, nodes, options in (
 
 def test_compiles_for_hopper(tmp_path):
     """One merge for all kinds of one size; the kind without a prefix needs none."""
-    found = compiled("draftsmith.inference.kernels.attention", ("_attend", "_merge"), CALLS, tmp_path, 227 * 1024)
-    assert found == 4 * ["_attend"] + found[4:] and set(found[4:]) == {"_merge"}
+    kernels = compiled("draftsmith.inference.kernels.attention", ("_attend", "_merge"), CALLS, tmp_path, 227 * 1024)
+    assert kernels == 4 * ["_attend"] + kernels[4:] and set(kernels[4:]) == {"_merge"}
 
 
 @pytest.mark.gpu

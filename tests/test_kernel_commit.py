@@ -11,7 +11,9 @@ from interpreted import INTERPRETED
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
+from draftsmith.inference import kernels
 from draftsmith.inference.cache import TreeCache, _Store
+from draftsmith.inference.drafter import NodeOutput
 from draftsmith.inference.kernels import commit as module
 from draftsmith.inference.kernels.commit import commit, commit_reference, table, take, take_reference
 
@@ -40,7 +42,7 @@ def _poisoned(monkeypatch):
 
 
 @pytest.fixture
-def silent():
+def no_synchronisation():
     """On a GPU, what waits for the device fails."""
     if not torch.cuda.is_available():
         yield
@@ -52,9 +54,9 @@ def silent():
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Any bits, those of NaN among them."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    limits = torch.iinfo(whole)
-    return torch.randint(limits.min, limits.max, shape, dtype=whole).view(dtype).to(device)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    limits = torch.iinfo(integer)
+    return torch.randint(limits.min, limits.max, shape, dtype=integer).view(dtype).to(device)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +89,17 @@ def path_of(rng: random.Random, entries: int, first: int, nodes: int, kind: str)
     return kept + [-1] * (entries - length)
 
 
+def moved_by_hand(buffer: torch.Tensor, cache: TreeCache, paths: list[list[int]], first: int) -> torch.Tensor:
+    """A copy of the buffer in which the nodes of each path, its root apart, are moved one by one."""
+    out = buffer.clone()
+    for row, path in zip(cache.selected, paths, strict=True):
+        start = int(cache.length[row])
+        for j, node in enumerate(path[1:]):
+            if node >= 0:
+                out[row, :, start + first + j] = buffer[row, :, start + node]
+    return out
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.float16]], ids=["fp32", "bf16", "mixed"])
 @pytest.mark.parametrize("shapes", SHAPES, ids=len)
@@ -107,15 +120,15 @@ def test_commit_moves_what_the_cache_does(shapes, dtypes, device):
         seen["overlap"] += sum(
             slot < first + entries and slot != first + j for path in paths for j, slot in enumerate(path[1:]) if slot >= 0
         )
-        before, twin = buffers_of(cache), [buffer.clone() for buffer in buffers_of(cache)]
-        moved = [buffer.clone() for buffer in before]
+        moved, referred = ([buffer.clone() for buffer in buffers_of(cache)] for _ in range(2))
+        expected = [moved_by_hand(buffer, cache, paths, first) for buffer in buffers_of(cache)]
         groups = table(moved)
         assert len(groups) == len({(buffer.shape, buffer.dtype) for buffer in moved})
         cache._move(slots, first)
-        commit_reference(twin, cache.index, cache.current, slots, first)
-        commit(groups, cache.index, cache.current, slots, first)
-        for one, other, expected in zip(moved, twin, before, strict=True):
-            assert torch.equal(bits(one), bits(expected)) and torch.equal(bits(other), bits(expected))
+        commit_reference(referred, cache.index, cache.selected_length, slots, first)
+        commit(groups, cache.index, cache.selected_length, slots, first)
+        for buffers in (moved, referred, buffers_of(cache)):
+            assert all(torch.equal(bits(buffer), bits(right)) for buffer, right in zip(buffers, expected, strict=True))
     assert seen["overlap"] > 5 and min(seen[kind] for kind in ("path", "any", "in place", "empty")) > 1
 
 
@@ -144,17 +157,31 @@ def test_take_gathers_features_of_the_path(dtype, device):
     rng = random.Random(1)
     torch.manual_seed(1)
     for rows, nodes, inner, entries in ((1, 1, (5,), 1), (3, 7, (33,), 4), (2, 9, (3, 12), 5), (4, 6, (2, 2, 4), 9)):
-        whole = torch.randn(rows, nodes + 2, *inner).to(dtype).to(device)
-        features = whole[:, 1:-1]  # a view: rows of it are apart
+        padded = torch.randn(rows, nodes + 2, *inner).to(dtype).to(device)
+        features = padded[:, 1:-1]  # a view: rows of it are apart
         paths = [path_of(rng, entries, 0, max(nodes, entries), "path") for _ in range(rows - 1)] + [[-1] * entries]
         paths = [[min(node, nodes - 1) for node in path] for path in paths]
         path = torch.tensor([[0, *path] for path in paths], device=device)[:, 1:]
-        whole[-1] = float("nan")  # the row that takes nothing
+        padded[-1] = float("nan")  # the row that takes nothing
         taken = take(features, path)
         assert taken.dtype == dtype and torch.equal(taken, take_reference(features, path))
         for b, entry in ((b, j) for b in range(rows) for j in range(entries)):
             node = paths[b][entry]
             assert torch.equal(taken[b, entry], features[b, node] if node >= 0 else torch.zeros(inner, dtype=dtype, device=device))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off")
+def test_drafters_get_zeros_past_the_end_of_a_path():
+    """With kernels and without, whatever is in node 0 or in the last one."""
+    hidden, taps = torch.full((2, 3, 4), float("nan")), torch.full((2, 3, 2, 4), float("nan"))
+    hidden[:, 1], taps[:, 1] = 1.0, 2.0
+    path = torch.tensor([[1, -1, -1], [-1, -1, 1]])
+    for on in (False, True):
+        with kernels.use(on):
+            out = NodeOutput(hidden, taps).along(path)
+        expected = (path > 0).float()
+        assert out.taps is not None and torch.equal(out.hidden, expected[..., None].expand(-1, -1, 4))
+        assert torch.equal(out.taps, 2 * expected[..., None, None].expand(-1, -1, 2, 4))
 
 
 @pytest.mark.gpu
@@ -170,8 +197,8 @@ def test_nothing_waits_for_the_device(request, monkeypatch):
     moved = [buffer.clone() for buffer in buffers_of(cache)]
     groups = table(moved)
     torch.cuda.synchronize()
-    request.getfixturevalue("silent")
-    commit(groups, cache.index, cache.current, slots, 1)
+    request.getfixturevalue("no_synchronisation")
+    commit(groups, cache.index, cache.selected_length, slots, 1)
     taken = take(features, path)
     torch.cuda.set_sync_debug_mode("default")
     cache._move(slots, 1)
@@ -190,7 +217,7 @@ def test_refusals():
     for wrong in ((rows.int(), start, slots), (rows[:1], start, slots), (rows, start, slots[0]), (rows, torch.zeros(4).long()[::2], slots)):
         with pytest.raises(ValueError, match="all int64"):
             commit(groups, *wrong, 1)
-    with pytest.raises(ValueError, match="slots 5 … 6 to fill of 6; give a larger context"):
+    with pytest.raises(ValueError, match="positions 5 … 6 to fill of 6; give a larger context"):
         commit(groups, rows, start, slots, 5)
     features = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="the target's output and the verdict's path"):

@@ -59,7 +59,7 @@ def test_speculative_equals_plain(name):
     assert texts(Decoder(target, slots=1, chunk=4).generate(PROMPTS[:3], max_new_tokens=NEW, stop_ids=())) == [a[:NEW] for a in greedy[:3]]
     for sampling, answers in ((Sampling(), greedy), (SAMPLED, sampled)):
         for rows in (1, 4):
-            drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=rows == 4, seed=rows, taps=(0, 1) if rows == 4 else ())
+            drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=rows == 4, seed=rows, taps=(0, 1) if rows == 4 else ())
             decoder = Decoder(target, drafter, slots=rows, chunk=8)
             out = decoder.generate(PROMPTS, sampling, NEW, ())
             assert texts(out) == [answer[:NEW] for answer in answers], f"{name}, {rows} rows, {sampling}"
@@ -77,7 +77,7 @@ def check_exercised(drafter: PlantingDrafter, rows: int) -> None:
     assert drafter.sizes[1] >= 1 and len(drafter.sizes) >= 6
     if rows > 1:
         # All start together but one, which replaces a finished row while the others run.
-        assert drafter.starts_beside >= len(PROMPTS) - 1 and drafter.padded >= 5 and drafter.twins >= 5
+        assert drafter.starts_beside >= len(PROMPTS) - 1 and drafter.padded >= 5 and drafter.duplicates >= 5
 
 
 def check_records(decoder: Decoder, out: list[Completion], prompts: list[list[int]]) -> None:
@@ -89,8 +89,8 @@ def check_records(decoder: Decoder, out: list[Completion], prompts: list[list[in
         assert position == len(prompt) - 1 + len(completion.tokens)
         assert all(one.length == one.accepted for one in completion.rounds[:-1])
         assert min(min(one.draft_s, one.verify_s, one.other_s) for one in completion.rounds) >= 0
-    assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
-    assert decoder.rounds <= sum(len(completion.rounds) for completion in out)
+    assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
+    assert decoder.counters.rounds <= sum(len(completion.rounds) for completion in out)
 
 
 def test_rows_are_replaced_while_others_run():
@@ -145,10 +145,10 @@ def test_stop_token_inside_an_accepted_path():
 def test_context_ends_a_row_exactly():
     """Up to the last position of the target, whatever the tree would have written past it."""
     target = Target.wrap(tiny("llama"))
-    room = target.max_positions
+    limit = target.max_positions
     prompts = [prompt * (110 // len(prompt)) for prompt in PROMPTS[1:4]]
     answers = texts(Decoder(target).generate(prompts, max_new_tokens=200, stop_ids=()))
-    assert [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)] == [room] * 3
+    assert [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)] == [limit] * 3
     out = Decoder(target, PlantingDrafter(prompts, answers, VOCAB), slots=3).generate(prompts, max_new_tokens=200, stop_ids=())
     assert texts(out) == answers
     assert [completion.reason for completion in out] == ["context"] * 3
@@ -165,7 +165,7 @@ def test_plain_is_a_drafter_and_a_stream_can_be_left():
     stream = decoder.stream(PROMPTS, max_new_tokens=9, stop_ids=())
     first = next(stream)
     assert [step.prompt_index for step in first] == [0, 1] and all(step.length == 1 for step in (s.round for s in first))
-    assert target.model.config._attn_implementation == "eager", "the setting must not leak between rounds"
+    assert target.model.config._attn_implementation == "eager", "the setting must not persist between rounds"
     stream.close()
     again = decoder.generate(PROMPTS, max_new_tokens=9, stop_ids=())
     assert [completion.reason for completion in again] == ["length"] * 5

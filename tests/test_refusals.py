@@ -98,7 +98,7 @@ def test_requests_are_checked_before_anything_runs(target, prompts, options, mes
     decoder = Decoder(target, context=20)
     with pytest.raises(ValueError, match=message) as error:
         decoder.stream(prompts, **options)
-    assert "\n" not in str(error.value) and decoder.target_forwards == 0
+    assert "\n" not in str(error.value) and decoder.counters.target_forwards == 0
 
 
 def test_decoders_are_checked(target):
@@ -133,8 +133,8 @@ def test_a_drafter_that_fails_leaves_the_decoder_usable(target):
     assert decoder.generate([[1, 2]], max_new_tokens=5, stop_ids=())[0].tokens == expected
 
 
-def test_the_room_imports_only_what_it_may():
-    """At import nothing from the rooms above, no kernel compiler, no process group: read off the files, not off one machine."""
+def test_the_package_imports_only_what_it_may():
+    """At import nothing from the packages above, no kernel compiler, no process group: read off the files, not off one machine."""
     allowed = set(sys.stdlib_module_names) | {"torch", "transformers"}
     files = sorted((Path(__file__).resolve().parents[1] / "inference").glob("*.py"))
     files = [file for file in files if file.stem != "progress"]  # the one file that draws for people

@@ -1,4 +1,4 @@
-"""The verify rule: the walk against a plain descent, exact laws by enumeration, planted faults, and no host sync."""
+"""The verify rule: the walk against a plain descent, exact distributions by enumeration, planted faults, and no host sync."""
 
 import random
 from collections import defaultdict
@@ -19,7 +19,7 @@ from draftsmith.inference.verify import Verdict, judge, verify, walk
 from draftsmith.models.target import Target
 
 
-def one_draw(tree: DraftTree, y: torch.Tensor) -> Verdict:
+def by_target_sample(tree: DraftTree, y: torch.Tensor) -> Verdict:
     return judge(tree, match(tree, y), y)
 
 
@@ -47,7 +47,7 @@ def test_walk_equals_descent(nodes):
     y = [[rng.randrange(2) for _ in range(nodes)] for _ in range(rows)]
     tree = DraftTree.build(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes))
     path, length = walk(tree, match(tree, torch.tensor(y)))
-    verdict = one_draw(tree, torch.tensor(y))
+    verdict = by_target_sample(tree, torch.tensor(y))
     assert path.shape == (rows, nodes)
     lengths = set()
     for b in range(rows):
@@ -62,7 +62,7 @@ def test_walk_equals_descent(nodes):
     assert narrow.shape == (rows, min(deepest + 1, nodes)) and torch.equal(narrow, path[:, : narrow.shape[1]])
 
 
-def law(rng: random.Random, vocab: int) -> dict[tuple[int, ...], torch.Tensor]:
+def distribution(rng: random.Random, vocab: int) -> dict[tuple[int, ...], torch.Tensor]:
     """A target on a tiny vocabulary: p(next | tokens so far), some entries zero."""
     table = {}
     for depth in range(4):
@@ -86,19 +86,19 @@ TREES = [
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 4])
-def test_joint_law_by_enumeration(vocab):
+def test_joint_distribution_by_enumeration(vocab):
     """All draws y of all nodes, V^N of them, each with its probability: every emitted sequence has the target's probability.
 
-    Float64, no sampling. What is emitted is prefix-free, so this is the joint law of all tokens of the round.
+    Float64, no sampling. What is emitted is prefix-free, so this is the joint distribution of all tokens of the round.
     """
     rng = random.Random(vocab)
-    twins = longest = 0
+    duplicates = longest = 0
     for parents in TREES:
         for _ in range(4):
             nodes = len(parents)
             tokens = [rng.randrange(vocab) for _ in range(nodes)]
-            twins += len(set(zip(parents, tokens, strict=True))) < nodes
-            target = law(rng, vocab)
+            duplicates += len(set(zip(parents, tokens, strict=True))) < nodes
+            target = distribution(rng, vocab)
             contexts: list[tuple[int, ...]] = [()]
             for i in range(1, nodes):
                 contexts.append((*contexts[parents[i]], tokens[i]))
@@ -110,7 +110,7 @@ def test_joint_law_by_enumeration(vocab):
             tree = DraftTree.build(
                 torch.tensor(tokens).expand(count, -1), torch.tensor(parents).expand(count, -1), torch.full((count,), nodes)
             )
-            verdict = one_draw(tree, draws)
+            verdict = by_target_sample(tree, draws)
             emitted: dict[tuple[int, ...], float] = defaultdict(float)
             for path, length, last, chance in zip(
                 verdict.path.tolist(), verdict.length.tolist(), verdict.next_token.tolist(), weight.tolist(), strict=True
@@ -123,7 +123,7 @@ def test_joint_law_by_enumeration(vocab):
                 assert abs(chance - expected) < 1e-12, (parents, tokens, sequence)
                 longest = max(longest, len(sequence))
             assert abs(sum(emitted.values()) - 1) < 1e-12
-    assert twins >= 3 and longest == 4
+    assert duplicates >= 3 and longest == 4
 
 
 def test_verify_draws_by_position():
@@ -136,7 +136,7 @@ def test_verify_draws_by_position():
     request, position = torch.tensor([4, 0, 9]), torch.tensor([100, 0, 7])
     for how in (Sampling(), Sampling(0.8, top_k=5, seed=3)):
         y = [[int(sample(logits[b, i], how, request[b], position[b] + tree.depth[b, i] + 1)) for i in range(nodes)] for b in range(rows)]
-        verdict, expected = verify(tree, logits, how, request, position), one_draw(tree, torch.tensor(y))
+        verdict, expected = verify(tree, logits, how, request, position), by_target_sample(tree, torch.tensor(y))
         for name in ("path", "length", "next_token"):
             assert torch.equal(getattr(verdict, name), getattr(expected, name))
         assert torch.equal(verify(tree, logits, how, request, position, int(tree.depth.max())).length, expected.length)
@@ -151,17 +151,17 @@ class Guesser:
     def __init__(self, top: StaticTree) -> None:
         self.top, self.max_nodes, self.max_depth = top, top.num_nodes, top.max_depth
 
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        self.children = torch.arange(rows * self.max_depth * 3).view(rows, self.max_depth, 3) % VOCAB
+    def bind(self, target: Target, slots: int, context: int) -> None:
+        self.children = torch.arange(slots * self.max_depth * 3).view(slots, self.max_depth, 3) % VOCAB
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None: ...
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None: ...
 
-    def propose(self, ask: RoundContext) -> DraftTree:
-        return self.top.tree(ask.last_tokens, self.children.index_select(0, ask.slot_index))
+    def propose(self, round: RoundContext) -> DraftTree:
+        return self.top.tree(round.last_tokens, self.children.index_select(0, round.slot_index))
 
-    def accept(self, ask: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
 
-    def drop(self, rows: list[int]) -> None: ...
+    def drop(self, slots: list[int]) -> None: ...
 
 
 class Watch(TorchDispatchMode):
@@ -209,6 +209,6 @@ def test_one_transfer_per_round(rows, how, monkeypatch):
 def test_idle_rows_are_left_alone():
     tree = StaticTree.chain(2).tree(torch.tensor([1, 2]), torch.tensor([[[3], [4]], [[3], [4]]]))
     tree = DraftTree.build(tree.tokens, tree.parents, torch.tensor([3, 0]))
-    verdict = one_draw(tree, torch.tensor([[3, 4, 5], [3, 4, 5]]))
+    verdict = by_target_sample(tree, torch.tensor([[3, 4, 5], [3, 4, 5]]))
     assert verdict.length.tolist() == [3, 0] and verdict.path.tolist() == [[0, 1, 2], [-1, -1, -1]]
     assert PlantingDrafter([[1]], [[2]], VOCAB).max_nodes == 12

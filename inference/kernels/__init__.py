@@ -1,6 +1,6 @@
-"""Triton kernels, each beside its plain-torch twin, and whether they are in use. Importing this imports no Triton.
+"""Triton kernels, each with a plain-torch reference, and the switch that says whether they are in use. Importing this imports no Triton.
 
-What takes a kernel asks `active()`; the modules here are imported only where it says yes, so that the rest works without Triton.
+Code that has a kernel asks `active()`, and imports the kernel's module only if it is true, so that everything else works without Triton.
 """
 
 import os
@@ -19,13 +19,13 @@ def missing(device: torch.device) -> str:
     """Why kernels cannot run on tensors of this device, in one line; "" where they can."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install draftsmith[kernels]"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # for tests, which mend the interpreter
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # for tests, which repair the interpreter
         return f"they need a CUDA device, the model is on the {device.type}"
     return ""
 
 
 def active() -> bool:
-    """Whether decoding takes kernels just now."""
+    """Whether decoding uses the kernels at present."""
     return _active
 
 

@@ -1,9 +1,10 @@
-"""Attention of tree nodes over the whole buffers of a TreeCache, without a mask and without gathering rows: Triton, and its twin.
+"""Attention of tree nodes over the complete buffers of a TreeCache, in Triton, without a mask and without gathering rows.
 
 Flash-decoding with the tree as its last tiles: each program walks a share of one row's keys with an online softmax, and a second
 kernel merges the shares. The nodes of all heads that share a KV head are the rows of one matrix, so that K and V are read once for
-them. Letters: B rows · N query nodes · M slots after the committed ones · C context slots · R rows of the buffers · W = ⌈M/64⌉ words ·
-G query heads per KV head.
+them. Here M is the number of cache positions after the committed ones, and G the number of query heads per KV head.
+
+`tree_attention_reference` is independent of the path without kernels (SDPA in `inference.attention`); a test holds all three to each other.
 """
 
 from functools import lru_cache
@@ -38,18 +39,28 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    reach: int | None = None,
+    max_length: int | None = None,
 ) -> Tensor:
-    """query [B,heads,N,dim], keys [R,kv heads,C,dim], values [R,kv heads,C,dim'] -> [B,N,heads,dim'] in query's dtype.
+    """Each node attends to its row's committed positions, and to those of the M positions after them that its words name.
 
-    rows [B] int64: which row of the buffers each batch row is · length [B] int64: its committed slots, seen by every node; the M slots
-    after them hold draft nodes · depth [B,N], key_depth [B,M] int64: positions less length · words [B,N,W] int64: bit j % 64 of word
-    j // 64 says whether the node sees slot length + j · window: query and key less than `window` positions apart · softcap: scores
-    become softcap · tanh(scores / softcap) · sinks [heads]: a logit per head that has no value · reach: no length is greater, as far as
-    the host knows; C − M by default. It decides how many programs share a row, never the result's exactness.
+    A node that sees nothing gets 0. Positions from length + M on are not read; those before must be finite. The numbers on the device are
+    not checked: rows < number of rows, length + M ≤ C.
 
-    A node that sees nothing gets 0. Slots from length + M on are not read; those before must be finite. The device's numbers are
-    not checked: rows < R, length + M ≤ C.
+    Args:
+        query: [B,heads,N,dim].
+        keys, values: [rows,KV heads,C,dim] and [rows,KV heads,C,dim'], complete buffers.
+        rows: int64 [B], the buffers' row of each batch row.
+        length: int64 [B], the committed positions, which every node sees; the M positions after them hold draft nodes.
+        depth, key_depth: int64 [B,N] and [B,M], position_ids less length, of the queries and of the M positions.
+        words: int64 [B,N,⌈M/64⌉], bit j % 64 of word j // 64 says whether the node sees position length + j.
+        scale: factor of the scores.
+        window: query and key are less than `window` positions apart.
+        softcap: scores become softcap · tanh(scores / softcap).
+        sinks: [heads], a logit per head that has no value.
+        max_length: the host's upper bound of the lengths, C − M by default. It decides how many programs share a row, never the result.
+
+    Returns:
+        [B,N,heads,dim'] in the query's dtype.
 
     Raises:
         ValueError: a dtype, device, layout or size that the kernel does not take.
@@ -60,8 +71,8 @@ def tree_attention(
     wide = _power(dim), _power(value_dim)
     block_m, block_n, warps, stages = _blocks(nodes * groups, max(wide), query.dtype)
     tiles = -(-nodes * groups // block_m)
-    reach = capacity - span if reach is None else reach
-    steps = -(-(reach if window is None else min(reach, window)) // block_n) + -(-span // block_n)
+    max_length = capacity - span if max_length is None else max_length
+    steps = -(-(max_length if window is None else min(max_length, window)) // block_n) + -(-span // block_n)
     splits = _choose_splits(batch * kv_heads * tiles, steps, query.device)
     out = torch.empty(batch, nodes, heads, value_dim, dtype=query.dtype, device=query.device)
     # One share is the result; several are left unnormalised, with the maximum and the sum of their softmax.
@@ -100,16 +111,16 @@ def tree_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    reach: int | None = None,
+    max_length: int | None = None,
 ) -> Tensor:
-    """`tree_attention` in plain torch, with a dense mask; the softmax in float32, or float64 if query is."""
+    """`tree_attention` in plain torch, with a dense mask; the softmax is in float32, or in float64 if the query is."""
     nodes, span, groups = query.shape[2], key_depth.shape[1], query.shape[1] // keys.shape[1]
-    relative = torch.arange(keys.shape[2], device=keys.device) - length[:, None]  # [B,C]; draft slot j is at j
-    slot = relative.clamp(0, span - 1)
-    seen = unpack(words, span).gather(2, slot[:, None].expand(-1, nodes, -1)) & (relative < span)[:, None]
+    relative = torch.arange(keys.shape[2], device=keys.device) - length[:, None]  # [B,C]; draft position j is at j
+    node_index = relative.clamp(0, span - 1)
+    seen = unpack(words, span).gather(2, node_index[:, None].expand(-1, nodes, -1)) & (relative < span)[:, None]
     seen = seen | (relative < 0)[:, None]  # [B,N,C]
     if window is not None:
-        position = torch.where(relative < 0, relative, key_depth.gather(1, slot))
+        position = torch.where(relative < 0, relative, key_depth.gather(1, node_index))
         seen = seen & (depth[:, :, None] - position[:, None] < window)
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(kind).unflatten(1, (-1, groups))  # [B,kv heads,G,N,dim]
@@ -139,7 +150,7 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, **
         0 < nodes <= _MAX_NODES and 0 < span <= min(_MAX_NODES, capacity) and max(dim, value_dim) <= _MAX_DIM and heads % kv_heads == 0
     ):
         raise ValueError(
-            f"got {nodes} queries on {span} of {capacity} slots, dims {dim} and {value_dim}, {heads} heads on {kv_heads}; expected 1 to "
+            f"got {nodes} queries on {span} of {capacity} positions, dims {dim} and {value_dim}, {heads} heads on {kv_heads} KV heads; expected 1 to "
             f"{_MAX_NODES} of either, dims up to {_MAX_DIM}, heads a multiple of KV heads; use tree_attention_reference"
         )
     shapes = {
@@ -157,7 +168,7 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, **
         if tensor.device != query.device or tuple(tensor.shape) != shapes.get(name, tensor.shape):
             raise ValueError(
                 f"got {name} {list(tensor.shape)} on {tensor.device}; expected {list(shapes.get(name, tensor.shape))} on {query.device}; "
-                "pass the cache's whole buffers and the tree of the same batch"
+                "pass the cache's complete buffers and the tree of the same batch"
             )
         if name in integers and tensor.dtype != torch.int64:
             raise ValueError(f"got {name} in {tensor.dtype}; expected int64; convert it once, where the tree is made")
@@ -172,8 +183,8 @@ def _power(size: int) -> int:
 
 
 def _blocks(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows of a query tile, slots of a key tile (at most 64: one word), warps, pipeline stages: what ptxas hardly spills for Hopper."""
-    if dtype == torch.float32:  # without tensor cores every thread holds whole operands
+    """Rows of a query tile, positions of a key tile (at most 64: one word), warps, pipeline stages; ptxas hardly spills with them on Hopper."""
+    if dtype == torch.float32:  # without tensor cores every thread has complete operands
         most, block_n, stages = 32, 16, 2
     else:
         most, block_n, stages = (128, 64, 3) if dim <= 128 else (64, 64, 2)
@@ -212,15 +223,15 @@ def _step(q, k, v, seen, best, total, acc, factor, softcap):
 @triton.jit(do_not_specialize=["nodes", "span", "splits"])
 def _attend(
     query, keys, values, rows, lengths, depths, words, key_depths, sinks, out, stats,
-    query_batch, query_head, query_node, key_row, key_head, key_slot, value_row, value_head, value_slot,
-    depth_batch, depth_node, word_batch, word_node, word_word, key_depth_batch, key_depth_slot,
+    query_batch, query_head, query_node, key_row, key_head, key_position, value_row, value_head, value_position,
+    depth_batch, depth_node, word_batch, word_node, word_word, key_depth_batch, key_depth_position,
     nodes, span, splits, factor, softcap, window,
     GROUPS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits · query tiles, kv heads, B). out [B·N·heads,splits,dim']; stats [B·N·heads,splits,2], or None if splits is 1."""
     tiles = tl.cdiv(nodes * GROUPS, BLOCK_M)
-    split = tl.program_id(0) // tiles  # tiles of one share are neighbours: they find its keys in the L2 cache
+    split = tl.program_id(0) // tiles  # tiles of one share are neighbours, so that its keys are in the L2 cache
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     packed = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     real = packed < nodes * GROUPS
@@ -229,17 +240,17 @@ def _attend(
     column = tl.arange(0, BLOCK_N).to(tl.int64)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     query += batch * query_batch + head[:, None] * query_head + node[:, None] * query_node + d[None, :]
-    q = tl.load(query, mask=real[:, None] & (d[None, :] < DIM), other=0.0)
+    q = tl.load(query, real[:, None] & (d[None, :] < DIM), 0.0)
     row, length = tl.load(rows + batch), tl.load(lengths + batch)
     keys += row * key_row + kv_head * key_head + d[None, :]
     values += row * value_row + kv_head * value_head + e[None, :]
 
-    # Key tiles: those of the prefix from `first`, then those of the tree, which begin anew at slot `length`.
+    # Key tiles: those of the prefix from `first`, then those of the tree, which begin again at position `length`.
     prefix = tl.cdiv(length, BLOCK_N).to(tl.int32)
     first = 0
     if window is not None:
-        depth = tl.load(depths + batch * depth_batch + node * depth_node, mask=real, other=0)
-        oldest = length + tl.where(real, depth, 1 << 30) - window + 1  # [m], the first slot of the prefix within the window
+        depth = tl.load(depths + batch * depth_batch + node * depth_node, real, 0)
+        oldest = length + tl.where(real, depth, 1 << 30) - window + 1  # [m], the first position of the prefix within the window
         first = tl.minimum(tl.maximum(tl.min(oldest, 0), 0) // BLOCK_N, prefix).to(tl.int32)
     last = prefix + tl.cdiv(span, BLOCK_N)
     share = tl.cdiv(last - first, splits)
@@ -248,30 +259,30 @@ def _attend(
 
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if sinks is not None:  # the first share begins with it
-        best = tl.load(sinks + head, mask=real & (split == 0), other=-float("inf")).to(tl.float32) * 1.4426950408889634  # log2 e
+        best = tl.load(sinks + head, real & (split == 0), -float("inf")).to(tl.float32) * 1.4426950408889634  # log2 e
     total = tl.where(best > -float("inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for tile in range(begin, tl.minimum(end, prefix)):
-        slot = tile * BLOCK_N + column
-        held = slot < length
-        k = tl.load(keys + slot[:, None] * key_slot, mask=held[:, None] & (d[None, :] < DIM), other=0.0)
-        v = tl.load(values + slot[:, None] * value_slot, mask=held[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
-        seen = held[None, :]
+        position = tile * BLOCK_N + column
+        inside = position < length
+        k = tl.load(keys + position[:, None] * key_position, inside[:, None] & (d[None, :] < DIM), 0.0)
+        v = tl.load(values + position[:, None] * value_position, inside[:, None] & (e[None, :] < VALUE_DIM), 0.0)
+        seen = inside[None, :]
         if window is not None:
-            seen = seen & (slot[None, :] >= oldest[:, None])
+            seen = seen & (position[None, :] >= oldest[:, None])
         best, total, acc = _step(q, k, v, seen, best, total, acc, factor, softcap)
     for tile in range(tl.maximum(begin, prefix), end):
         draft = (tile - prefix) * BLOCK_N + column
-        held = draft < span
-        slot = length + draft
-        k = tl.load(keys + slot[:, None] * key_slot, mask=held[:, None] & (d[None, :] < DIM), other=0.0)
-        v = tl.load(values + slot[:, None] * value_slot, mask=held[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
+        inside = draft < span
+        position = length + draft
+        k = tl.load(keys + position[:, None] * key_position, inside[:, None] & (d[None, :] < DIM), 0.0)
+        v = tl.load(values + position[:, None] * value_position, inside[:, None] & (e[None, :] < VALUE_DIM), 0.0)
         word = (tile - prefix) * BLOCK_N // 64
-        bits = tl.load(words + batch * word_batch + node * word_node + word * word_word, mask=real, other=0)
-        seen = held[None, :] & ((bits[:, None] >> (draft % 64)[None, :]) & 1 != 0)
+        bits = tl.load(words + batch * word_batch + node * word_node + word * word_word, real, 0)
+        seen = inside[None, :] & ((bits[:, None] >> (draft % 64)[None, :]) & 1 != 0)
         if window is not None:
-            position = tl.load(key_depths + batch * key_depth_batch + draft * key_depth_slot, mask=held, other=0)
-            seen = seen & (depth[:, None] - position[None, :] < window)
+            key_depth = tl.load(key_depths + batch * key_depth_batch + draft * key_depth_position, inside, 0)
+            seen = seen & (depth[:, None] - key_depth[None, :] < window)
         best, total, acc = _step(q, k, v, seen, best, total, acc, factor, softcap)
 
     line = ((batch * nodes + node) * tl.num_programs(1) * GROUPS + head) * splits + split
@@ -286,20 +297,20 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(parts, stats, out, splits, VALUE_DIM: tl.constexpr, BLOCK_E: tl.constexpr, MERGED: tl.constexpr):
-    """Grid (B·N·heads,): the shares of one line, `MERGED` at a time, by their logarithmic sums."""
+    """Grid (B·N·heads,): merge the shares of one line, `MERGED` at a time, by their log-sum-exp."""
     line = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     best, total = tl.full([1], -float("inf"), tl.float32), tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_E], tl.float32)
     for begin in range(0, splits, MERGED):
         split = begin + tl.arange(0, MERGED)
-        place, held = line * splits + split, split < splits
-        high = tl.load(stats + place * 2, mask=held, other=-float("inf"))
+        share, inside = line * splits + split, split < splits
+        high = tl.load(stats + share * 2, inside, -float("inf"))
         new = tl.maximum(best, tl.max(high, 0))
         shift = tl.where(new == -float("inf"), 0.0, new)
         weights, decay = tl.exp2(high - shift), tl.exp2(best - shift)
-        total = total * decay + tl.sum(weights * tl.load(stats + place * 2 + 1, mask=held, other=0.0), 0)
-        part = tl.load(parts + place[:, None] * VALUE_DIM + e[None, :], mask=held[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
+        total = total * decay + tl.sum(weights * tl.load(stats + share * 2 + 1, inside, 0.0), 0)
+        part = tl.load(parts + share[:, None] * VALUE_DIM + e[None, :], inside[:, None] & (e[None, :] < VALUE_DIM), 0.0)
         acc = acc * decay + tl.sum(part * weights[:, None], 0)
         best = new
     acc = acc / tl.where(total == 0.0, 1.0, total)

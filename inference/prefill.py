@@ -1,0 +1,68 @@
+"""Prefill: prompts go through the target, and the drafter and the history start on them."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.attention import TreeAttention
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.drafter import Drafter, NodeOutput, Target
+from draftsmith.inference.processors import History
+from draftsmith.inference.request import Counters, Request
+
+__all__ = ["Prefill"]
+
+
+class Prefill:
+    """Prefills admitted requests of one stream, `chunk` prompt tokens per forward of the target."""
+
+    def __init__(self, target: Target, drafter: Drafter, cache: TreeCache, chunk: int, history: History | None, counters: Counters) -> None:
+        self.target, self.drafter, self.cache, self.chunk, self.history, self.counters = target, drafter, cache, chunk, history, counters
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Prefill requests given in the order of their slots; those of neighbouring slots go through the target in one batch."""
+        self.cache.static_shape = False
+        # Slot less index is constant along neighbouring slots.
+        for _, group in groupby(enumerate(requests), key=lambda pair: pair[1].slot - pair[0]):
+            self._run_batch([request for _, request in group])
+
+    def _run_batch(self, requests: list[Request]) -> None:
+        """Encode prompt[:-1] of each request, and start the drafter and the history."""
+        slots, prompts = [request.slot for request in requests], [request.prompt for request in requests]
+        self.cache.select(slots)
+        hidden, taps = self._encode(prompts)
+        target = self.target
+        empty = torch.zeros((len(slots), 0, target.hidden_size), dtype=target.dtype, device=target.device)
+        if self.drafter.taps and not taps:  # every prompt is one token long
+            taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
+        out = NodeOutput(torch.cat(hidden, 1) if hidden else empty, torch.cat(taps, 1) if taps else None)
+        self.drafter.start(slots, prompts, out)
+        if self.history:
+            self.history.start(slots, prompts)
+
+    def _encode(self, prompts: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Chunks of hidden [B,·,H] and of taps [B,·,T,H], the latter only if the drafter reads taps."""
+        hidden: list[Tensor] = []
+        taps: list[Tensor] = []
+        lengths = [len(prompt) - 1 for prompt in prompts]
+        for start in range(0, max(lengths), self.chunk):
+            counts = [min(max(length - start, 0), self.chunk) for length in lengths]
+            width = max(counts)
+            ids = [prompt[start : start + count] + [0] * (width - count) for prompt, count in zip(prompts, counts, strict=True)]
+            attention = TreeAttention.causal(self.cache, width)
+            out = self.target.forward(
+                torch.tensor(ids, device=self.target.device),
+                position_ids=attention.positions(),
+                cache=self.cache,
+                tree=attention,
+                taps=self.drafter.taps,
+            )
+            self.cache.advance(counts)
+            self.counters.target_forwards += 1
+            self.counters.prefill_chunks += 1
+            hidden.append(out.hidden)
+            if out.taps is not None:
+                taps.append(out.taps)
+        return hidden, taps

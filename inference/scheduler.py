@@ -1,0 +1,46 @@
+"""Which request decodes in which slot, and which requests wait for one."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from draftsmith.inference.request import Request
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Gives free slots to waiting requests, the lowest slot and the earliest request first.
+
+    Attributes:
+        waiting: requests without a slot, in the order of the prompts.
+        running: requests that decode, in the order of their slots.
+        free_slots: slots without a request, in ascending order.
+    """
+
+    def __init__(self, requests: Sequence[Request], slots: int) -> None:
+        self.waiting = deque(requests)
+        self.running: list[Request] = []
+        self.free_slots = list(range(slots))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def admit(self) -> list[Request]:
+        """Give every free slot to a waiting request -> the requests that got one, in the order of their slots. They run from `start` on."""
+        admitted: list[Request] = []
+        while self.waiting and self.free_slots:
+            request = self.waiting.popleft()
+            request.slot = self.free_slots.pop(0)
+            admitted.append(request)
+        return admitted
+
+    def start(self, admitted: Sequence[Request]) -> None:
+        """These requests are prefilled and decode from now on."""
+        self.running = sorted([*self.running, *admitted], key=lambda request: request.slot)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The requests in these slots have ended."""
+        self.running = [request for request in self.running if request.slot not in slots]
+        self.free_slots = sorted([*self.free_slots, *slots])
