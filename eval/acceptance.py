@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
         if chosen.depth or chosen.width:
             raise ValueError(f"--tree {tree} takes --nodes only, got --depth or --width; leave it out, or take --tree dynamic")
     else:
-        drafter.shape = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
     settings = Settings(
         max_new_tokens=chosen.max_new_tokens,
         temperatures=temperatures,

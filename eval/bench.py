@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
         words.append("tiny-draft")
     target, drafters = loading.open_named(chosen.target, words, chosen.dtype, chosen.trust_remote_code)
     for drafter in drafters.values():
-        drafter.shape = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
     encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
     report = benchmark.benchmark(target, drafters, encoded, chosen.max_new_tokens, chosen.repeats, chosen.adaptive_depth)
     report["settings"]["drafters"] = dict(zip(drafters, words, strict=True))

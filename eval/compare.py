@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
         loading.set_confidence(drafter, chosen.confidence)
         tree = chosen.tree or ("chain" if chosen.expected else "saved")
-        drafter.shape = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(rule, drafter)
     encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
     settings = Settings(chosen.max_new_tokens, temperatures, rule, chosen.slots, chosen.expected)

@@ -171,7 +171,7 @@ def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[lis
             "expected": settings.expected,
         },
         "trees": {
-            name: {"tree": tree_config(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
+            name: {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
             for name, drafter in drafters.items()
         },
         "rows": rows,

@@ -47,15 +47,15 @@ def measure_forward(target: Target, context: int, max_nodes: int, repeats: int =
 
 def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[int, float]:
     """Median seconds that the drafter takes to draft a chain, by its depth: 1, and 4 or the drafter's limit."""
-    saved, seconds = drafter.shape, {}
+    saved, seconds = drafter.tree_spec, {}
     try:
         for depth in sorted({1, min(4, drafter.depth_limit)}):
-            drafter.shape = StaticTree.chain(depth)
+            drafter.tree_spec = StaticTree.chain(depth)
             answers = Decoder(target, drafter, timed=True).generate(prompts, max_new_tokens=16, stop_ids=())
             rounds = [round.draft_s for answer in answers for round in answer.rounds[1:] or answer.rounds]
             seconds[depth] = statistics.median(rounds)
     finally:
-        drafter.shape = saved
+        drafter.tree_spec = saved
     return seconds
 
 

@@ -82,14 +82,14 @@ def evaluate_drafter(
             paths = trees.best_first_paths(chosen_on, settings.max_nodes - 1)
         else:
             paths = trees.best_tree(chosen_on, round_cost, settings.max_nodes)
-        drafter.shape = StaticTree.from_paths(paths)
+        drafter.tree_spec = StaticTree.from_paths(paths)
         best = trees.best_tree_by_nodes(chosen_on, round_cost, settings.max_nodes)
         by_nodes = _by_nodes(records[len(choosing) :], best, round_cost)
     report = Report(
         target=target.identity.to_dict(),
         method=drafter.method,
         settings=_settings(target, drafter, len(reported), settings),
-        tree=tree_config(drafter.shape),
+        tree=tree_config(drafter.tree_spec),
         nodes=drafter.max_nodes,
         cost=forward_seconds,
         drafting=drafting_seconds,
@@ -220,7 +220,7 @@ def _decode(
     context = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
     common: dict[str, Any] = {"slots": settings.slots, "context": context, "timed": True, "kernels": settings.kernels}
     adaptive = AdaptiveDepth() if settings.adaptive_depth else None
-    decoders = {"plain": Decoder(target, **common), "drafted": Decoder(target, drafter, governor=adaptive, **common)}
+    decoders = {"plain": Decoder(target, **common), "drafted": Decoder(target, drafter, adaptive=adaptive, **common)}
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
     if sampling.greedy and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)

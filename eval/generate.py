@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> None:
     loading.set_confidence(drafter, chosen.confidence)
     sampling = sampling_from_options(chosen, target)
     if drafter is not None:
-        drafter.shape = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(sampling.rule, drafter)
     if not sampling.lossless:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> None:
     messages = ({"role": "user", "content": text},) if chosen.chat else ()
     ids = loading.encode(target, Prompt("prompt", "all", text, messages))
     adaptive = AdaptiveDepth() if chosen.adaptive_depth else None
-    decoder = Decoder(target, drafter, governor=adaptive, kernels=chosen.kernels)
+    decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels)
     totals = Totals()
     for piece, drafted in text_pieces(target, stream_tokens(decoder, ids, sampling, chosen.max_new_tokens, totals)):
         sys.stdout.write(f"{GREEN}{piece}{PLAIN}" if chosen.show_accepted and drafted else piece)

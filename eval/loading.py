@@ -154,7 +154,7 @@ def check_rule(rule: str, drafter: Any) -> None:
     Raises:
         ValueError: the rule needs sampled children, and the tree or the drafter has none.
     """
-    expand.check_rule(rule, drafter.shape)
+    expand.check_rule(rule, drafter.tree_spec)
     if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
         raise ValueError(
             f"--rule {rule}: {drafter.method} has no distribution to sample children from; expected another rule: target-sample does "
@@ -182,7 +182,7 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     elif tree == "dynamic":
         spec = DynamicTree(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
     else:
-        spec = drafter.shape.cut(depth or drafter.shape.max_depth)
+        spec = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
     if spec.max_depth > drafter.depth_limit:
         raise ValueError(f"got a tree {spec.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
     return spec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
 from draftsmith.inference.sampler import Sampling, warp
@@ -147,12 +147,12 @@ class DraftModel:
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode prompt[:-1]."""
         cache = self._state.cache
-        cache.fixed = False
+        cache.static_shape = False
         cache.reset(slots)
         for slot, prompt in zip(slots, prompts, strict=True):
             self._state.pending[slot] = list(prompt)
         self._catch_up(slots, leave=1)
-        index, last = placed(slots, self.device), placed([prompt[-1] for prompt in prompts], self.device)
+        index, last = index_tensor(slots, self.device), index_tensor([prompt[-1] for prompt in prompts], self.device)
         self._state.pending_tokens[index, 0] = last
         self._state.pending_count.index_fill_(0, index, 1)
 
@@ -160,7 +160,7 @@ class DraftModel:
     def propose(self, round: RoundContext) -> DraftTree:
         """Encode the pending tokens, then one level of the tree per forward, until the tree is full or no row is confident."""
         expansion, depth = expand(self.tree_spec, round), 0
-        self._state.cache.fixed = round.static_shape
+        self._state.cache.static_shape = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1
@@ -215,7 +215,7 @@ class DraftModel:
         start, longest = 0, max(len(ids) for ids in to_encode)
         while start < longest:
             # A slot with few pending tokens may be near the end of its cache while another slot has many.
-            width = min(longest - start, self.chunk, cache.capacity - cache.reach)
+            width = min(longest - start, self.chunk, cache.capacity - cache.max_length)
             parts = [ids[start : start + width] for ids in to_encode]
             ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
             with tree_attention(self.model.model):
@@ -279,7 +279,7 @@ class DraftModel:
     def _accept_static_shape(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
         state, cache = self._state, self._state.cache
         encoded_index, self._encoded_index = self._encoded_index, None
-        cache.fixed = True  # prompts may have been encoded since the last proposal
+        cache.static_shape = True  # prompts may have been encoded since the last proposal
         if encoded_index is None:  # nothing was proposed in this round: the pending tokens must not become more than two
             with tree_attention(self.model.model):
                 self._encode_pending(round)
@@ -297,7 +297,7 @@ class DraftModel:
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
             self._state.pending.pop(slot, None)
-        self._state.pending_count.index_fill_(0, placed(slots, self.device), 0)
+        self._state.pending_count.index_fill_(0, index_tensor(slots, self.device), 0)
         self._state.cache.reset(slots)
 
 

@@ -103,7 +103,7 @@ def walk(tree: DraftTree, accepted: Tensor, max_depth: int | None = None) -> tup
     index = indices(nodes, accepted.device)
     # One matrix product in place of a descent: a node is on the walk if it and all its ancestors are accepted, and none of these has an
     # accepted sibling before it.
-    reached = (tree.route() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
+    reached = (tree.walk_matrix() @ accepted.float()[:, :, None])[:, :, 0] == tree.depth
     on_path = reached if tree.full else reached & (index < tree.size[:, None])
     # Nodes on the walk form one path, one per depth; all others are written to a column past the end.
     column = torch.where(on_path, tree.depth, width)

@@ -173,7 +173,7 @@ def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
 def test_each_drafter_adapts_its_depth_on_its_own_or_not_at_all(opened, monkeypatch):
     target, drafters, prompts = opened
     decoders = []
-    monkeypatch.setattr(benchmarks, "Decoder", lambda target, drafter, governor: decoders.append((drafter, governor)))
+    monkeypatch.setattr(benchmarks, "Decoder", lambda target, drafter, adaptive: decoders.append((drafter, adaptive)))
     benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=True)
     assert [drafter for drafter, _ in decoders] == [None, *drafters.values()]
     assert decoders[0][1] is None and None not in [adaptive for _, adaptive in decoders[1:]]
@@ -305,5 +305,5 @@ def test_all_drafters_get_the_requested_tree_and_adaptive_depth(folder, target_f
     monkeypatch.setattr(benchmarks, "benchmark", benchmark)
     with pytest.raises(SystemExit):
         exit_on_error(bench.main, words(folder, "--target", target_folder, "--drafter", folder / "noisy", "--drafter=ngram", *more))
-    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().shape]
-    assert [tree_config(drafter.shape) for drafter in benchmarked] == [tree_config(shape) for shape in wanted]
+    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().tree_spec]
+    assert [tree_config(drafter.tree_spec) for drafter in benchmarked] == [tree_config(shape) for shape in wanted]

@@ -194,16 +194,16 @@ def test_every_line_is_there_and_counts_right(capsys):
 
 
 @pytest.mark.usefixtures("references")
-@pytest.mark.parametrize("record", [graph_rounds.record, taped.record], ids=["run", "replayed"])
+@pytest.mark.parametrize("record", [graph_rounds.capture, taped.record], ids=["run", "replayed"])
 def test_tau_is_that_of_the_draws(monkeypatch, record):
     """The τ of the benchmark equals that of a slow walk from the end of the prefix, twice; also where graphs are replayed."""
-    monkeypatch.setattr(graph_rounds, "record", record)
+    monkeypatch.setattr(graph_rounds, "capture", record)
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     target = random_models.llama(SMALL, CPU)
     drafter = random_models.medusa(target, SMALL)
     first, second = (bench_rounds.time_decoding(target, SMALL, EFFORT, "tau", drafter) for _ in range(2))
     assert (first.tau, first.profile_tau) == (second.tau, second.profile_tau)
-    parents = drafter.shape.parents.tolist()
+    parents = drafter.tree_spec.parents.tolist()
     tokens, rounds, enqueued = 0, 0, 1
     while rounds < enqueued:
         enqueued += tokens < EFFORT.new_tokens
@@ -219,8 +219,8 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
 def test_rounds_with_a_dynamic_tree_can_be_replayed(monkeypatch):
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
     taus = []
-    for record in (graph_rounds.record, taped.record):
-        monkeypatch.setattr(graph_rounds, "record", record)
+    for record in (graph_rounds.capture, taped.record):
+        monkeypatch.setattr(graph_rounds, "capture", record)
         target = random_models.llama(SMALL, CPU)
         bench_rounds.time_rounds(target, SMALL, EFFORT, 20, 1.0)
         drafter = random_models.eagle(target, SMALL)
@@ -234,7 +234,7 @@ def test_trees_of_an_8b_have_the_stated_nodes():
     sizes = Sizes()
     for nodes in sizes.nodes:
         bare = random_models.BareTree(nodes, sizes.depth, CPU)
-        assert bare.shape.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
+        assert bare.tree_spec.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
     assert bench_rounds.COST_GOALS.keys() == {(sizes.nodes[-1], context) for context in sizes.contexts}
 
 

@@ -76,7 +76,7 @@ def test_output_is_that_of_plain_decoding(target, how, shape):
     plain, seen = texts(Decoder(target).generate(PROMPTS, HOWS[how], NEW, ())), Counter()
     for slots, adaptive in ((1, None), (5, None), (3, DepthPattern())):
         drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, confidence=CONFIDENCE)
-        out = Decoder(target, drafter, slots=slots, governor=adaptive).generate(PROMPTS, HOWS[how], NEW, ())
+        out = Decoder(target, drafter, slots=slots, adaptive=adaptive).generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == plain, slots
         seen += drafter.seen
     deepest = SHAPES[shape].max_depth

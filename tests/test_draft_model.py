@@ -103,7 +103,7 @@ def test_every_tree_equals_forwards_over_complete_paths(shape):
         plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
         for slots, adaptive in ((1, None), (3, None), (2, DepthPattern()), (5, DepthPattern())):
             drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
-            out = Decoder(target, drafter, slots=slots, governor=adaptive).generate(PROMPTS, max_new_tokens=26, stop_ids=())
+            out = Decoder(target, drafter, slots=slots, adaptive=adaptive).generate(PROMPTS, max_new_tokens=26, stop_ids=())
             assert texts(out) == plain
             seen += drafter.seen
     depth = SHAPES[shape].max_depth
@@ -160,7 +160,7 @@ def test_plain_rounds_cost_the_draft_model_nothing():
             self.round += 1
             return self.max_depth if self.round == 12 else 0
 
-    Decoder(target, DraftModel(model, StaticTree.chain(2)), governor=OneDraft()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
+    Decoder(target, DraftModel(model, StaticTree.chain(2)), adaptive=OneDraft()).generate([[1, 2, 3]], max_new_tokens=16, stop_ids=())
     assert calls == [2, 12, 1]
 
 

@@ -635,11 +635,11 @@ def check_lossless(target, drafter, answers, combinations) -> Counter:
     seen = Counter()
     for how, shape, rows in combinations:
         drafter.tree_spec = SHAPES[shape]
-        decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 2 else None)
+        decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 2 else None)
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
         seen.update(one.accepted - 1 for answer in out for one in answer.rounds)
-        assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
+        assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     return seen
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hopper import compiled
 from interpreted import INTERPRETED
-from planting import ask
+from planting import round_context
 
 pytest.importorskip("triton")
 
@@ -128,7 +128,7 @@ def check_levels_equal(got: CurrentLevel | None, expected: CurrentLevel | None) 
 def check_expansion(spec: DynamicTree, rows: int, kind: str, device: str, levels: int = 99) -> None:
     """Expand both on the same candidates, at most `levels` levels, and compare all results."""
     roots = torch.randint(100, (rows,)).tolist()
-    round = ask(list(range(rows)), roots)
+    round = round_context(list(range(rows)), roots)
     round = replace(round, last_tokens=round.last_tokens.to(device))
     plain, fused = DynamicExpansion(spec, round), FusedExpansion(spec, round)
     shape = (rows, 1, spec.width)
@@ -164,7 +164,7 @@ def test_trees_equal_the_references(kind, device, stable):
 def test_trees_of_nan_are_trees(device):
     """So that later code stays within bounds."""
     torch.manual_seed(8)
-    round = ask([0, 1], [4, 5])
+    round = round_context([0, 1], [4, 5])
     round = replace(round, last_tokens=round.last_tokens.to(device))
     for _ in range(5):
         fused, shape = FusedExpansion(DynamicTree(3, 4, 6), round), (2, 1, 4)

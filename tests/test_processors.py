@@ -491,12 +491,12 @@ class NothingCommitted(History):
 
 class NextTokenForgotten(History):
     def commit(self, round, tree, verdict):
-        super().commit(round, tree, replace(verdict, next_token=tree.tokens[:, 0], _told=None))
+        super().commit(round, tree, replace(verdict, next_token=tree.tokens[:, 0], _host_results=None))
 
 
 class PathForgotten(History):
     def commit(self, round, tree, verdict):
-        super().commit(round, tree, replace(verdict, path=verdict.path.clamp(max=0), _told=None))
+        super().commit(round, tree, replace(verdict, path=verdict.path.clamp(max=0), _host_results=None))
 
 
 class RowOfTheBatch(History):
@@ -608,7 +608,7 @@ def check_decoding(name: str, setting: str, sampling: Sampling, answers: list[li
     plain = Decoder(target, slots=3).generate(PROMPTS, sampling, NEW, (), processors=processors)
     assert [answer.tokens for answer in plain] == expected
     for slots in (1, 3):
-        drafter = PlantingDrafter(PROMPTS, answers, VOCAB, twins=True, seed=slots)
+        drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=True, seed=slots)
         decoder = Decoder(target, drafter, slots=slots, chunk=4)
         out = decoder.generate(PROMPTS, sampling, NEW, (), processors=processors)
         assert [answer.tokens for answer in out] == expected

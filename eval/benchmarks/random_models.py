@@ -42,12 +42,12 @@ class BareTree(Plain):
     """A drafter without a network: its round costs only the verification of its tree."""
 
     def __init__(self, nodes: int, depth: int, device: torch.device) -> None:
-        self.shape = _static_tree(nodes, depth).to(device)
-        self.max_nodes, self.max_depth = nodes, self.shape.max_depth
+        self.tree_spec = _static_tree(nodes, depth).to(device)
+        self.max_nodes, self.max_depth = nodes, self.tree_spec.max_depth
 
     def propose(self, round: RoundContext) -> DraftTree:
-        ranks = indices(self.shape.width, round.last_tokens.device)  # small numbers, which are tokens of every vocabulary
-        return self.shape.tree(round.last_tokens, ranks.expand(len(round.last_tokens), self.max_depth, -1))
+        ranks = indices(self.tree_spec.width, round.last_tokens.device)  # small numbers, which are tokens of every vocabulary
+        return self.tree_spec.tree(round.last_tokens, ranks.expand(len(round.last_tokens), self.max_depth, -1))
 
 
 def _static_tree(nodes: int, depth: int) -> StaticTree:
@@ -57,7 +57,7 @@ def _static_tree(nodes: int, depth: int) -> StaticTree:
 def medusa(target: Target, sizes: Sizes) -> DrafterModel:
     """Four Medusa heads, each with an output layer of its own, and a static tree."""
     drafter = new_drafter("medusa", target, dtype=sizes.dtype, num_heads=4)
-    drafter.shape = _static_tree(sizes.nodes[-1], 4)
+    drafter.tree_spec = _static_tree(sizes.nodes[-1], 4)
     return _randomise(drafter)
 
 
@@ -78,7 +78,7 @@ def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
         draft_vocab_size=draft_vocab_size,
     )
     drafter.take(vocab.choose(torch.ones(target.vocab_size), draft_vocab_size))
-    drafter.shape = DynamicTree(depth or sizes.depth, 8, sizes.nodes[-1])
+    drafter.tree_spec = DynamicTree(depth or sizes.depth, 8, sizes.nodes[-1])
     return _randomise(drafter)
 
 

@@ -175,7 +175,7 @@ class _Rounds:
         self.cache.length.fill_(self.context)
         if self.begin:
             self.begin()
-        self.runner.seat([0], [1], [0])
+        self.runner.assign([0], [1], [0])
         if self.cache.length.is_cuda:  # the drafter's beginning does not count as part of the rounds
             torch.cuda.synchronize(self.cache.length.device)
 
@@ -188,26 +188,26 @@ class _Rounds:
 
     def run(self, count: int) -> list[InFlightRound]:
         """Enqueue `count` rounds and wait for them."""
-        pending = [self.runner.launch(self.depth) for _ in range(count)]
-        pending[-1].land()
+        pending = [self.runner.enqueue(self.depth) for _ in range(count)]
+        pending[-1].result()
         return pending
 
     def decode(self, new_tokens: int) -> tuple[float, int, int]:
         """Seconds, tokens and rounds of decoding at least `new_tokens`. A round is enqueued before the result of the last is read."""
         self.rewind()
         began, tokens, count = perf_counter(), 0, 0
-        pending = deque([self.runner.launch(self.depth)])
+        pending = deque([self.runner.enqueue(self.depth)])
         while pending:
             if tokens < new_tokens:
-                pending.append(self.runner.launch(self.depth))
-            tokens += pending.popleft().land()[0].length
+                pending.append(self.runner.enqueue(self.depth))
+            tokens += pending.popleft().result()[0].length
             count += 1
         return perf_counter() - began, tokens, count
 
     def part_seconds(self, count: int) -> dict[str, float]:
         """Median seconds of the parts of `count` rounds; empty where they are not timed apart."""
         self.time_block(1)  # captures the graphs
-        columns = zip(*(pending.parts() for pending in self.run(count)), strict=True)
+        columns = zip(*(pending.part_seconds() for pending in self.run(count)), strict=True)
         return dict(zip(("drafting", "verifying", "learning", "committing"), map(statistics.median, columns), strict=False))
 
 
@@ -264,7 +264,7 @@ def time_decoding(target: Target, sizes: Sizes, effort: Effort, what: str, draft
     tau = tokens / count
     per_token = {name: [run_s / run_tokens for run_s, run_tokens, _ in runs] for name, runs in results.items()}
     speedup = statistics.median(plain / drafted for plain, drafted in zip(per_token["plain"], per_token["drafted"], strict=True))
-    profile_tau = expected_tau(drafter.shape.parents.tolist(), PROFILE) if isinstance(drafter.shape, StaticTree) else None
+    profile_tau = expected_tau(drafter.tree_spec.parents.tolist(), PROFILE) if isinstance(drafter.tree_spec, StaticTree) else None
     return DecodingTime(what, tau, profile_tau, seconds / count, speedup, speedup / tau, EFFICIENCY_GOAL, parts)
 
 

@@ -55,7 +55,7 @@ def contenders(
 
     def ours(drafter: Any = None) -> AnswerFunction:
         adaptive = AdaptiveDepth() if adaptive_depth and drafter is not None else None
-        return interleaved.answer_with_decoder(Decoder(target, drafter, governor=adaptive), Sampling(), max_new_tokens)
+        return interleaved.answer_with_decoder(Decoder(target, drafter, adaptive=adaptive), Sampling(), max_new_tokens)
 
     functions = {PLAIN: ours()}
     for name, drafter in drafters.items():
@@ -153,7 +153,7 @@ def benchmark(
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
             "adaptive_depth": adaptive_depth,
-            "trees": {name: tree_config(drafter.shape) for name, drafter in drafters.items()},
+            "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()},
         },
         "prompts": [{"id": prompt.prompt.id, "domain": prompt.prompt.domain, "tokens": len(prompt.ids)} for prompt in prompts],
         "contenders": entries,
