@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from planting import ask
+from planting import round_context
 
 from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, expand, parse_tree_spec, tree_config
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
@@ -30,7 +30,7 @@ def run(
 
     Returns the tree, each node's index among the encoded nodes, and the encoded prefixes by row.
     """
-    round = ask(list(range(len(roots))), roots, sampling=how)
+    round = round_context(list(range(len(roots))), roots, sampling=how)
     encoded: list[list[tuple[int, ...]]] = [[] for _ in roots]
     prefixes = [[(root,)] for root in roots]
     depth = 0
@@ -84,7 +84,7 @@ def best_first(spec: DynamicTree, root: int, seed: int) -> list[tuple[int, ...]]
 )
 def test_a_dynamic_tree_is_the_best_of_all_nodes(spec):
     roots = [3, 7, 0]
-    tree, encoded_index, encoded = run(DynamicExpansion(spec, ask([0, 1, 2], roots)), roots)
+    tree, encoded_index, encoded = run(DynamicExpansion(spec, round_context([0, 1, 2], roots)), roots)
     tree.validate()
     assert tree.tokens.shape[1] == spec.num_nodes == min(spec.nodes, 1 + spec.width + (spec.depth - 1) * spec.width**2)
     for b, root in enumerate(roots):
@@ -105,7 +105,7 @@ def test_a_dynamic_tree_is_the_best_of_all_nodes(spec):
 )
 def test_a_static_tree_takes_the_candidates_of_its_ranks(paths):
     static_tree, roots = StaticTree.from_paths(paths), [4, 9]
-    tree, encoded_index, encoded = run(StaticExpansion(static_tree, ask([0, 1], roots)), roots)
+    tree, encoded_index, encoded = run(StaticExpansion(static_tree, round_context([0, 1], roots)), roots)
     tree.validate()
     for b, root in enumerate(roots):
         tokens = paths_of(tree, b)
@@ -124,7 +124,7 @@ def test_trees_are_no_deeper_than_the_round():
     roots = [1, 2]
     for shape in (StaticTree.cartesian([2, 2, 1]), DynamicTree(3, 2, 9)):
         for depth in (1, 2):
-            tree, _, _ = run(expand(shape, ask([0, 1], roots, depth)), roots)
+            tree, _, _ = run(expand(shape, round_context([0, 1], roots, depth)), roots)
             assert int(tree.depth.max()) == depth
             tree.validate()
 
@@ -140,8 +140,8 @@ def test_a_tree_may_be_finished_early(shape, rule):
         pytest.skip("refused: see test_refusals")
     roots, how = [4, 9], Sampling(1.0, seed=1, rule=rule)
     for levels in (1, 2, 3):
-        tree, encoded_index, encoded = run(expand(shape, ask([0, 1], roots, sampling=how)), roots, how, levels)
-        wanted, _, before = run(expand(shape, ask([0, 1], roots, levels, how)), roots, how)
+        tree, encoded_index, encoded = run(expand(shape, round_context([0, 1], roots, sampling=how)), roots, how, levels)
+        wanted, _, before = run(expand(shape, round_context([0, 1], roots, levels, how)), roots, how)
         tree.validate()
         assert torch.equal(tree.tokens, wanted.tokens) and torch.equal(tree.parents, wanted.parents) and torch.equal(tree.size, wanted.size)
         assert (tree.width, tree.full, tree.replacement) == (wanted.width, wanted.full, wanted.replacement)
@@ -159,7 +159,7 @@ def test_a_tree_may_be_finished_early(shape, rule):
 @pytest.mark.parametrize("kind", ["target-sample", "shared-noise", "rejection", "rejection-replacement"])
 def test_candidates_are_chosen_by_the_rule(kind):
     how = Sampling(0.7, top_k=8, seed=5, rule=kind)
-    round = ask([0, 1], [0, 0], sampling=how)
+    round = round_context([0, 1], [0, 0], sampling=how)
     logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
     index = torch.tensor([[8, 9, 9], [3, 4, 5]])
     ids, scores, q = choose(logits, 3, round, index, True)
@@ -180,13 +180,13 @@ def test_candidates_are_chosen_by_the_rule(kind):
         torch.testing.assert_close(scores[b, f], q_logits.log_softmax(0)[expected])
     assert (q is None) == (kind in ("target-sample", "shared-noise")) and (q is None or torch.equal(q, warped))
     # Greedy: the best tokens, whatever the rule.
-    assert torch.equal(choose(logits, 3, ask([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
+    assert torch.equal(choose(logits, 3, round_context([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
 
 
 def test_drafter_logits_are_stored_at_their_nodes():
     how, roots = Sampling(1.0, rule="rejection"), [4, 9]
     static_tree = StaticTree.cartesian([2, 3])
-    tree, _, _ = run(StaticExpansion(static_tree, ask([0, 1], roots, sampling=how)), roots, how)
+    tree, _, _ = run(StaticExpansion(static_tree, round_context([0, 1], roots, sampling=how)), roots, how)
     assert tree.q_logits is not None and tree.width == 3 and not tree.replacement
     for b in range(2):
         for i, path in enumerate(paths_of(tree, b)):
@@ -195,7 +195,7 @@ def test_drafter_logits_are_stored_at_their_nodes():
 
 
 def test_refusals():
-    drawn = ask([0], [0], sampling=Sampling(1.0, rule="rejection"))
+    drawn = round_context([0], [0], sampling=Sampling(1.0, rule="rejection"))
     with pytest.raises(ValueError, match="rule rejection with a dynamic tree"):
         DynamicExpansion(DynamicTree(2, 2, 4), drawn)
     gaps = StaticTree.from_paths([(1,), (3,), (3, 2), (3, 2, 0), (3, 0)])
@@ -204,7 +204,7 @@ def test_refusals():
         StaticExpansion(gaps, drawn).tree_spec.paths == without_gaps.paths == without_gaps.without_gaps().paths
         and without_gaps.without_gaps() is without_gaps
     )
-    assert StaticExpansion(gaps, ask([0], [0])).tree_spec is gaps
+    assert StaticExpansion(gaps, round_context([0], [0])).tree_spec is gaps
     with pytest.raises(ValueError, match="depth 0"):
         DynamicTree(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):
@@ -223,7 +223,7 @@ def test_the_cpu_path_and_the_independent_reference_of_the_kernel_agree(vocab, c
     generator = torch.Generator().manual_seed(vocab)
     distinct, ties = torch.randn(2, 3, vocab, generator=generator), torch.randint(-2, 2, (2, 3, vocab), generator=generator) / 2
     for logits in (distinct, ties):
-        ids, scores, _ = choose(logits, count, ask([0, 1], [0, 0]), torch.zeros(2, 3, dtype=torch.int64), True)
+        ids, scores, _ = choose(logits, count, round_context([0, 1], [0, 0]), torch.zeros(2, 3, dtype=torch.int64), True)
         expected, log_p = best_reference(logits, count)
         assert torch.equal(logits.gather(2, ids), logits.gather(2, expected))
         assert logits is ties or torch.equal(ids, expected)
