@@ -87,12 +87,12 @@ def evaluate(
         price = cost.of_round(seconds, drafting)
         paths = trees.grow(chosen_on, most_nodes - 1) if choose == "largest" else trees.choose(chosen_on, price, most_nodes)
         by_nodes = _by_nodes(reported_on, trees.best_by_nodes(chosen_on, price, most_nodes), price)
-        drafter.shape = StaticTree.from_paths(paths)
+        drafter.tree_spec = StaticTree.from_paths(paths)
     settings = {"max_new_tokens": max_new_tokens, "prompts": len(reporting), "dtype": str(target.dtype).removeprefix("torch.")}
     settings |= {"threads": torch.get_num_threads(), "rows": rows, "rule": rule, "governed": governed, "ranks": ranks.count()}
     settings |= {"confidence": drafter.confidence} if isinstance(drafter, DraftModel) else {}
     report = Report(
-        target.identity.to_dict(), drafter.method, settings, tree_config(drafter.shape), drafter.max_nodes, seconds, drafting, by_nodes
+        target.identity.to_dict(), drafter.method, settings, tree_config(drafter.tree_spec), drafter.max_nodes, seconds, drafting, by_nodes
     )
     rounds: list[RoundRecord] = []
     for temperature in temperatures:
@@ -333,7 +333,7 @@ def main(arguments: list[str]) -> None:
             f"--tree {tree}: {drafter.method} ranks no tokens, so no tree can be chosen for it; expected saved, chain or dynamic"
         )
     if tree not in ("best", "largest"):
-        drafter.shape = loading.shape(tree, drafter, options.depth, options.width, options.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, options.depth, options.width, options.nodes)
     elif options.depth or options.width:
         raise ValueError(f"--tree {tree} takes --nodes only, got --depth or --width; leave it out, or take --tree dynamic")
     loading.check_rule(options.rule, drafter)

@@ -184,7 +184,7 @@ def evaluate(
     settings = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "dtype": str(target.dtype).removeprefix("torch.")}
     settings |= {"rule": rule, "rows": rows, "expected": expected}
     shapes = {
-        name: {"tree": tree_config(drafter.shape), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
+        name: {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
         for name, drafter in drafters.items()
     }
     return {"target": target.identity.to_dict(), "settings": settings, "shapes": shapes, "rows": found, "same": same}
@@ -267,7 +267,7 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
         loading.set_confidence(drafter, options.confidence)
         tree = options.tree or ("chain" if options.expected else "saved")
-        drafter.shape = loading.shape(tree, drafter, options.depth, options.width, options.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, options.depth, options.width, options.nodes)
         loading.check_rule(rule, drafter)
     cases = interleaved.cases(target, prompts, options.max_new_tokens)
     report = evaluate(

@@ -36,15 +36,15 @@ def measure(target: Target, context: int, most: int, repeats: int = 25) -> dict[
 
 def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[int, float]:
     """Median seconds that `drafter` takes for a chain, by its depth: of 1 and of 4, or as deep as it can look."""
-    saved, found = drafter.shape, {}
+    saved, found = drafter.tree_spec, {}
     try:
         for depth in sorted({1, min(4, drafter.depth_limit)}):
-            drafter.shape = StaticTree.chain(depth)
+            drafter.tree_spec = StaticTree.chain(depth)
             done = Decoder(target, drafter, timed=True).generate(prompts, max_new_tokens=16, stop_ids=())
             rounds = [round.draft_s for answer in done for round in answer.rounds[1:] or answer.rounds]
             found[depth] = statistics.median(rounds)
     finally:
-        drafter.shape = saved
+        drafter.tree_spec = saved
     return found
 
 

@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
     drafter = drafters[0] if drafters else None
     loading.set_confidence(drafter, options.confidence)
     if drafter is not None:
-        drafter.shape = loading.shape(options.tree, drafter, options.depth, options.width, options.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(options.tree, drafter, options.depth, options.width, options.nodes)
         loading.check_rule(options.rule, drafter)
     sampling = sampling_of(options, target)
     if not sampling.lossless:

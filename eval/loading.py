@@ -154,14 +154,14 @@ def check_numbers(options: argparse.Namespace, least_tokens: int = 1) -> None:
 
 def check_rule(rule: str, drafter: Any) -> None:
     """Raises ValueError where the drafter's tree or the drafter itself has nothing for the rule to do."""
-    grow.check_rule(rule, drafter.shape)
+    grow.check_rule(rule, drafter.tree_spec)
     if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
         raise ValueError(
             f"--rule {rule}: {drafter.method} draws no children from a law; expected another rule: target-sample does the same for it"
         )
 
 
-def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> TreeSpec:
+def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> TreeSpec:
     """The draft tree that options ask for: saved (the drafter's own), chain, or dynamic.
 
     Raises:
@@ -174,7 +174,7 @@ def shape(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: 
     elif tree == "dynamic":
         shape = grow.DynamicTree(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
     else:
-        shape = drafter.shape.cut(depth or drafter.shape.max_depth)
+        shape = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
     if shape.max_depth > drafter.depth_limit:
         raise ValueError(f"got a tree {shape.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
     return shape

@@ -62,7 +62,7 @@ class DraftModel:
         if not 0.0 <= confidence <= 1.0:
             raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
         self.model = model
-        self.shape = shape
+        self.tree_spec = shape
         self.chunk = chunk
         self.confidence = confidence
         self._fewer = True
@@ -76,11 +76,11 @@ class DraftModel:
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
     @property
     def device(self) -> torch.device:
@@ -101,11 +101,11 @@ class DraftModel:
     def bind(self, target: Target, rows: int, context: int) -> Any:
         self.check(context)
         self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
-        self.shape = self.shape.to(self.model.device)
-        if isinstance(self.shape, StaticTree):
-            encoded = sum(level.nodes for level in self.shape.levels()[1:])
+        self.tree_spec = self.tree_spec.to(self.model.device)
+        if isinstance(self.tree_spec, StaticTree):
+            encoded = sum(level.nodes for level in self.tree_spec.levels()[1:])
         else:
-            encoded = (self.shape.depth - 1) * self.shape.width
+            encoded = (self.tree_spec.depth - 1) * self.tree_spec.width
         # A graph lets a row run a round past its end.
         capacity = context + self.max_depth + 1 + max(encoded, 2)
         device, of = self.model.device, (self.model, self.model.dtype, self.model.device, rows)
@@ -117,8 +117,8 @@ class DraftModel:
         self._state.missing.clear()
         self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
         self._encoded = 0  # levels of it that were
-        self._chain = isinstance(self.shape, StaticTree) and self.shape.width <= 1
-        return self._state, self.shape, tensor_addresses(self.model.model)
+        self._chain = isinstance(self.tree_spec, StaticTree) and self.tree_spec.width <= 1
+        return self._state, self.tree_spec, tensor_addresses(self.model.model)
 
     @property
     def _rows(self) -> Rows:
@@ -141,7 +141,7 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
         """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
-        growth, depth = grow(self.shape, round), 0
+        growth, depth = grow(self.tree_spec, round), 0
         self._rows.cache.fixed = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_waiting(round) if round.active is not None else self._reach_roots(round.slots))[:, None]

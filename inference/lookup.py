@@ -167,22 +167,22 @@ class _Lookup:
     taps: tuple[int, ...] = ()
 
     def __init__(self, shape: TreeSpec, orders: Sequence[int]) -> None:
-        self.shape = shape
+        self.tree_spec = shape
         self._orders = orders
         self._rows: dict[int, Corpus] = {}
         self._paths: frozenset[Path] | None = None
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
     def bind(self, target: Target, rows: int, context: int) -> None:
         self._rows = {}
-        self._paths = frozenset(self.shape.paths) if isinstance(self.shape, StaticTree) else None
+        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         for row, prompt in zip(rows, prompts, strict=True):
@@ -245,11 +245,11 @@ class Ngram(_Lookup):
 
     def _draft(self, text: Corpus, depth: int) -> Draft:
         for order in self._orders:
-            places = list(islice(text.places(text.tokens, order), FEW if self.shape.width > 1 else 1))
+            places = list(islice(text.places(text.tokens, order), FEW if self.tree_spec.width > 1 else 1))
             if places:
                 length = int(self.factor * text.shared(text.tokens, places[0], order))
                 runs = [text.run(place, min(depth, length)) for place in places]
-                return merge(runs, self.shape, self._paths, self.max_nodes - 1)
+                return merge(runs, self.tree_spec, self._paths, self.max_nodes - 1)
         return Draft()
 
 
@@ -308,7 +308,7 @@ class Suffix(_Lookup):
                 if budget <= best.score:
                     break  # a score is at most the number of nodes, and shorter matches have no larger budget
                 runs = [run for shared, run in found if shared >= length]
-                draft = merge(runs, self.shape, self._paths, budget, self.least)
+                draft = merge(runs, self.tree_spec, self._paths, budget, self.least)
                 if draft.score > best.score:
                     best = draft
         return best

@@ -63,7 +63,7 @@ class DrafterModel(PreTrainedModel):
         # A Target is no nn.Module, so it enters neither the modules nor the state dict.
         self._target: Target | None = None
         self._state: Any = None
-        self._shape: tuple[Any, TreeSpec] | None = None
+        self._tree_spec: tuple[Any, TreeSpec] | None = None
 
     @property
     def target(self) -> Target:
@@ -102,15 +102,15 @@ class DrafterModel(PreTrainedModel):
         return self.config.model_type
 
     @property
-    def shape(self) -> TreeSpec:
+    def tree_spec(self) -> TreeSpec:
         """The tree of the config; subclasses see to it that there is one. Made once for each."""
-        if self._shape is None or self._shape[0] != self.config.tree:
-            self._shape = (copy.deepcopy(self.config.tree), parse_tree_spec(self.config.tree))
-        return self._shape[1]
+        if self._tree_spec is None or self._tree_spec[0] != self.config.tree:
+            self._tree_spec = (copy.deepcopy(self.config.tree), parse_tree_spec(self.config.tree))
+        return self._tree_spec[1]
 
-    @shape.setter
-    def shape(self, shape: TreeSpec) -> None:
-        self.config.tree = tree_config(shape)
+    @tree_spec.setter
+    def tree_spec(self, tree_spec: TreeSpec) -> None:
+        self.config.tree = tree_config(tree_spec)
 
     @property
     def depth_limit(self) -> int:
@@ -127,11 +127,11 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.num_nodes
+        return self.tree_spec.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth
+        return self.tree_spec.max_depth
 
     # The Drafter protocol, which a subclass implements; shapes are said there.
 

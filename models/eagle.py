@@ -346,17 +346,17 @@ class EagleModel(DrafterModel):
                 f"decoding up to {context} positions with an EAGLE drafter trained on {trained}: beyond them it may accept little",
                 stacklevel=2,
             )
-        shape = self.shape.to(target.device)
+        shape = self.tree_spec.to(target.device)
         drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, StaticTree) else (shape.depth - 1) * shape.width
         # A graph lets a row run a round past its end.
         capacity = context + shape.max_depth + 1 + max(drafted, shape.max_depth + 1)
         state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and held.cache.capacity >= capacity and same_layout(held.state, state):
+        if held and held.given is self.tree_spec and held.cache.capacity >= capacity and same_layout(held.state, state):
             self.drop(list(range(rows)))
         else:
             begun = torch.zeros(rows, dtype=torch.bool, device=target.device)
-            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.shape)
+            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.tree_spec)
         return self._state, tensor_addresses(self)
 
     @torch.no_grad()

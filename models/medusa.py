@@ -159,10 +159,10 @@ class MedusaModel(DrafterModel):
         self.attach(target)
         hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=target.device)
         held = self._state
-        if held and held.given is self.shape and same_layout(held.hidden, hidden):
+        if held and held.given is self.tree_spec and same_layout(held.hidden, hidden):
             self.drop(list(range(rows)))
         else:
-            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.shape.to(target.device), self.shape)
+            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.tree_spec.to(target.device), self.tree_spec)
         return self._state, tensor_addresses(self)
 
     def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:

@@ -85,7 +85,7 @@ def drafter_of(kind, target, name, rng):
         drafter = new_drafter("medusa", target, num_heads=4, share_head=rng.random() < 0.3)
     else:
         drafter = new_drafter("eagle", target, version=int(kind[-1]), **({"taps": [0, 1]} if kind == "eagle3" else {}), steps=4)
-    drafter.shape = shape
+    drafter.tree_spec = shape
     return shaken(drafter, 0.01)
 
 
@@ -110,7 +110,7 @@ def between(kind, drafter, target, rng):
         if kind in ("medusa", "eagle1", "eagle3", "student") and rng.random() < 0.3:
             rng.choice(list((drafter.model.model if kind == "student" else drafter).parameters())).mul_(rng.choice([1.1, -1.0]))
         if kind not in ("plain", "planting", "suffix") and rng.random() < 0.2:
-            drafter.shape = rng.choice([StaticTree.chain(2), DynamicTree(2, 2, 4)])
+            drafter.tree_spec = rng.choice([StaticTree.chain(2), DynamicTree(2, 2, 4)])
         if kind.endswith("student") and rng.random() < 0.1:
             drafter.confidence = 0.0 if drafter.confidence else 0.2
         if rng.random() < 0.2:

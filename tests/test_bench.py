@@ -301,5 +301,5 @@ def test_all_drafters_get_the_tree_and_the_governor_that_are_asked_for(place, ta
     monkeypatch.setattr(bench, "evaluate", evaluate)
     with pytest.raises(SystemExit):
         exit_on_error(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
-    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().shape]
-    assert [tree_config(drafter.shape) for drafter in found] == [tree_config(shape) for shape in wanted]
+    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().tree_spec]
+    assert [tree_config(drafter.tree_spec) for drafter in found] == [tree_config(shape) for shape in wanted]

@@ -202,7 +202,7 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
     drafter = bench_rounds.medusa(target, SMALL)
     given = [bench_rounds.decoding(target, SMALL, EFFORT, "tau", drafter) for _ in range(2)]
     assert (given[0].tau, given[0].profile_tau) == (given[1].tau, given[1].profile_tau)
-    parents = drafter.shape.parents.tolist()
+    parents = drafter.tree_spec.parents.tolist()
     tokens, rounds, launched = 0, 0, 1
     while rounds < launched:
         launched += tokens < EFFORT.new_tokens
@@ -233,7 +233,7 @@ def test_trees_of_an_8b_have_the_nodes_that_are_said():
     sizes = Sizes()
     for nodes in sizes.nodes:
         bare = bench_rounds.Bare(nodes, sizes.depth, HERE)
-        assert bare.shape.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
+        assert bare.tree_spec.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
     assert bench_rounds.ASKED.keys() == {(sizes.nodes[-1], context) for context in sizes.contexts}
 
 

@@ -179,14 +179,14 @@ def contents(folder):
 
 def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, tmp_path):
     target, (drafter,) = loading.open_models(None, [str(student)], "float32")
-    assert target.name == "tiny" and tree_config(drafter.shape) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
+    assert target.name == "tiny" and tree_config(drafter.tree_spec) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
     config = json.loads((student / "config.json").read_text())
     beam = tmp_path / "beam"
     shutil.copytree(student, beam)
     config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
     (beam / "config.json").write_text(json.dumps(config))
     _, (drafter, other) = loading.open_models("tiny", [str(beam), "tiny-draft"], "float32")
-    assert drafter.shape == DynamicTree(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
+    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.tree_spec.paths) == 7 and other.confidence == 0.0
     loading.set_confidence(drafter, None)
     assert drafter.confidence == 0.25
     loading.set_confidence(drafter, 0.0)

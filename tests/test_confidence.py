@@ -38,8 +38,8 @@ class Watched(Checked):
         tree = super().propose(round) if round.sampling.children == "top" else DraftModel.propose(self, round)
         depth = int(tree.depth.max())
         self.seen[f"depth {depth}"] += 1
-        if isinstance(self.shape, StaticTree):
-            asked = self.shape.cut(round.depth)
+        if isinstance(self.tree_spec, StaticTree):
+            asked = self.tree_spec.cut(round.depth)
             best = self.best(round, tree, asked)
             assert all(best[d] >= self.confidence for d in range(1, depth))
             assert depth == asked.max_depth or best[depth] < self.confidence

@@ -434,7 +434,7 @@ def played(drafter: EagleModel, target: Target, shape, lines: list[list[int]], r
     features of nodes that were not accepted are noise. Counts what happened.
     """
     rng, noise, seen = random.Random(seed), torch.Generator().manual_seed(seed), Counter()
-    drafter.shape = shape
+    drafter.tree_spec = shape
     drafter.bind(target, rows, max(map(len, lines)))
     known = [target.forward(torch.tensor([line]), taps=drafter.taps) for line in lines]
     order = allowed(drafter)
@@ -571,7 +571,7 @@ def test_a_long_prompt_is_encoded_in_chunks(target, monkeypatch):
     whole = []
     for chunk in (256, 3):
         monkeypatch.setattr(EagleModel, "chunk", chunk)
-        drafter.shape = SHAPES["static"]
+        drafter.tree_spec = SHAPES["static"]
         drafter.bind(target, 4, 40)
         sizes = [14, 1, 9, 12]
         prompts = [line[:size] for line, size in zip(lines, sizes, strict=True)]
@@ -631,7 +631,7 @@ def fitted(target: Target, answers, name: str = "3", prompts: list[list[int]] = 
 def check_lossless(target, drafter, answers, combinations) -> Counter:
     seen = Counter()
     for how, shape, rows in combinations:
-        drafter.shape = SHAPES[shape]
+        drafter.tree_spec = SHAPES[shape]
         decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 2 else None)
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
@@ -672,7 +672,7 @@ def test_rejection_draws_from_the_draft_vocabulary(target, rule):
     plain = drafter.propose
     drafter.propose = lambda round: drafted.append(plain(round)) or drafted[-1]
     for shape in ("chain", "static") if rule == "rejection" else ("static",):
-        drafter.shape = SHAPES[shape]
+        drafter.tree_spec = SHAPES[shape]
         alone, batch = (texts(Decoder(target, drafter, slots=rows).generate(PROMPTS, how, NEW, ())) for rows in (1, 4))
         assert alone == batch and all(len(answer) == NEW and 0 <= min(answer) <= max(answer) < VOCAB for answer in alone)
         assert not all(token in inside for answer in alone for token in answer)  # what is OOV is still said
@@ -681,7 +681,7 @@ def test_rejection_draws_from_the_draft_vocabulary(target, rule):
         assert set(tree.tokens[real, 1:].flatten().tolist()) <= inside
         q = tree.q_logits[real, 0].softmax(-1)
         assert q.shape[-1] == VOCAB and (q[:, [v for v in range(VOCAB) if v not in inside]] == 0).all()
-    drafter.shape = SHAPES["dynamic"]
+    drafter.tree_spec = SHAPES["dynamic"]
     with pytest.raises(ValueError, match="with a dynamic tree"):
         Decoder(target, drafter).generate(PROMPTS[1:], how, NEW, ())
 
@@ -701,7 +701,7 @@ def test_beyond_the_trained_positions_it_warns_and_decodes(target):
 @pytest.mark.parametrize("shape, how", [("chain", "greedy"), ("static", "rejection"), ("dynamic", "shared-noise")])
 def test_nothing_reads_the_device_within_a_round(target, name, shape, how, monkeypatch):
     drafter = make(target, name).eval()
-    drafter.shape = SHAPES[shape]
+    drafter.tree_spec = SHAPES[shape]
     sampling = Sampling(0.9, seed=1, rule=how) if how == "rejection" else HOWS[how]
     stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 30, ())
     next(stream)
@@ -729,7 +729,7 @@ def test_tau_of_records_of_decoding_and_of_the_objective_agree(target, name, arc
     records = acceptance.positions(target, drafter, cases, NEW)
     taus = []
     for shape in (StaticTree.chain(1), StaticTree.chain(4), SHAPES["static"]):
-        drafter.shape = shape
+        drafter.tree_spec = shape
         done = Decoder(target, drafter, slots=2).generate(prompts, None, NEW, ())
         tau = sum(len(one.tokens) for one in done) / sum(len(one.rounds) for one in done)
         assert trees.tau(records, shape.paths) == pytest.approx(tau, abs=1e-9), shape.paths
@@ -1028,7 +1028,7 @@ def test_a_run_ends_with_an_artifact_that_has_the_tau_it_measured(words, target_
     best = max(taus, key=lambda step: taus[step])
     assert (
         drafter.config.training == {"positions": 32, "steps": best, "tokens": best * 2 * 32}
-        and drafter.shape.paths == StaticTree.chain(3).paths
+        and drafter.tree_spec.paths == StaticTree.chain(3).paths
     )
     asked = [target.tokenizer.encode(one) for one in ("for line in", "    yield", "def strip", "lines:\n")]
     done = Decoder(target, drafter, slots=2).generate(asked, max_new_tokens=10)

@@ -59,14 +59,14 @@ def heads(target, answers):
 
 def make(kind, shape, heads, answers):
     if kind == "medusa":
-        heads.shape = shape
+        heads.tree_spec = shape
         return heads
     if kind == "draft model":
         return DraftModel(relative("llama", 0.005), shape)
     if kind == "planting":
         return PlantingDrafter(REPEATED, answers, VOCAB, twins=True)
     drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
-    drafter.shape = shape
+    drafter.tree_spec = shape
     return drafter
 
 

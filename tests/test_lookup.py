@@ -285,7 +285,7 @@ def test_rows_are_padded_and_independent():
     texts = {4: [1, 2, 3, 4, 1, 2], 0: [5, 6], 2: [7, 7, 7, 7, 7], 1: [3]}
     for drafter in (Ngram(StaticTree.chain(5)), Ngram(DynamicTree(5, 2, 6)), Suffix(factor=5.0)):
         assert isinstance(drafter, Drafter) and not drafter.capturable and drafter.taps == ()
-        assert (drafter.max_nodes, drafter.max_depth) == (drafter.shape.num_nodes, drafter.shape.max_depth)
+        assert (drafter.max_nodes, drafter.max_depth) == (drafter.tree_spec.num_nodes, drafter.tree_spec.max_depth)
         bound(drafter, 5)
         for row, text in texts.items():
             begin(drafter, row, text)
@@ -310,7 +310,7 @@ def test_another_shape_counts_from_bind_on():
             (StaticTree.chain(3), 3),
             (DynamicTree(2, 2, 4), 3),
         ):
-            drafter.shape = shape
+            drafter.tree_spec = shape
             assert bound(drafter)._rows == {}
             begin(drafter, 0, text)
             assert len(propose(drafter, [0], [text], 9)[0]) == count and drafter.max_nodes >= count + 1

@@ -102,7 +102,7 @@ def test_propose_equals_a_slow_loop(target, share, tree):
     drafter.start(rows, prompts, out)
     proposed = drafter.propose(ask(rows, [6, 10]))
     proposed.validate()
-    paths = drafter.shape.paths
+    paths = drafter.tree_spec.paths
     assert proposed.tokens.shape == (2, len(paths) + 1) == (2, drafter.max_nodes)
     for b, last in enumerate((1, 2)):
         for node, path in enumerate(paths, 1):

@@ -14,7 +14,7 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, Index
 from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.data.prepare import load
-from draftsmith.eval.loading import dtype_of, encode, shape
+from draftsmith.eval.loading import dtype_of, encode, tree_spec_from_options
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
@@ -36,7 +36,7 @@ def new_drafter_and_data(
     tree = recipe.tree
     if tree.depth or tree.width or tree.nodes:
         chain = tree.width == 1
-        drafter.shape = shape("chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes)
+        drafter.tree_spec = tree_spec_from_options("chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes)
     train, valid = datasets(recipe, target, corpora, reads)
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had

@@ -181,12 +181,12 @@ class Bare(Plain):
     """Drafts a tree without a network: what is left is the cost of verifying it."""
 
     def __init__(self, nodes: int, depth: int, device: torch.device) -> None:
-        self.shape = _static(nodes, depth).to(device)
-        self.max_nodes, self.max_depth = nodes, self.shape.max_depth
+        self.tree_spec = _static(nodes, depth).to(device)
+        self.max_nodes, self.max_depth = nodes, self.tree_spec.max_depth
 
     def propose(self, round: RoundContext) -> DraftTree:
-        ranks = indices(self.shape.width, round.last_tokens.device)  # small numbers, which every vocabulary has
-        return self.shape.tree(round.last_tokens, ranks.expand(len(round.last_tokens), self.max_depth, -1))
+        ranks = indices(self.tree_spec.width, round.last_tokens.device)  # small numbers, which every vocabulary has
+        return self.tree_spec.tree(round.last_tokens, ranks.expand(len(round.last_tokens), self.max_depth, -1))
 
 
 def _static(nodes: int, depth: int) -> StaticTree:
@@ -196,7 +196,7 @@ def _static(nodes: int, depth: int) -> StaticTree:
 def medusa(target: Target, sizes: Sizes) -> DrafterModel:
     """Four heads, each with an output layer of its own; a static tree."""
     drafter = new_drafter("medusa", target, dtype=sizes.dtype, num_heads=4)
-    drafter.shape = _static(sizes.nodes[-1], 4)
+    drafter.tree_spec = _static(sizes.nodes[-1], 4)
     return _scattered(drafter)
 
 
@@ -207,7 +207,7 @@ def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
     widths = {"num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "intermediate_size": sizes.mlp, "draft_vocab_size": part}
     drafter: Any = new_drafter("eagle", target, dtype=sizes.dtype, version=3, taps=taps, steps=7, **widths)
     drafter.take(vocab.choose(torch.ones(target.vocab_size), part))
-    drafter.shape = DynamicTree(depth or sizes.depth, 8, sizes.nodes[-1])
+    drafter.tree_spec = DynamicTree(depth or sizes.depth, 8, sizes.nodes[-1])
     return _scattered(drafter)
 
 
@@ -329,7 +329,7 @@ def decoding(target: Target, sizes: Sizes, effort: Effort, what: str, drafter: D
     tau = tokens / count
     plain, ours = ([spent / made for spent, made, _ in found[name]] for name in ways)
     speedup = statistics.median(one / other for one, other in zip(plain, ours, strict=True))
-    profile_tau = expected(drafter.shape.parents.tolist(), PROFILE) if isinstance(drafter.shape, StaticTree) else None
+    profile_tau = expected(drafter.tree_spec.parents.tolist(), PROFILE) if isinstance(drafter.tree_spec, StaticTree) else None
     return Decoded(what, tau, profile_tau, seconds / count, speedup, speedup / tau, ASKED_EFFICIENCY, parts)
 
 

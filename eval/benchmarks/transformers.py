@@ -137,7 +137,7 @@ def evaluate(
     return {
         "machine": _machine(target),
         "target": target.identity.to_dict(),
-        "settings": settings | {"governor": governed, "trees": {name: tree_config(drafter.shape) for name, drafter in drafters.items()}},
+        "settings": settings | {"governor": governed, "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()}},
         "prompts": [{"id": case.prompt.id, "domain": case.prompt.domain, "tokens": len(case.ids)} for case in cases],
         "contenders": ways,
         "pairs": [{"ours": a, "theirs": b} | faster(ways[a], ways[b]) for a, b in counterparts.items()],
@@ -314,7 +314,7 @@ def main(arguments: list[str]) -> None:
     words = list(dict.fromkeys(options.drafter or (*DRAFTERS, *["tiny-draft"] * (options.target in (None, "tiny")))))
     target, drafters = open_all(options.target, words, options.dtype, options.trust_remote_code)
     for drafter in drafters.values():
-        drafter.shape = loading.shape(options.tree, drafter, options.depth, options.width, options.nodes)
+        drafter.tree_spec = loading.tree_spec_from_options(options.tree, drafter, options.depth, options.width, options.nodes)
     cases = interleaved.cases(target, prompts, options.max_new_tokens)
     with _quiet():
         report = evaluate(target, drafters, cases, options.max_new_tokens, options.repeats, not options.no_governor)
