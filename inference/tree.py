@@ -145,6 +145,10 @@ class DraftTree:
         index = indices(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
 
+    def only(self, mask: Tensor) -> "DraftTree":
+        """This tree where mask [B] bool is set, elsewhere the root alone; all tensors keep their shapes."""
+        return replace(self, size=torch.where(mask, self.size, 1), full=False, _deepest=None)
+
     def to(self, device: torch.device) -> "DraftTree":
         """The same tree on `device`."""
         if self.tokens.device == device:

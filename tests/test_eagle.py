@@ -31,10 +31,11 @@ from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.inference.verify import Verdict
-from draftsmith.models import eagle, vocab
+from draftsmith.models import eagle, feature_drafter, vocab
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import default_taps
 from draftsmith.train import data_cli
 from draftsmith.train import eagle as train
 from draftsmith.train.eagle import EagleSection, objective1, objective3
@@ -269,9 +270,9 @@ def test_every_loss_and_decay_reaches_the_objective():
 def noise_of(target, drafter, batch, section, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:
     """What objective1 adds to the features, [B,S,H], and its sum."""
     got = []
-    plain = EagleModel.unroll
+    plain = EagleModel.training_time_test
     with monkeypatch.context() as patch:
-        patch.setattr(EagleModel, "unroll", lambda self, feature, *rest: got.append(feature) or plain(self, feature, *rest))
+        patch.setattr(EagleModel, "training_time_test", lambda self, feature, *rest: got.append(feature) or plain(self, feature, *rest))
         loss = objective1(drafter, batch, target=target, section=section)
     return got[0] - target.features(batch).hidden, loss.sum
 
@@ -422,7 +423,7 @@ def along(drafter: EagleModel, out: TargetOutput, line: list[int], root: int, pa
     feature = drafter.feature_of(TargetOutput(out.hidden[:, :root], taps))
     feature = F.pad(feature, (0, 0, 0, depth + 1)).expand(len(paths), -1, -1)
     positions = torch.arange(root + 1 + depth).expand_as(ids)
-    outputs = drafter.unroll(feature, ids, positions, torch.zeros_like(ids), depth + 1)
+    outputs = drafter.training_time_test(feature, ids, positions, torch.zeros_like(ids), depth + 1)
     return drafter.logits_of(torch.stack([outputs[len(path)][n, root - 1] for n, path in enumerate(paths)]))
 
 
@@ -530,8 +531,8 @@ def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
         return ids, scores, law
 
     with pytest.MonkeyPatch.context() as patch:
-        plain = eagle.grow
-        patch.setattr(eagle, "grow", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
+        plain = feature_drafter.grow
+        patch.setattr(feature_drafter, "grow", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
         patch.setattr(drafter, "_choose", choose, raising=False)
         return drafter.propose(round), levels
 
@@ -581,7 +582,7 @@ def test_a_long_prompt_is_encoded_in_chunks(target, monkeypatch):
         rows = torch.arange(4)
         at = torch.tensor(sizes) - 1
         tree = drafter.propose(RoundContext([0, 1, 2, 3], rows, torch.tensor([prompt[-1] for prompt in prompts]), at, rows, Sampling(), 9))
-        whole.append((tree.tokens, tree.size, drafter._state.state.clone()))
+        whole.append((tree.tokens, tree.size, drafter._state.last_output.clone()))
     assert torch.equal(whole[0][0][[0, 2, 3]], whole[1][0][[0, 2, 3]]) and torch.equal(whole[0][1], whole[1][1])
     torch.testing.assert_close(whole[0][2], whole[1][2], rtol=1e-4, atol=1e-5)
     assert whole[0][1].tolist() == [11, 1, 11, 11]
@@ -605,7 +606,7 @@ def fit(drafter: EagleModel, target: Target, lines: list[list[int]], depth: int 
         for line in lines:
             ids = torch.tensor([line])
             feature = drafter.feature_of(target.forward(ids, taps=drafter.taps))
-            outputs = drafter.unroll(feature, ids, torch.arange(len(line))[None], torch.zeros_like(ids), depth)
+            outputs = drafter.training_time_test(feature, ids, torch.arange(len(line))[None], torch.zeros_like(ids), depth)
             for k, output in enumerate(outputs):
                 for row in range(len(line) - 2 - k):
                     inputs.append(drafter.before_head(output)[0, row].double())
@@ -821,7 +822,7 @@ def test_damaged_maps_are_refused(target, tmp_path):
 
 def test_default_taps_need_layers(target):
     with pytest.raises(ValueError, match=r"2 layers, too few for the usual taps \(1, 0, -2\)"):
-        train.default_taps(target)
+        default_taps(target)
 
     class Deep:
         name = "deep"
@@ -829,10 +830,10 @@ def test_default_taps_need_layers(target):
 
     for layers, taps in ((8, (1, 3, 4)), (28, (1, 13, 24)), (36, (1, 17, 32))):
         Deep.num_layers = layers
-        assert train.default_taps(Deep) == taps
+        assert default_taps(Deep) == taps
     Deep.num_layers = 6
     with pytest.raises(ValueError, match="6 layers"):
-        train.default_taps(Deep)
+        default_taps(Deep)
 
 
 def test_targets_without_such_settings_have_a_drafter_too():
@@ -1128,10 +1129,10 @@ def test_a_recipe_that_cannot_be_is_refused(words, tmp_path, more, match):
 
 # Planted faults
 
-plain_ahead, plain_unroll, plain_step = eagle.shift_left, EagleModel.unroll, EagleModel.step
+plain_ahead, plain_unroll, plain_step = eagle.shift_left, EagleModel.training_time_test, EagleModel.step
 plain_accept, plain_encode, plain_loss = EagleModel.accept, EagleModel._encode, train.chunked_draft_loss
 plain_recurring, plain_attend, plain_start = EagleModel.recurring, eagle.attend, EagleModel.start
-plain_positions = eagle.TreeAttention.positions
+plain_positions = feature_drafter.TreeAttention.positions
 
 
 def token_shift(rows, count, *rest):
@@ -1220,9 +1221,9 @@ FAULTS = {
     "token shift off by one": (eagle, "shift_left", token_shift, oracle, "3"),
     "token shift off by one, in decoding's eyes": (eagle, "shift_left", token_shift, parity, "3"),
     "target shift off by one": (train, "chunked_draft_loss", target_shift, oracle, "3"),
-    "RoPE without + k": (EagleModel, "unroll", rope_without_step, oracle, "3"),
-    "RoPE without + k, in decoding's eyes": (EagleModel, "unroll", rope_without_step, parity, "1"),
-    "nodes of all depths at one position": (eagle.TreeAttention, "positions", nodes_at_one_position, parity, "3"),
+    "RoPE without + k": (EagleModel, "training_time_test", rope_without_step, oracle, "3"),
+    "RoPE without + k, in decoding's eyes": (EagleModel, "training_time_test", rope_without_step, parity, "1"),
+    "nodes of all depths at one position": (feature_drafter.TreeAttention, "positions", nodes_at_one_position, parity, "3"),
     "drafted KV not dropped": (EagleModel, "accept", keep_drafts, parity, "3"),
     "features of rejected nodes": (EagleModel, "accept", first_nodes, parity, "3"),
     "the bonus token is forgotten": (EagleModel, "accept", forget_the_bonus, parity, "1"),

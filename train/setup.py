@@ -36,7 +36,9 @@ def new_drafter_and_data(
     tree = recipe.tree
     if tree.depth or tree.width or tree.nodes:
         chain = tree.width == 1
-        drafter.tree_spec = tree_spec_from_options("chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes)
+        drafter.tree_spec = tree_spec_from_options(
+            "chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes
+        )
     train, valid = datasets(recipe, target, corpora, reads)
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had

@@ -40,6 +40,7 @@ from draftsmith.inference.verify import Verdict, judge
 from draftsmith.models import vocab
 from draftsmith.models.drafter import DrafterModel, default_paths, new_drafter
 from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import usual_taps
 
 __all__ = ["Decoded", "Effort", "Rival", "Round", "drawn", "expected", "llama", "run", "synthetic"]
 
@@ -203,7 +204,7 @@ def medusa(target: Target, sizes: Sizes) -> DrafterModel:
 def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
     """EAGLE-3 with a quarter of the vocabulary and the published taps; a dynamic tree, eight wide and `depth` deep (0: as sizes say)."""
     layers, part = target.num_layers, target.vocab_size // 4
-    taps = sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)})
+    taps = sorted({min(max(tap, 0), layers - 1) for tap in usual_taps(layers)})
     widths = {"num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "intermediate_size": sizes.mlp, "draft_vocab_size": part}
     drafter: Any = new_drafter("eagle", target, dtype=sizes.dtype, version=3, taps=taps, steps=7, **widths)
     drafter.take(vocab.choose(torch.ones(target.vocab_size), part))

@@ -137,7 +137,8 @@ def evaluate(
     return {
         "machine": _machine(target),
         "target": target.identity.to_dict(),
-        "settings": settings | {"governor": governed, "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()}},
+        "settings": settings
+        | {"governor": governed, "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()}},
         "prompts": [{"id": case.prompt.id, "domain": case.prompt.domain, "tokens": len(case.ids)} for case in cases],
         "contenders": ways,
         "pairs": [{"ours": a, "theirs": b} | faster(ways[a], ways[b]) for a, b in counterparts.items()],
