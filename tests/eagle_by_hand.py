@@ -64,7 +64,7 @@ class ByHand:
             x = x + own["mlp.down_proj.weight"] @ (F.silu(own["mlp.gate_proj.weight"] @ read) * (own["mlp.up_proj.weight"] @ read))
         return x
 
-    def unroll(self, features, embeddings, steps):
+    def training_time_test(self, features, embeddings, steps):
         """outputs[k][p]: row p at step k reads the embedding of token p + 1 + k at position p + k."""
         store, outputs = {}, []
         for k in range(steps):
@@ -85,8 +85,8 @@ class ByHand:
             out = target.forward(ids[None], taps=tuple(self.config.taps or ()))
             taps = [None] * len(ids) if out.taps is None else out.taps[0]
             features = [self.feature(h, t) for h, t in zip(out.hidden[0], taps, strict=True)]
-            outputs = self.unroll(features, target.embed(ids), steps)
-            law = target.logits(out.hidden[0]).softmax(-1)
+            outputs = self.training_time_test(features, target.embed(ids), steps)
+            probabilities = target.logits(out.hidden[0]).softmax(-1)
             hit = {}
             for k in range(steps):
                 for p in range(len(ids) - 2 - k):
@@ -96,7 +96,7 @@ class ByHand:
                         logits = self.weight["lm_head.weight"] @ norm(outputs[k][p], self.weight["norm.weight"], self.config.rms_norm_eps)
                     else:
                         logits = target.logits(outputs[k][p])
-                    log_q, p_all = logits.log_softmax(-1), law[p + 1 + k]
+                    log_q, p_all = logits.log_softmax(-1), probabilities[p + 1 + k]
                     value = torch.zeros(())
                     kept = p_all[self.targets]
                     known = int(p_all.argmax()) in self.targets.tolist()
@@ -141,15 +141,15 @@ def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "lla
     section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0)
     hand = ByHand(drafter)
     if section.version == 3:
-        found = objective3(drafter, batch, target=target, section=section)
+        result = objective3(drafter, batch, target=target, section=section)
         value, tau = hand.loss(target, batch, steps, train.mix(loss), decay)
     else:
-        found = objective1(drafter, batch, target=target, section=section)
+        result = objective1(drafter, batch, target=target, section=section)
         value, tau = hand.loss(target, batch, 1, {"ce": 1.0}, 1.0, section.classification)
-    assert found.weight == batch["loss_mask"].sum() == rows.weight(torch.arange(len(rows)))
-    assert float(found.sum.detach()) == pytest.approx(float(value.detach()), rel=1e-5) and value > 1
-    assert float(found.metrics["sim_tau"] / found.weight) == pytest.approx(tau)
-    found.sum.backward()
+    assert result.weight == batch["loss_mask"].sum() == rows.weight(torch.arange(len(rows)))
+    assert float(result.sum.detach()) == pytest.approx(float(value.detach()), rel=1e-5) and value > 1
+    assert float(result.metrics["sim_tau"] / result.weight) == pytest.approx(tau)
+    result.sum.backward()
     value.backward()
     for path, parameter in drafter.named_parameters():
         wanted = hand.weight[path].grad

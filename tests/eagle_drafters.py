@@ -26,7 +26,7 @@ VARIANTS = {
 }
 
 
-SHAPES = {
+TREES = {
     "chain": StaticTree.chain(3),
     "static": StaticTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (2, 0), (0, 0, 0), (1, 1, 1), (1, 1, 0)]),
     "dynamic": DynamicTree(3, 3, 14),

@@ -17,7 +17,7 @@ from draftsmith.models.target import Target
 
 
 class Watched:
-    """A growth that notes the paths of the nodes whose candidates are wanted next: paths[b][f], tokens after the root."""
+    """A growth that notes the paths of the inner nodes of each level: paths[b][f] are the tokens after the root."""
 
     def __init__(self, growth, rows: int) -> None:
         self.growth, self.paths = growth, [[[]] for _ in range(rows)]
@@ -99,10 +99,10 @@ def played(drafter: EagleModel, target: Target, shape, lines: list[list[int]], r
                 assert tree.size[b] == 1
                 continue
             assert tree.size[b] > 1 and len(levels) == min(depth, drafter.max_depth)
-            found = torch.cat([logits[b] for logits, _ in levels])
+            logits = torch.cat([logits[b] for logits, _ in levels])
             wanted = along(drafter, known[line], lines[line], at, [path for _, paths in levels for path in paths[b]])
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-            seen["compared"] += len(found)
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+            seen["compared"] += len(logits)
         places, path, length, following = [], [], [], []
         width = min(depth, drafter.max_depth) + 1
         for b, (line, at) in enumerate(now):
@@ -134,9 +134,9 @@ def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
     levels, watched = [], []
 
     def choose(logits, count, round, index, scored):
-        ids, scores, law = EagleModel._choose(drafter, logits, count, round, index, scored)
+        ids, scores, q_logits = EagleModel._choose(drafter, logits, count, round, index, scored)
         ready = torch.tensor([at > 0 for _, at in now])  # without a pair there is nothing to rank by
-        assert torch.equal(ids[ready], order[logits[ready].topk(ids.shape[-1], -1).indices]) and law is None
+        assert torch.equal(ids[ready], order[logits[ready].topk(ids.shape[-1], -1).indices]) and q_logits is None
         paths = watched[0].paths
         levels.append((logits.clone(), paths))
         ids = ids.clone()
@@ -146,7 +146,7 @@ def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
                 assert index[b, f] == at + 1 + len(path)
                 if path == truth[: len(path)] and len(truth) > len(path) and truth[len(path)] not in ids[b, f] and rng.random() < 0.95:
                     ids[b, f, rng.randrange(rng.choice((1, 2, 99))) % ids.shape[2]] = truth[len(path)]
-        return ids, scores, law
+        return ids, scores, q_logits
 
     with pytest.MonkeyPatch.context() as patch:
         plain = feature_drafter.grow

@@ -55,8 +55,8 @@ def test_a_draft_vocabulary_that_was_not_given_is_refused(target):
 
 def test_damaged_maps_are_refused(target, tmp_path):
     make(target, "3, small").save_pretrained(tmp_path)
-    whole = load_file(tmp_path / "model.safetensors")
-    d2t, t2d = whole["d2t"], whole["t2d"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
     other = vocabulary(19, seed=8)
     far = d2t.clone()
     far[-1] = 100
@@ -68,20 +68,20 @@ def test_damaged_maps_are_refused(target, tmp_path):
         "d2t and t2d": {"d2t": d2t - (d2t > 0).long()},
     }
     for match, damage in damages.items():
-        save_file(whole | damage, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors | damage, tmp_path / "model.safetensors", metadata={"format": "pt"})
         drafter = load_drafter(tmp_path, target)
         with pytest.raises(ValueError, match=match):
             Decoder(target, drafter).generate(PROMPTS[1:2], None, 4, ())
     # Of another tokenizer: more tokens than this target has.
-    save_file(whole | {"t2d": torch.zeros(60, dtype=torch.bool)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | {"t2d": torch.zeros(60, dtype=torch.bool)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"misshapen tensors: t2d \[60\]"):
         load_drafter(tmp_path, target)
-    save_file({name: one for name, one in whole.items() if name != "d2t"}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: one for name, one in tensors.items() if name != "d2t"}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="1 missing tensors: d2t"):
         load_drafter(tmp_path, target)
     wider = Target.wrap(tiny("llama"), name="small")
     wider.vocab_size = VOCAB + 12
-    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="vocab_size 48"):
         load_drafter(tmp_path).attach(wider)
 

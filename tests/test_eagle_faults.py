@@ -2,7 +2,7 @@
 
 import torch
 from eagle_by_hand import agrees
-from eagle_drafters import SHAPES, make, random_lines
+from eagle_drafters import TREES, make, random_lines
 from eagle_rounds import played
 from zoo import tiny
 
@@ -12,7 +12,7 @@ from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.train import eagle as train
 
-plain_ahead, plain_unroll, plain_step = eagle.shift_left, EagleModel.training_time_test, EagleModel.step
+plain_ahead, plain_training_time_test, plain_step = eagle.shift_left, EagleModel.training_time_test, EagleModel.step
 
 
 plain_accept, plain_encode, plain_loss = EagleModel.accept, EagleModel._encode, train.chunked_draft_loss
@@ -43,7 +43,7 @@ class Stuck:
 
 
 def rope_without_step(self, feature, ids, positions, *rest):
-    return plain_unroll(self, feature, ids, Stuck(positions), *rest)
+    return plain_training_time_test(self, feature, ids, Stuck(positions), *rest)
 
 
 def nodes_at_one_position(self):
@@ -59,8 +59,8 @@ def keep_drafts(self, round, tree, verdict, out):
 
 def first_nodes(self, round, tree, verdict, out):
     straight = torch.arange(verdict.path.shape[1]).expand_as(verdict.path)
-    told = Verdict(torch.where(verdict.path < 0, -1, straight), verdict.length, verdict.next_token)
-    plain_accept(self, round, tree, told, out)
+    straightened = Verdict(torch.where(verdict.path < 0, -1, straight), verdict.length, verdict.next_token)
+    plain_accept(self, round, tree, straightened, out)
 
 
 def forget_the_bonus(self, round, tree, verdict, out):
@@ -100,7 +100,7 @@ def parity(name: str, shape: str = "static") -> bool:
     """Whether decoding computes what training does. A crash counts as red."""
     target = Target.wrap(tiny("llama"))
     try:
-        played(make(target, name).eval(), target, SHAPES[shape], random_lines(3), 2)
+        played(make(target, name).eval(), target, TREES[shape], random_lines(3), 2)
     except (AssertionError, ValueError, RuntimeError, IndexError):
         return False
     return True

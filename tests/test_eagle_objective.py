@@ -67,25 +67,25 @@ def by_sample(batch, noise) -> dict[tuple[int, int], torch.Tensor]:
 def test_noise_is_a_function_of_sample_and_position(target, monkeypatch):
     drafter, section = make(target, "1").train(), EagleSection(version=1, noise=0.2)
     corpus = corpus_of(LENGTHS)
-    found, sums = {}, {}
+    noises, sums = {}, {}
     for one_each in (False, True):
         rows = PackedDataset(corpus, 32, one_each=one_each)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_each)))
         batch = rows.batch(order)
         noise, sums[one_each] = noise_of(target, drafter, batch, section, monkeypatch)
-        found[one_each] = by_sample(batch, noise)
+        noises[one_each] = by_sample(batch, noise)
         later = rows.batch(order + len(rows))
-        found[one_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
-    assert found[False].keys() == found[True].keys() and len(found[True]) == sum(LENGTHS)
-    assert all((found[False][key] - found[True][key]).abs().max() < 1e-5 for key in found[True])
+        noises[one_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
+    assert noises[False].keys() == noises[True].keys() and len(noises[True]) == sum(LENGTHS)
+    assert all((noises[False][key] - noises[True][key]).abs().max() < 1e-5 for key in noises[True])
     torch.testing.assert_close(sums[False], sums[True], rtol=1e-5, atol=0)
-    every = torch.stack(list(found[False].values()))
+    every = torch.stack(list(noises[False].values()))
     width = 0.2 * 512 / 32
     assert every.abs().max() <= width / 2 + 1e-4 and every.abs().max() > 0.49 * width and every.mean().abs() < 0.02 * width
     assert every.std() == pytest.approx(width / 12**0.5, rel=0.02)
     assert len((every * 1e3).round().unique(dim=0)) == len(every) and every.std(1).min() > 0  # each position and entry its own
-    again = torch.stack(list(found[False, "later"].values()))
-    assert {key[0] for key in found[False]} & {key[0] for key in found[False, "later"]} == set()  # samples are counted on
+    again = torch.stack(list(noises[False, "later"].values()))
+    assert {key[0] for key in noises[False]} & {key[0] for key in noises[False, "later"]} == set()  # samples are counted on
     assert (torch.cdist(every, again).min(1).values > 0.1).all()
     drafter.eval()
     assert noise_of(target, drafter, batch, section, monkeypatch)[0].abs().max() == 0
@@ -98,7 +98,7 @@ def supervision(target, drafter, batch, section, monkeypatch) -> torch.Tensor:
     with monkeypatch.context() as patch:
         patch.setattr(train, "chunked_draft_loss", lambda *rest, **more: got.append(rest) or plain(*rest, **more))
         objective3(drafter, batch, target=target, section=section)
-    assert list(got[0][5]) == list(range(1, section.steps + 1))  # step j's law is held against the target's after token t + 1 + j
+    assert list(got[0][5]) == list(range(1, section.steps + 1))  # step j's distribution is compared with the target's after token t + 1 + j
     return got[0][4].view(section.steps, *batch["input_ids"].shape)
 
 
@@ -145,7 +145,7 @@ def test_nothing_crosses_from_one_document_into_another(target, name):
     for number in range(int(batch["document"][0].max()) + 1):
         own = (batch["document"] == number) & (torch.arange(len(batch["document"])) == 0)[:, None]
         batch["loss_mask"] = own & (batch["position_ids"] > 0)
-        found = []
+        results = []
         for change in (None, "others", "own"):
             data = dict(batch)
             if change:
@@ -158,8 +158,8 @@ def test_nothing_crosses_from_one_document_into_another(target, name):
             drafter.zero_grad()
             loss = objective(drafter, data, target=target, section=section)
             loss.sum.backward()
-            found.append((float(loss.sum.detach()), drafter.fc.weight.grad.clone(), loss.metrics["sim_tau"]))
-        (plain, gradient, tau), (others, their_gradient, their_tau), (changed, *_) = found
+            results.append((float(loss.sum.detach()), drafter.fc.weight.grad.clone(), loss.metrics["sim_tau"]))
+        (plain, gradient, tau), (others, their_gradient, their_tau), (changed, *_) = results
         assert plain == pytest.approx(others, rel=1e-6) and tau == their_tau and plain > 1
         torch.testing.assert_close(their_gradient, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
         assert abs(changed - plain) > 1e-4 * plain

@@ -97,16 +97,16 @@ def test_the_best_weights_are_restored_and_patience_ends_the_run(words, tmp_path
     kept: list = []
     scripted(monkeypatch, [1.5, 3.0, 2.0, 3.0], kept)
     train.main(words(tmp_path / "best"))
-    found = weights(tmp_path / "best")
-    assert len(kept) == 4 and found.keys() == kept[0].keys()
-    same = [all(torch.equal(found[name], one[name]) for name in found) for one in kept]
+    saved = weights(tmp_path / "best")
+    assert len(kept) == 4 and saved.keys() == kept[0].keys()
+    same = [all(torch.equal(saved[name], one[name]) for name in saved) for one in kept]
     assert same == [False, True, False, False]  # of equal ones the earlier
     del kept[:]
     scripted(monkeypatch, [2.0, 1.9, 1.8, 9.0], kept)
     train.main(words(tmp_path / "patient", "train.patience=2"))
     assert len(kept) == 3 and max(row["step"] for row in metrics(tmp_path / "patient")) == 3
-    found = weights(tmp_path / "patient")
-    assert [all(torch.equal(found[name], one[name]) for name in found) for one in kept] == [True, False, False]
+    saved = weights(tmp_path / "patient")
+    assert [all(torch.equal(saved[name], one[name]) for name in saved) for one in kept] == [True, False, False]
 
 
 def test_checkpointing_changes_no_loss(words, tmp_path):
@@ -121,7 +121,7 @@ def test_checkpointing_changes_no_loss(words, tmp_path):
 @pytest.mark.parametrize("version", [3, 1])
 def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, version):
     more = [] if version == 3 else ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null"]
-    train.main(words(tmp_path / "whole", *more))
+    train.main(words(tmp_path / "uncut", *more))
     calls = 0
     name = f"objective{version}"
     plain = getattr(train, name)
@@ -139,11 +139,11 @@ def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, v
             train.main(words(tmp_path / "cut", *more))
     assert exit.value.code == 128 + signal.SIGINT and not (tmp_path / "cut" / "artifact").exists()
     train.main(words(tmp_path / "cut", *more))
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert whole.keys() == cut.keys() and all(torch.equal(whole[one], cut[one]) for one in whole)
-    assert ("d2t" in whole) == (version == 3)
+    uncut, cut = weights(tmp_path / "uncut"), weights(tmp_path / "cut")
+    assert uncut.keys() == cut.keys() and all(torch.equal(uncut[one], cut[one]) for one in uncut)
+    assert ("d2t" in uncut) == (version == 3)
     machine = {"tokens_per_s", "seconds", "mfu", "target_ratio", "peak_gb"}
-    timeless = [[{k: v for k, v in row.items() if k not in machine} for row in metrics(tmp_path / one)] for one in ("whole", "cut")]
+    timeless = [[{k: v for k, v in row.items() if k not in machine} for row in metrics(tmp_path / one)] for one in ("uncut", "cut")]
     assert timeless[0] == timeless[1]
 
 
