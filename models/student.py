@@ -28,21 +28,6 @@ from draftsmith.models.tokenizer_check import check_draft
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = [
-    "existing",
-    "fresh",
-    "frozen",
-    "head",
-    "hidden",
-    "merged",
-    "outline",
-    "pruned",
-    "removals",
-    "scale_residuals",
-    "unread",
-    "with_lora",
-]
-
 CHUNK = 1 << 22  # logits of each model that are compared at a time
 
 # The axes of a weight, by the name of its module; a bias has the first axis alone.
@@ -64,9 +49,7 @@ def fresh(
     intermediate_size: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A Llama with random weights: float32, on the target's device, with tied embeddings.
-
-    It has the target's V, special tokens, context, RoPE base and norm epsilon.
+    """A float32 Llama with random weights and tied embeddings, and the target's V, special tokens, context, RoPE base and norm epsilon.
 
     Args:
         kv_heads: as many as heads by default.
@@ -264,7 +247,7 @@ def frozen(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Targe
 def with_lora(model: PreTrainedModel, rank: int, alpha: int | None = None, seed: int = 0) -> "PeftModel":
     """`model` with low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in all linear layers but the head.
 
-    Only the adapters are trained; alpha is 2·rank by default. The layers are replaced in `model` itself.
+    Only the adapters are trained; alpha is 2·rank by default. `model` itself is changed.
 
     Raises:
         ValueError: peft is not installed.
@@ -422,8 +405,7 @@ def _narrowing(
     def cut(name: str, tensor: Tensor) -> Tensor:
         path, module, kind = ("", *name.rsplit(".", 2))[-3:]
         if axes[name] == ("hidden",) and module.endswith("norm") and kind == "weight":
-            # If the removed channels were zero, the mean square of the rest would be H/W times that of all. (Tiny target, W 192: acceptance
-            # 0.63 with this gain, 0.55 without.)
+            # Had the removed channels been zero, the mean square grows to H/W times. (Tiny target, W 192: acceptance 0.63, without 0.55.)
             added = _added(target.model.get_submodule(name.removesuffix(".weight")))
             tensor = (tensor.float() + added) * gain - added
         for dim, axis in enumerate(axes[name]):

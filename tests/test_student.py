@@ -268,7 +268,7 @@ def test_layers_go_as_a_slow_search_has_it(wide, name, monkeypatch, capsys):
     made = student.pruned(target, layers=2, rows=rows)
     staying = sorted({0, 1, 2, 3} - set(list(gone)[:2]))
     assert torch.equal(logits(made), logits(only(model, staying)))
-    assert f"layers {kept[0]}, {kept[1]} of 4 stay" in capsys.readouterr().out
+    assert f"layers {staying[0]}, {staying[1]} of 4 stay" in capsys.readouterr().out
     assert torch.equal(logits(target.model), logits(model))
 
 
