@@ -191,7 +191,7 @@ class DrafterModel(PreTrainedModel):
         return (model, info) if with_info else model
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """The last step of push_to_hub: the model card, the measurements and the recipe beside the loaded weights are uploaded with them."""
+        """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
         if self._folder:
             if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
                 for file in self._folder.iterdir():

@@ -276,9 +276,9 @@ class EagleModel(FeatureDrafter):
     ) -> list[Tensor]:
         """Draft along the text itself, from every position at once (Li et al. 2025, §3.1).
 
-        Step k at position p reads token p+1+k and its own output of step k − 1, or at first the target's feature. It attends to the target's
-        features up to position p, and to its own outputs of steps 1 … k at that position. It predicts token p+2+k. Outputs whose tokens
-        belong to another document are meaningless.
+        Step k at position p reads token p+1+k and its own output of step k − 1, or at first the target's feature. It attends to the
+        target's features up to position p, and to its own outputs of steps 1 … k at that position. It predicts token p+2+k. Outputs whose
+        tokens belong to another document are meaningless.
 
         Args:
             feature: the target's features [B,n,·] at the n positions of `context`; n = S for a single rank.
@@ -330,7 +330,7 @@ class EagleModel(FeatureDrafter):
             return torch.cat(outputs).transpose(0, 1)
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary. Pair root − 1 is the last with a known feature."""
+        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary. Drafting starts at pair root − 1."""
         with torch.inference_mode():
             return self.spread(self.logits_of(features[roots - 1]))
 

@@ -125,7 +125,7 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
 
 
 def _names(ours: Iterable[str], config: EagleConfig, first: str) -> dict[str, str]:
-    """Names in the file -> names in EagleModel (`ours`). `first` is the prefix of the first layer in the file. A norm may have two names."""
+    """Names in the file -> names in EagleModel (`ours`). `first`: the first layer's prefix in the file. A norm may have two names."""
     if config.version == 1:
         return {name: name for name in ours}
     names = {first + name.removeprefix(FIRST_LAYER) if name.startswith(FIRST_LAYER) else name: name for name in ours}

@@ -62,7 +62,7 @@ class HiddenStateDrafter(DrafterModel):
             self._state.hidden[slots] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
 
     def hidden_states(self, round: RoundContext) -> tuple[Tensor, Tensor]:
-        """Of the slots of a round: the hidden states [B,H], and has_state [B] bool, False where there is none and the root is all to propose."""
+        """The hidden states [B,H] of a round's slots, and has_state [B] bool: False where there is none, and only the root is proposed."""
         return self._state.hidden[round.slot_index], self._state.ready[round.slot_index]
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:

@@ -64,7 +64,7 @@ class ResBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """A linear layer [V,H] without bias. It is zero until `init_from_target` copies the target's head, so that building it costs nothing."""
+    """A linear layer [V,H] without bias. It is zero until `init_from_target` copies the target's head."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -121,12 +121,12 @@ def pruned(
 ) -> PreTrainedModel:
     """A float32 copy of the target with some of its layers, and narrower where sizes are given.
 
-    Channels, heads and neurons stay by their activations (Minitron, Muralidharan et al. 2024, https://arxiv.org/abs/2407.14679). The size of
-    a head does not change.
+    Channels, heads and neurons stay by their activations (Minitron, Muralidharan et al. 2024, https://arxiv.org/abs/2407.14679). The
+    size of a head does not change.
 
     Args:
         layers: the numbers of the layers that stay, or how many; then `removals` chooses which.
-        hidden_size: channels that stay, by the mean |output| of the norms, summed over the norms. The norms' gains are multiplied by √(H/W).
+        hidden_size: channels that stay, by the mean |output| of the norms, summed over the norms. Their gains are multiplied by √(H/W).
         heads: query heads that stay in each attention, in complete KV groups, by the mean norm of their input to o_proj.
         intermediate_size: neurons that stay in each MLP, by the mean |input of down_proj|.
         rows: a packed batch to measure on (`data/packing.py`: input_ids, position_ids, loss_mask, document [B,S]).

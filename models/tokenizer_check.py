@@ -79,6 +79,6 @@ def _check(target: str, theirs: PreTrainedTokenizerBase, vocab_size: int, draft:
     token, index = max(ours.get_vocab().items(), key=lambda entry: entry[1])
     if index >= vocab_size:
         raise ValueError(
-            f"draft model {draft!r} has token {index} {token!r}, target {target!r} only {vocab_size} logits, so that it can never be accepted; "
-            "give a draft model made for this target"
+            f"draft model {draft!r} has token {index} {token!r}, target {target!r} only {vocab_size} logits, so that it can never be "
+            "accepted; give a draft model made for this target"
         )

@@ -128,7 +128,7 @@ def _starts(document: Tensor | None, rows: int, positions: int, device: torch.de
 
 
 def _merge(query: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-    """Merge diagonals into causal attention's out [B,heads,n,dim] with its lse [B,heads,n]: one key and value per position from each step."""
+    """Merge into causal attention's out [B,heads,n,dim], with its lse [B,heads,n], one key and value per position of each later step."""
     scaled = (query.to(lse.dtype) * scale).unflatten(1, (keys[0].shape[1], -1))  # [B,kv heads,group,n,dim]
     scores = [(scaled * key.to(lse.dtype)[:, :, None]).sum(-1).flatten(1, 2) for key in keys]
     first, *weights = torch.stack([lse, *scores]).softmax(0)[..., None].unbind()
@@ -162,7 +162,7 @@ def _tiles(start: Tensor, before: int, heads: int, budget: int) -> Iterator[_Til
 
 
 class _Causal(torch.autograd.Function):
-    """Causal attention. start [B,n] is the first position of each query's document -> out [B,heads,n,dim], lse [B,heads,n], in the sums' dtype."""
+    """Causal attention; start [B,n] is where each query's document begins -> out [B,heads,n,dim], lse [B,heads,n], in the sums' dtype."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: Tensor, scale: float, budget: int) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ def _block_mask(start: Tensor, before: int = 0) -> BlockMask:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, flex: Any) -> tuple[Tensor, Tensor]:
-    """`_Causal` by FlexAttention. Inputs are padded to full blocks, since it has had faults at odd ends and in its kernel for few queries."""
+    """`_Causal` by FlexAttention. Inputs are padded to full blocks, since it had faults at odd ends and in its kernel for few queries."""
     queries, (rows, columns) = query.shape[2], mask.seq_lengths
     query, key, value = _padded(query, rows, query), _padded(key, columns, query), _padded(value, columns, query)
     grouped = query.shape[1] != key.shape[1]

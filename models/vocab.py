@@ -128,7 +128,7 @@ class DraftVocabulary:
 
 
 def choose(counts: Tensor, size: int, always: Iterable[int] = ()) -> DraftVocabulary:
-    """The `size` most frequent tokens by counts [V], in ascending order. Ties go to the lower id; tokens of `always` (stop ids) are always in.
+    """The `size` most frequent tokens by counts [V], in ascending order. Ties go to the lower id. Tokens of `always` (stop ids) are in.
 
     Raises:
         ValueError: a size below 1, above V or too small for `always`, or an id of `always` outside 0..V-1.
@@ -156,8 +156,8 @@ def full(vocab_size: int) -> DraftVocabulary:
 def from_tensors(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, size: int | None = None) -> DraftVocabulary:
     """The vocabulary of a checkpoint; without either map D = V.
 
-    A d2t of target ids in place of offsets is recognised by t2d, by ids past V, or, where D² > 16·V, because no two neighbouring tokens would
-    be in. Offsets that are all off by one are recognised only by t2d or by ids outside 0..V-1.
+    A d2t of target ids in place of offsets is recognised by t2d, by ids past V, or, where D² > 16·V, because no two neighbouring tokens
+    would be in. Offsets that are all off by one are recognised only by t2d or by ids outside 0..V-1.
 
     Args:
         d2t: offsets [D] of an integer type, or None.
@@ -200,7 +200,7 @@ def from_tensors(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, size: 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The share of supervised tokens that are in a draft vocabulary of `size` tokens: of all, and by domain (NaN for a domain without any)."""
+    """The share of supervised tokens that are in a draft vocabulary of `size` tokens, overall and by domain (NaN for one without any)."""
 
     size: int
     overall: float
@@ -209,8 +209,8 @@ class Coverage:
     def predicted_tau(self, depth: int) -> float:
         """Σ c^k for k = 0..K: τ of a drafter that is never wrong inside the vocabulary, if OOV tokens were independent of each other.
 
-        Where they cluster the true τ is lower, where they are evenly spread it is higher: `ceiling` counts it. τ <= min(K+1, 1/(1-c)) always
-        holds, since each OOV token ends a round.
+        Where they cluster the true τ is lower, where they are evenly spread it is higher: `ceiling` counts it. τ <= min(K+1, 1/(1-c))
+        always holds, since each OOV token ends a round.
         """
         return sum(self.overall**k for k in range(depth + 1))
 
@@ -257,8 +257,8 @@ class Ceiling:
 def ceiling(ids: Tensor, mask: Tensor, vocabulary: DraftVocabulary, depth: int, documents: Tensor | None = None) -> Ceiling:
     """τ of a drafter that always guesses right, `depth` deep, but has no OOV tokens. No independence is assumed.
 
-    A round emits the following tokens as long as they are in the vocabulary, up to `depth`, and the target's next one. It ends with a span of
-    supervised tokens, with the row or with the document: tokens past the end are not counted. Memory grows with S, not with rounds.
+    A round emits the following tokens as long as they are in the vocabulary, up to `depth`, and the target's next one. It ends with a
+    span of supervised tokens, with the row or with the document: tokens past the end are not counted. Memory grows with S, not with rounds.
 
     Args:
         ids, mask: [..., S].
@@ -286,7 +286,7 @@ def ceiling(ids: Tensor, mask: Tensor, vocabulary: DraftVocabulary, depth: int, 
 
 
 def _rounds(ids: Tensor, mask: Tensor, documents: Tensor, vocabulary: DraftVocabulary, depth: int) -> tuple[int, int, int]:
-    """Of [rows,S]: the number of supervised tokens, of rounds that emit them all, and of tokens of the rounds that start at each of them."""
+    """Of [rows,S]: supervised tokens, rounds that emit them all, and tokens of the rounds that start at each of them, summed."""
     start = mask.clone()  # the first token of each span
     start[:, 1:] &= ~mask[:, :-1] | (documents[:, 1:] != documents[:, :-1])
     start, mask, inside = start.flatten(), mask.flatten(), (mask & (vocabulary.to_draft(ids) >= 0)).flatten()

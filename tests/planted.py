@@ -1,4 +1,4 @@
-"""The truth, planted into the trees of any drafter, so that an untrained one is accepted at every length, in nodes that have to be moved."""
+"""True tokens planted into the trees of any drafter, so that an untrained one is accepted at every length."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Every architecture in models/ is a drafter: lossless with every tree, in batches and slots, replayed as a graph, saved, planned.
 
-Architectures come from `methods()`, their small settings from `Config.tiny_settings`, their recipes from recipes/: a new one needs no line here.
+Architectures come from `methods()`, their small settings from `Config.tiny_settings`, their recipes from recipes/. A new architecture
+needs no line here.
 """
 
 import warnings
@@ -74,7 +75,7 @@ def test_it_is_a_drafter(target, method, name):
 @pytest.mark.parametrize("way", ["eager", "replayed"])
 @pytest.mark.parametrize("method, name", CASES)
 def test_output_is_plain_decodings(target, answers, method, name, way, tree, monkeypatch):
-    """Alone and in batches whose slots are replaced; every accepted length; depth as it comes and adapted; round by round, and as graphs."""
+    """Alone and in batches with replaced slots; every accepted length; with adaptive depth; round by round, and as graphs."""
     if way == "replayed":
         pytest.importorskip("triton")
         taped.install(monkeypatch, replayed=True)
