@@ -1,8 +1,8 @@
 """The base of drafters that run on the target's features and their own outputs, with a KV cache: EAGLE, MTP layers.
 
 Pair i is (feature after token i, embedding of token i+1) at position i; it predicts token i+2. The cache keeps the pairs of accepted
-tokens, made from the target's features. In a round the drafter goes on from its own outputs, one level of the tree a step; afterwards the KV of
-drafted pairs is forgotten, and the accepted ones are encoded anew from the target's features.
+tokens, made from the target's features. In a round the drafter goes on from its own outputs, one level of the tree per step. Afterwards
+the KV of drafted pairs is forgotten, and the accepted ones are encoded anew from the target's features.
 
 A subclass adds its modules and `feature_of`, `step`, `recurring`, `logits_of` and `vocabulary`.
 
