@@ -67,8 +67,8 @@ def lines_corpus(lines: list[list[int]], starts: list[int], seq_len: int) -> Cor
     """Samples whose answer begins at index starts[n]."""
     mask = torch.cat([torch.arange(len(line)) >= start for line, start in zip(lines, starts, strict=True)])
     ids, offsets = torch.tensor(sum(lines, []), dtype=torch.int32), torch.tensor([0, *map(len, lines)]).cumsum(0)
-    picks, domain = torch.arange(len(lines)), torch.zeros(len(lines), dtype=torch.int16)
-    return Corpus(ids, mask, offsets, domain, picks, ("all",), 0, seq_len, "key", {})
+    epoch_samples, domain = torch.arange(len(lines)), torch.zeros(len(lines), dtype=torch.int16)
+    return Corpus(ids, mask, offsets, domain, epoch_samples, ("all",), 0, seq_len, "key", {})
 
 
 def random_lines(count: int = 6, seed: int = 2) -> list[list[int]]:
