@@ -1,12 +1,13 @@
-"""Context parallelism: rows shared out by position over the ranks of a group, for rows that one GPU has no memory for.
+"""Context parallelism: the ranks of a group share rows by position, for rows that do not fit in one GPU's memory.
 
-Rank c of G holds positions c·S/G … (c+1)·S/G − 1 of the rows of its group, and all that training-time test keeps for them. Of other
-positions a query sees step 0's keys and values alone (models/training_time_test.py): those are gathered, once for each layer, and their gradients
-summed where they were made, as in Llama 3 (https://arxiv.org/abs/2407.21783, §3.3.2).
-torch's `context_parallel` and Accelerate's `cp_size` are for causal SDPA and refuse or drop masks, which packed documents need.
+Rank c of a group of G holds positions c·S/G … (c+1)·S/G − 1 of the group's rows, and everything that training-time test computes there. Of
+other positions a query sees only step 0's keys and values (models/training_time_test.py). Those are gathered once per layer, and their
+gradients are summed on the rank that made them, as in Llama 3 (https://arxiv.org/abs/2407.21783, §3.3.2). torch's `context_parallel` and
+Accelerate's `cp_size` are for causal SDPA and refuse or drop masks, which packed documents need.
 
-Token ids, masks and the target's features come as whole rows, and the target runs on them in each rank of a group: with long rows capture
-its features first (features.mode=offline). In rows of one long document the last rank's queries see (2G − 1)/G as many keys as the mean.
+Token ids, masks and the target's features are not split, and the target runs on full rows in each rank of a group: for long rows,
+capture its features first (features.mode=offline). In rows of one long document the last rank's queries see (2G − 1)/G times the mean
+number of keys.
 
 Letters: B rows · S positions · G ranks of a group · n = S/G positions of a rank.
 """
@@ -21,9 +22,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """Rank `rank` of the `size` that share their rows, and the process group they talk in.
+    """One rank of a group that shares its rows.
 
-    Without one it is alone, or in shapes only (`draftsmith plan`): its own part stands for the others'.
+    Attributes:
+        rank: c, its number in the group.
+        size: G.
+        group: the process group; None for a single rank, and for `draftsmith plan`, which only computes shapes.
     """
 
     rank: int = 0
@@ -31,7 +35,7 @@ class ContextParallel:
     group: Any = None
 
     def part(self, positions: int, more: int = 0) -> slice:
-        """This rank's positions of `positions`, and up to `more` behind them. Raises ValueError where there is no equal part for each."""
+        """This rank's positions of S = `positions`, and up to `more` behind them. Raises ValueError where G does not divide S."""
         each, rest = divmod(positions, self.size)
         if rest:
             raise ValueError(f"got rows of {positions} positions for {self.size} ranks; expected a multiple of them")

@@ -1,16 +1,18 @@
-"""What all trained drafters share: the artifact (config, strict loading, identity of the target) and its place in the Drafter protocol.
+"""What all trained drafters share: the artifact (config, strict loading, identity of the target) and the Drafter protocol's signatures.
 
-An architecture is a file in this folder. It gives two names: `Config`, a `DrafterConfig` whose `model_type` is the file's
-name, and `Model`, a `DrafterModel`. Nothing else lists it: config.json's `model_type` leads to the file.
+An architecture is a file in this folder that defines two names: `Config`, a `DrafterConfig` whose `model_type` is the file's name, and
+`Model`, a `DrafterModel`. Nothing else lists it: config.json's `model_type` leads to the file.
 
 Letters: S positions · V target vocabulary · H hidden size · K draft depth.
 """
 
 import copy
 import dataclasses
+import filecmp
 import heapq
 import importlib
 import re
+import shutil
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
@@ -27,15 +29,23 @@ from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
-def same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor may take another's place: shape, dtype and device."""
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+def same_layout(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and device."""
+    return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
 
 
 class DrafterConfig(PretrainedConfig):
-    """Config of an artifact. `target` is a `TargetIdentity` as a dict, `training` free notes. `tree` is the default draft tree: a list
-    of rank paths, or {depth, width, nodes} for a dynamic one."""
+    """Config of an artifact.
+
+    Attributes:
+        hidden_size, vocab_size: the target's H and V.
+        target: the `TargetIdentity` of the target, as a dict.
+        tree: the default draft tree, a list of rank paths, or {depth, width, nodes} for a dynamic one.
+        training: notes on the training run.
+    """
 
     model_type = "drafter"
     hidden_size: int = 0
@@ -44,12 +54,18 @@ class DrafterConfig(PretrainedConfig):
     tree: list | dict | None = None
     training: dict | None = None
 
+    @classmethod
+    def tiny_settings(cls) -> dict[str, dict]:
+        """By name, settings of small drafters for a target of two layers: each is a case of tests/test_conformance.py."""
+        return {"default": {}}
+
 
 class DrafterModel(PreTrainedModel):
     """Base of every trained drafter. `save_pretrained`, `from_pretrained` and `push_to_hub` are transformers' own, made strict.
 
-    A subclass builds its modules, calls `post_init()`, gives `_init_weights` where it wants zeros, copies from the target in
-    `init_from_target`, and implements the Drafter protocol of `draftsmith.inference.drafter`.
+    A subclass builds its modules, calls `post_init()`, overrides `_init_weights` where it wants zeros, copies from the target in
+    `init_from_target`, and implements the Drafter protocol of `draftsmith.inference.drafter`. A subclass that names its `config_class`
+    is registered with transformers: once its module is imported, AutoConfig and AutoModel load its artifacts.
     """
 
     config_class = DrafterConfig
@@ -64,25 +80,31 @@ class DrafterModel(PreTrainedModel):
         self._target: Target | None = None
         self._state: Any = None
         self._tree_spec: tuple[Any, TreeSpec] | None = None
+        self._folder: Path | None = None  # the local folder that it was loaded from
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "config_class" in vars(cls):
+            AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
+            AutoModel.register(cls.config_class, cls, exist_ok=True)
 
     @property
     def target(self) -> Target:
         """The target that `attach` or `bind` gave."""
         if self._target is None:
             raise RuntimeError(
-                f"this {self.config.model_type} drafter has no target yet; call attach(target) or bind(target, rows, context)"
+                f"this {self.config.model_type} drafter has no target yet; call attach(target) or bind(target, slots, context)"
             )
         return self._target
 
     def attach(self, target: Target) -> Self:
-        """Keep a reference to the target, after checking that it is the one this drafter was made for.
+        """Keep a reference to the target, after checking that this drafter was made for it.
 
         Raises:
-            ValueError: another target, or other sizes.
+            ValueError: another target, or a target of other sizes.
         """
-        made_for = self.config.target
-        if made_for:
-            warning = check_same(TargetIdentity.from_dict(made_for), target.identity)
+        if self.config.target:
+            warning = check_same(TargetIdentity.from_dict(self.config.target), target.identity)
             if warning:
                 warnings.warn(warning, stacklevel=2)
         for name in ("hidden_size", "vocab_size"):
@@ -95,15 +117,16 @@ class DrafterModel(PreTrainedModel):
         return self
 
     def init_from_target(self, target: Target) -> None:
-        """Copy what starts as the target's. Apart from __init__, since transformers initialises modules after it."""
+        """Copy the weights that start as the target's. Not part of __init__, since transformers initialises modules after it."""
 
     @property
     def method(self) -> str:
+        """The architecture's name, by which `architecture` finds its module."""
         return self.config.model_type
 
     @property
     def tree_spec(self) -> TreeSpec:
-        """The tree of the config; subclasses see to it that there is one. Made once for each."""
+        """The draft tree of the config, which a subclass's config fills in. The same object as long as config.tree stays the same."""
         if self._tree_spec is None or self._tree_spec[0] != self.config.tree:
             self._tree_spec = (copy.deepcopy(self.config.tree), parse_tree_spec(self.config.tree))
         return self._tree_spec[1]
@@ -114,15 +137,15 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def depth_limit(self) -> int:
-        """K at most, whatever the tree: how far ahead this drafter can look."""
+        """The largest K that this drafter can draft, whatever the tree."""
         raise NotImplementedError
 
     def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
-        """ids [S] of a text and the target's output along it (hidden [1,S,H], taps) -> what `position_logits` reads of them, [S,·]."""
+        """ids [S] of a text and the target's output along it (hidden [1,S,H], taps) -> features [S,·] for `position_logits`."""
         return out.hidden[0]
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,·], consecutive roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1. For position records."""
+        """features [S,·], R consecutive roots [R] -> logits [R,K,V] for position records: entry (r,k) ranks token roots[r]+k+1."""
         raise NotImplementedError
 
     @property
@@ -133,12 +156,12 @@ class DrafterModel(PreTrainedModel):
     def max_depth(self) -> int:
         return self.tree_spec.max_depth
 
-    # The Drafter protocol, which a subclass implements; shapes are said there.
+    # The Drafter protocol, which a subclass implements; its docstrings give the shapes.
 
-    def bind(self, target: Target, rows: int, context: int) -> Any:
+    def bind(self, target: Target, slots: int, context: int) -> Any:
         raise NotImplementedError
 
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         raise NotImplementedError
 
     def propose(self, round: RoundContext) -> DraftTree:
@@ -147,32 +170,48 @@ class DrafterModel(PreTrainedModel):
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         raise NotImplementedError
 
-    def drop(self, rows: list[int]) -> None:
+    def drop(self, slots: list[int]) -> None:
         raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, but only safetensors are read and every tensor must be there, no more and no less.
+        """As transformers' own, but it reads safetensors only, and the tensors must be exactly those of the architecture.
 
         Raises:
             FileNotFoundError: no folder, no config.json or no weights.
             ValueError: pickled weights, a damaged file, or tensors missing, left over or misshapen, by name.
         """
         path = str(pretrained_model_name_or_path)
-        source = _whole(path)
+        source = _checked_folder(path)
         with_info = kwargs.pop("output_loading_info", False)
         strict = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = cast(Any, super()).from_pretrained(source, *args, **{**kwargs, **strict})
         check_loaded(path, info)
+        model._folder = Path(source) if Path(source).is_dir() else None
         return (model, info) if with_info else model
 
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
+        if self._folder:
+            if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
+                for file in self._folder.iterdir():
+                    if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):
+                        shutil.copy(file, working_dir)
+            else:
+                warnings.warn(
+                    f"the weights are no longer those of {self._folder}, so that its model card and measurements are not uploaded; "
+                    "save the drafter, measure it with `draftsmith eval`, and upload the folder with `hf upload`",
+                    stacklevel=3,
+                )
+        return cast(Any, super())._upload_modified_files(working_dir, *args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles of a drafter leave the target and the rows being decoded behind.
+        # Copies and pickles of a drafter leave behind the target and the state of decoding.
         return {**self.__dict__, "_target": None, "_state": None}
 
 
 def methods() -> list[str]:
-    """The architectures there are: files of this folder that define `Config` and `Model`."""
+    """The names of all architectures: the files of this folder that define `Config` and `Model`."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.py")}
     return sorted(name for name, text in texts.items() if re.search(r"^Config\b", text, re.M) and re.search(r"^Model\b", text, re.M))
 
@@ -190,10 +229,16 @@ def architecture(method: str) -> ModuleType:
 
 
 def new_drafter(method: str, target: Target, *, dtype: torch.dtype = torch.float32, **arch: Any) -> DrafterModel:
-    """A fresh drafter for `target`, on its device, with what starts as the target's copied. `arch`: fields of its Config.
+    """A fresh drafter for `target`, on its device.
+
+    Args:
+        method: the architecture's name.
+        target: the model that it will draft for; `init_from_target` copies from it.
+        dtype: of the drafter's weights.
+        arch: fields of the architecture's Config.
 
     Raises:
-        ValueError: an unknown method or field.
+        ValueError: an unknown method or field, or values that its Config refuses.
     """
     module = architecture(method)
     fields = {field.name for field in dataclasses.fields(module.Config)} - {field.name for field in dataclasses.fields(PretrainedConfig)}
@@ -211,12 +256,13 @@ def new_drafter(method: str, target: Target, *, dtype: torch.dtype = torch.float
 
 
 def is_drafter(path: str) -> bool:
-    """Whether the folder or Hub id is a drafter of ours, by the model_type of its config; else it is for transformers to say."""
-    raw, _ = DrafterConfig.get_config_dict(_whole(path))
+    """Whether the folder or Hub id holds one of these architectures, by the model_type of its config."""
+    raw, _ = DrafterConfig.get_config_dict(_checked_folder(path))
     return raw.get("model_type", "") in methods()
 
 
-def _whole(path: str) -> str:
+def _checked_folder(path: str) -> str:
+    """The folder, checked to be complete, or the Hub id that `path` stands for."""
     source = resolve_path(path)
     if Path(source).is_dir():
         check_folder(source)
@@ -224,12 +270,12 @@ def _whole(path: str) -> str:
 
 
 def load_config(path: str | Path, revision: str | None = None) -> DrafterConfig:
-    """The config alone of a drafter in a folder or on the Hub, without its weights.
+    """The config of a drafter in a folder or on the Hub; its weights are not read.
 
     Raises:
-        FileNotFoundError, ValueError: a folder that is not whole, or an unknown architecture.
+        FileNotFoundError, ValueError: an incomplete folder, or an unknown architecture.
     """
-    raw, _ = DrafterConfig.get_config_dict(_whole(str(path)), revision=revision or "main")
+    raw, _ = DrafterConfig.get_config_dict(_checked_folder(str(path)), revision=revision or "main")
     method = raw.get("model_type", "")
     if method not in methods():
         raise ValueError(f"{str(path)!r} has model_type {method!r}, expected one of {', '.join(methods())}; is it a drafter?")
@@ -244,12 +290,17 @@ def load_drafter(
     device: torch.device | str | None = None,
     revision: str | None = None,
 ) -> DrafterModel:
-    """Load a drafter from a folder or the Hub, by its config's `model_type`; with a target, check and attach it.
+    """Load a drafter, in eval mode.
 
-    `dtype=None` keeps the artifact's own; `device=None` is the target's, or the CPU.
+    Args:
+        path: a folder, or an id on the Hub.
+        target: attached to the drafter, after a check that the drafter was made for it.
+        dtype: of the weights; None keeps the artifact's.
+        device: None is the target's device, or the CPU without a target.
+        revision: on the Hub.
 
     Raises:
-        FileNotFoundError, ValueError: an artifact that is not whole, an unknown architecture, or another target.
+        FileNotFoundError, ValueError: an incomplete artifact, an unknown architecture, or another target.
     """
     config = load_config(path, revision)
     model = architecture(config.model_type).Model
@@ -261,9 +312,9 @@ def load_drafter(
 
 
 def default_paths(depth: int, nodes: int = 15) -> list[list[int]]:
-    """Rank paths of a small tree, root not counted: the chain of `depth` and the likeliest of the rest, up to `nodes`.
+    """Rank paths of a small tree: the chain of `depth` nodes and the likeliest other paths, up to `nodes` without the root.
 
-    Likelihoods are a rule of thumb for heads (rank r at depth k: 0.6, .15, .08, … times 0.85^k); measure, then set config.tree.
+    Likelihoods are a rule of thumb for heads: rank r at depth k has 0.6, .15, .08, … times 0.85^k. Measure, then set config.tree.
     """
     ranks = [0.6, 0.15, 0.08, 0.05, 0.03, 0.02]
     chosen = {(0,) * k for k in range(1, depth + 1)}

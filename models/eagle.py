@@ -1,47 +1,48 @@
-"""EAGLE: a small decoder layer that reads the target's features and its own (Li et al. 2024, 2025).
+"""EAGLE: a small decoder layer that reads the target's features and its own outputs (Li et al. 2024, 2025).
 
-EAGLE-1 and -2 (https://arxiv.org/abs/2401.15077, 2406.16858; version 1): fc[embedding; feature] without bias, which engines drop, one
-layer, the target's own head; the feature is the target's last hidden state, then the layer's output. EAGLE-3 (https://arxiv.org/abs/
-2503.01840; version 3): fc of the target's taps, a layer that reads [norm(embedding); norm(feature)], the residual being the feature itself,
-a head of its own over a draft vocabulary. EAGLE-3.1: `fc_norm`, a norm of each tap before fc, and `norm_output`, the normed output recurs.
+Version 1 is EAGLE-1 and -2 (https://arxiv.org/abs/2401.15077, 2406.16858): fc[embedding; feature] without bias, which engines drop, one
+layer, and the target's own head. The feature is the target's last hidden state, then the layer's output.
 
-Pair i is (feature after token i, embedding of token i+1) at position i; it predicts token i+2. In decoding, accepted pairs are encoded
-anew from the target's features, and what was drafted from predicted ones is forgotten.
+Version 3 is EAGLE-3 (https://arxiv.org/abs/2503.01840): fc of the target's taps, a layer that reads [norm(embedding); norm(feature)] with
+the feature itself as the residual, and a head of its own over a draft vocabulary. EAGLE-3.1 adds `fc_norm`, a norm of each tap before fc,
+and `norm_output`: the normed output recurs.
 
-Letters: B rows · S positions · F nodes of a level · N tree nodes · K draft steps · T taps · V vocabulary · D draft vocabulary · H the target's
-hidden size · W the drafter's.
+How pairs of feature and token are decoded stands in models/feature_drafter.py.
+
+Letters: B rows · S positions · K draft steps · T taps · V target vocabulary · D draft vocabulary · H the target's hidden size · W the
+drafter's · n positions of a step.
 """
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from draftsmith.inference.attention import TreeAttention, tree_attention_forward
-from draftsmith.inference.cache import TreeCache, index_tensor
-from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
-from draftsmith.inference.expand import TreeSpec, choose, expand
-from draftsmith.inference.tree import DraftTree, StaticTree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.drafter import NodeOutput, TargetOutput
 from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, same_layout
+from draftsmith.models.drafter import DrafterConfig, default_paths
+from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, query [B,heads,n,dim], key, value [B,kv heads,n,dim] -> [B,heads,n,dim]
-
 
 class EagleConfig(DrafterConfig):
-    """version 1 or 3 · taps: decoder layers that version 3 reads (their outputs, counted from 0) · draft_size W, with the sizes of the
-    layers · draft_vocab_size D · steps: K at most, how deep it was trained."""
+    """Sizes of the drafter. Where a size is 0, `__post_init__` takes it from the others.
+
+    Attributes:
+        version: 1 or 3.
+        taps: decoder layers of the target whose outputs version 3 reads, counted from 0.
+        draft_size: W.
+        intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes of the layers, as in Llama.
+        draft_vocab_size: D.
+        rope_theta, rms_norm_eps: as in Llama.
+        fc_norm, norm_output: EAGLE-3.1.
+        steps: K at most, the steps that it was trained for.
+    """
 
     model_type = "eagle"
     version: int = 3
@@ -84,8 +85,13 @@ class EagleConfig(DrafterConfig):
         if self.head_dim % 2:
             raise ValueError(f"got heads of {self.head_dim} entries; RoPE turns pairs of them: expected an even number")
 
-    def block(self) -> LlamaConfig:
-        """The sizes of its layers, as transformers' Llama modules read them."""
+    @classmethod
+    def tiny_settings(cls) -> dict[str, dict]:
+        attention = {"num_heads": 4, "num_kv_heads": 2, "steps": 4}
+        return {"1": attention | {"version": 1}, "3": attention | {"taps": [0, 1]}, "3.1": attention | {"taps": [1], "norm_output": True}}
+
+    def llama_config(self) -> LlamaConfig:
+        """The sizes of the layers, as transformers' Llama modules read them."""
         return LlamaConfig(
             hidden_size=self.draft_size,
             intermediate_size=self.intermediate_size,
@@ -118,21 +124,20 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer; the first of version 3 reads the embedding beside the feature, that of version 1 does without its first norm."""
+    """A Llama layer. The first of version 3 reads the embedding beside the feature; the first of version 1 has no input norm."""
 
     def __init__(self, config: EagleConfig, number: int) -> None:
         super().__init__()
-        size, block = config.draft_size, config.block()
+        size = config.draft_size
         self.number, self.first = number, number == 0
-        wide = self.first and config.version == 3
-        if wide:
+        self.wide = self.first and config.version == 3
+        if self.wide:
             self.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
-        if wide or not self.first:
-            self.input_layernorm = LlamaRMSNorm(config.hidden_size if wide else size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size + size if wide else size)
+        if self.wide or not self.first:
+            self.input_layernorm = LlamaRMSNorm(config.hidden_size if self.wide else size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size + size if self.wide else size)
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(block)
-        self.wide = wide
+        self.mlp = LlamaMLP(config.llama_config())
 
     def forward(self, feature: Tensor, embedding: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """feature [B,n,W], embedding [B,n,H] -> [B,n,W]."""
@@ -145,31 +150,17 @@ class Layer(nn.Module):
         return feature + self.mlp(self.post_attention_layernorm(feature))
 
 
-@dataclass(slots=True, eq=False)
-class Rows:
-    """state [rows,W]: the output at the last pair of each row · ready: the rows that have one, begun [rows] bool the same for the device ·
-    cache: KV of their pairs · shape: `given`, on the device."""
-
-    state: Tensor
-    ready: set[int]
-    begun: Tensor
-    cache: TreeCache
-    shape: TreeSpec
-    given: TreeSpec
-
-
-class EagleModel(DrafterModel):
-    """`feature_of` makes features of the target's output, `step` runs the layers on pairs, `logits_of` reads a step's output."""
+class EagleModel(FeatureDrafter):
+    """The network, its training-time test, and position records."""
 
     config_class = EagleConfig
     config: EagleConfig
-    chunk = 256  # pairs of a prompt per forward
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         size, three = config.draft_size, config.version == 3
-        width = config.hidden_size * (len(config.taps or ()) if three else 2)
-        self.fc = nn.Linear(width, size, bias=False)
+        inputs = len(config.taps or ()) if three else 2
+        self.fc = nn.Linear(inputs * config.hidden_size, size, bias=False)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_layers))
         if three:
             self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
@@ -192,7 +183,7 @@ class EagleModel(DrafterModel):
 
     @property
     def vocabulary(self) -> vocab.DraftVocabulary:
-        """The draft vocabulary, checked. Raises ValueError for maps that are not of this target's tokens."""
+        """The draft vocabulary, checked. Raises ValueError where d2t and t2d do not map to this target's tokens."""
         if self._vocabulary is None:
             if self.config.draft_vocab_size == self.config.vocab_size:
                 self._vocabulary = vocab.full(self.config.vocab_size).to(self.device)
@@ -202,13 +193,13 @@ class EagleModel(DrafterModel):
         return self._vocabulary
 
     def init_from_target(self, target: Target) -> None:
-        """The own head starts as the target's, where the sizes agree; `take` gives it the rows of a smaller vocabulary."""
+        """Start the own head as the target's, where V = D; `take` does it for a smaller vocabulary."""
         if self.config.version == 3 and self.config.draft_vocab_size == self.config.vocab_size:
             self.take(vocab.full(self.config.vocab_size))
 
     @torch.no_grad()
     def take(self, vocabulary: vocab.DraftVocabulary) -> None:
-        """Draft in `vocabulary`; the own head starts as the target's rows for its tokens."""
+        """Draft in `vocabulary`, and start the own head as the target's rows for its tokens where the hidden sizes agree."""
         if vocabulary.size < vocabulary.vocab_size:
             self.get_buffer("d2t").copy_(vocabulary.d2t)
             self.get_buffer("t2d").copy_(vocabulary.t2d)
@@ -218,7 +209,7 @@ class EagleModel(DrafterModel):
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.device)).mul_(self.target.head_scale)
 
     def attach(self, target: Target) -> "EagleModel":
-        """As the base class, and every tap must be one of the target's layers."""
+        """As the base class; also raises ValueError for a tap that is none of the target's layers."""
         wrong = [tap for tap in self.taps if not 0 <= tap < target.num_layers]
         if wrong:
             raise ValueError(
@@ -230,7 +221,7 @@ class EagleModel(DrafterModel):
     # The network
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
-        """The target's output at n positions -> features [B,n,W] (version 3), or [B,n,H] (version 1)."""
+        """The target's output at n positions -> features [B,n,W] in version 3, [B,n,H] in version 1."""
         dtype = self.fc.weight.dtype
         if self.config.version == 1:
             return out.hidden.to(dtype)
@@ -241,7 +232,7 @@ class EagleModel(DrafterModel):
         return self.fc(taps.flatten(2))
 
     def step(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Pairs of feature [B,n,·] and tokens [B,n] at positions [B,n] -> output [B,n,W], before the last norm."""
+        """Pairs of feature [B,n,·] and tokens [B,n] at positions [B,n] -> output [B,n,W], before the final norm."""
         embedding = self.target.embed(tokens).to(feature.dtype)
         x = self.fc(torch.cat((embedding, feature), -1)) if self.config.version == 1 else feature
         rope = self._rope(positions, x.dtype)
@@ -250,14 +241,14 @@ class EagleModel(DrafterModel):
         return x
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [B,n] -> cos and sin [B,n,dim]. Made each time in fp32: a buffer would be rounded with the weights."""
+        """positions [B,n] -> cos and sin [B,n,dim]. Computed each time in fp32, since a buffer would be rounded with the weights."""
         dim = self.config.head_dim
         frequency = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device) / dim)
         angle = (positions[..., None] * frequency).repeat(1, 1, 2)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def recurring(self, output: Tensor) -> Tensor:
-        """What of a step's output [...,W] is the next step's feature."""
+        """A step's output [...,W] -> the feature of the next step."""
         return self.norm(output) if self.config.norm_output else output
 
     def before_head(self, output: Tensor) -> Tensor:
@@ -265,7 +256,7 @@ class EagleModel(DrafterModel):
         return self.norm(output) if self.config.version == 3 else output.to(self.target.dtype)
 
     def head(self) -> Tensor | Callable[[Tensor], Tensor]:
-        """The head: own weight [D,W], or the target's `logits`."""
+        """The head for the chunked losses: its own weight [D,W], or the target's `logits`."""
         return self.lm_head.weight if self.config.version == 3 else self.target.logits
 
     def logits_of(self, output: Tensor) -> Tensor:
@@ -273,7 +264,7 @@ class EagleModel(DrafterModel):
         x = self.before_head(output)
         return self.lm_head(x) if self.config.version == 3 else self.target.logits(x)
 
-    def unroll(
+    def training_time_test(
         self,
         feature: Tensor,
         ids: Tensor,
@@ -283,38 +274,48 @@ class EagleModel(DrafterModel):
         checkpointing: bool = False,
         context: ContextParallel = SINGLE_RANK,
     ) -> list[Tensor]:
-        """Training-time test (Li et al. 2025, §3.1): `steps` outputs [B,n,W] along the text itself, every position at once.
+        """Draft along the text itself, from every position at once (Li et al. 2025, §3.1).
 
-        Step k at row p reads token p+1+k and its own output of the step before (at first the target's feature, [B,n,·]), sees the target's
-        features up to row p and its own of steps 1 … k at that row, and predicts token p+2+k. Rows whose tokens are of another document
-        are not to be read. ids, positions and document are [B,S]; the n rows are those of `context`, elsewhere n = S.
+        Step k at position p reads token p+1+k and its own output of step k − 1, or at first the target's feature. It attends to the
+        target's features up to position p, and to its own outputs of steps 1 … k at that position. It predicts token p+2+k. Outputs whose
+        tokens belong to another document are meaningless.
+
+        Args:
+            feature: the target's features [B,n,·] at the n positions of `context`; n = S for a single rank.
+            ids, positions, document: [B,S]; document numbers as `attend` takes them.
+            steps: K.
+            checkpointing: recompute each step in the backward pass.
+            context: how positions are shared out over ranks.
+
+        Returns:
+            `steps` outputs [B,n,W].
         """
-        here = context.part(ids.shape[1])
+        own = context.part(ids.shape[1])
         keys: list[list[Tensor]] = [[] for _ in self.layers]
         values: list[list[Tensor]] = [[] for _ in self.layers]
 
-        document = document[:, : here.stop]
-        mask = blocks(document, len(ids), here.stop, document.device, here.start)
+        document = document[:, : own.stop]
+        mask = blocks(document, len(ids), own.stop, document.device, own.start)
         outputs = []
         for k in range(steps):
-            # Those of earlier steps are arguments, so that a checkpoint knows what flows back to them.
-            held = [(list(one), list(other)) for one, other in zip(keys, values, strict=True)]
+            # Keys and values of earlier steps are arguments, so that a checkpoint knows what flows back to them.
+            earlier = [(list(key), list(value)) for key, value in zip(keys, values, strict=True)]
 
-            def run(feature: Tensor, k: int = k, held: list[tuple[list[Tensor], list[Tensor]]] = held) -> tuple[Tensor, ...]:
-                made: list[Tensor] = []
+            def run(feature: Tensor, k: int = k, earlier: list[tuple[list[Tensor], list[Tensor]]] = earlier) -> tuple[Tensor, ...]:
+                new: list[Tensor] = []
 
-                def diagonal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                    if k == 0:  # of later steps a row sees its own alone
+                def attend_diagonal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                    if k == 0:  # of later steps a position sees its own key alone
                         key, value = context.upto(key), context.upto(value)
-                    made.extend((key, value))
-                    return attend(query, [*held[layer][0], key], [*held[layer][1], value], document, mask=mask)
+                    new.extend((key, value))
+                    return attend(query, [*earlier[layer][0], key], [*earlier[layer][1], value], document, mask=mask)
 
-                return self.step(feature, shift_left(ids, k + 1)[:, here], (positions + k)[:, here], diagonal), *made
+                return self.step(feature, shift_left(ids, k + 1)[:, own], (positions + k)[:, own], attend_diagonal), *new
 
-            output, *made = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
+            output, *new = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
             for number in range(len(self.layers)):
-                keys[number].append(made[2 * number])
-                values[number].append(made[2 * number + 1])
+                keys[number].append(new[2 * number])
+                values[number].append(new[2 * number + 1])
             outputs.append(output)
             feature = self.recurring(output)
         return outputs
@@ -325,162 +326,16 @@ class EagleModel(DrafterModel):
         """ids [S] and the target's output along them [1,S,·] -> the outputs of all steps [S,K,W]."""
         with torch.inference_mode():
             positions, document = torch.arange(len(ids), device=ids.device)[None], torch.zeros_like(ids)[None]
-            return torch.cat(self.unroll(self.feature_of(out), ids[None], positions, document, self.depth_limit)).transpose(0, 1)
+            outputs = self.training_time_test(self.feature_of(out), ids[None], positions, document, self.depth_limit)
+            return torch.cat(outputs).transpose(0, 1)
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary: pair root − 1 is the last of known features."""
+        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary. Drafting starts at pair root − 1."""
         with torch.inference_mode():
-            return self._spread(self.logits_of(features[roots - 1]))
+            return self.spread(self.logits_of(features[roots - 1]))
 
-    def _spread(self, logits: Tensor) -> Tensor:
-        return logits if self.vocabulary.size == self.config.vocab_size else self.vocabulary.spread(logits)
-
-    # The Drafter protocol
-
-    def bind(self, target: Target, rows: int, context: int) -> Any:
-        """Attach the target and allocate KV for `context` pairs and a round's drafts in each row, where there is none that fits."""
-        self.attach(target)
-        trained = (self.config.training or {}).get("positions")
-        if trained and context > trained:
-            warnings.warn(
-                f"decoding up to {context} positions with an EAGLE drafter trained on {trained}: beyond them it may accept little",
-                stacklevel=2,
-            )
-        shape = self.tree_spec.to(target.device)
-        drafted = sum(level.nodes for level in shape.levels()[1:]) if isinstance(shape, StaticTree) else (shape.depth - 1) * shape.width
-        # A graph lets a row run a round past its end.
-        capacity = context + shape.max_depth + 1 + max(drafted, shape.max_depth + 1)
-        state = torch.zeros(rows, self.config.draft_size, dtype=self.fc.weight.dtype, device=target.device)
-        held = self._state
-        if held and held.given is self.tree_spec and held.cache.capacity >= capacity and same_layout(held.state, state):
-            self.drop(list(range(rows)))
-        else:
-            begun = torch.zeros(rows, dtype=torch.bool, device=target.device)
-            self._state = Rows(state, set(), begun, TreeCache(rows, capacity, target.device), shape, self.tree_spec)
-        return self._state, tensor_addresses(self)
-
-    @torch.no_grad()
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
-        state = self._state
-        state.cache.static_shape = False
-        state.cache.reset(rows)
-        state.ready.difference_update(rows)
-        state.begun.index_fill_(0, index_tensor(rows, state.begun.device), False)
-        sizes = [len(prompt) - 1 for prompt in prompts]
-        if not max(sizes):
-            return
-        feature = self.feature_of(out)
-        tokens = pad_sequence([torch.tensor(prompt[1:], dtype=torch.int64) for prompt in prompts], batch_first=True).to(feature.device)
-        for start in range(0, max(sizes), self.chunk):
-            here = slice(start, start + self.chunk)
-            counts = [min(max(size - start, 0), self.chunk) for size in sizes]
-            self._encode(rows, feature[:, here][:, : max(counts)], tokens[:, here][:, : max(counts)], counts)
-
-    @torch.no_grad()
-    def propose(self, round: RoundContext) -> DraftTree:
-        """A level of the tree per step; the root alone where a row has no pair yet."""
-        state = self._state
-        if state.shape.max_depth == 0:
-            return DraftTree.root(round.last_tokens)
-        state.cache.static_shape = round.static_shape
-        state.cache.select(round.slots)
-        expansion = expand(state.shape, round)
-        output, index = state.state[round.slot_index][:, None], round.positions[:, None] + 1
-        while True:
-            places = index.expand(-1, output.shape[1])
-            ids, scores, law = self._choose(self.logits_of(output), expansion.count, round, places, expansion.scored)
-            level = expansion.add_level(ids, scores, law)
-            if level is None:
-                break
-            feature = self.recurring(output).gather(1, level.parent_index[:, :, None].expand(-1, -1, output.shape[2]))
-            # The cache ends with the pair that predicts depth 1: a node of depth d is at length + d − 1.
-            below = torch.full_like(level.tokens, level.depth - 1)
-            key_depth = (level.key_depth - 1).expand(len(below), -1)
-            attention = TreeAttention(state.cache, below, level.visible, key_depth, level.all_visible)
-            output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
-            state.cache.draft(level.tokens.shape[1])
-            index = index + 1
-        tree, _ = expansion.finish()
-        if not round.static_shape and state.ready.issuperset(round.slots):
-            return tree
-        # In a graph the rows change without the host being asked.
-        ready = (
-            state.begun[round.slot_index]
-            if round.static_shape
-            else torch.tensor([row in state.ready for row in round.slots], device=tree.size.device)
-        )
-        return replace(tree, size=torch.where(ready, tree.size, 1), full=False, _deepest=None)
-
-    def _choose(
-        self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `expand.choose`, in the target's ids. Noise is a function of those, so that drawn children need the whole vocabulary."""
-        if round.sampling.children == "top":
-            ids, scores, law = choose(logits, count, round, index, scored)
-            return self.vocabulary.targets[ids], scores, law
-        return choose(self._spread(logits), count, round, index, scored)
-
-    @torch.no_grad()
-    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        """Forget what was drafted; encode the pairs of the accepted nodes from the target's features."""
-        counts = None if round.static_shape else [row.length for row in verdict.on_host(tree)]
-        width = verdict.path.shape[1] if counts is None else max(counts)
-        if not width:
-            return
-        path = verdict.path[:, :width]
-        tokens = torch.cat((tree.tokens.gather(1, path.clamp(min=0))[:, 1:], verdict.next_token[:, None]), 1)
-        last = torch.arange(width, device=tokens.device) == (verdict.length - 1)[:, None]
-        tokens = torch.where(last, verdict.next_token[:, None], tokens)
-        feature = self.feature_of(out.along(path))
-        if counts is None:
-            self._encode_all(round, feature, tokens, verdict.length)
-        else:
-            self._encode(round.slots, feature, tokens, counts)
-
-    def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """`_encode` in a fixed shape: counts [B] are the device's."""
-        state, width = self._state, tokens.shape[1]
-        state.cache.static_shape = True  # prompts were encoded since, perhaps, and nothing proposed
-        state.cache.select(round.slots)
-        attention = TreeAttention.causal(state.cache, width)
-        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
-        state.cache.keep(attention.depth, counts, in_place=True)
-        last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
-        state.state[round.slot_index] = torch.where(counts[:, None] > 0, last, state.state[round.slot_index])
-        state.begun[round.slot_index] |= counts > 0
-
-    def _encode(self, rows: list[int], feature: Tensor, tokens: Tensor, counts: list[int]) -> None:
-        """Append counts[b] pairs to each of `rows`; of feature [R,n,·] and tokens [R,n] the rest is padding."""
-        state = self._state
-        state.cache.select(rows)
-        attention = TreeAttention.causal(state.cache, tokens.shape[1])
-        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
-        state.cache.advance(counts)
-        some = [place for place, count in enumerate(counts) if count]
-        index = torch.tensor([[place, counts[place] - 1, rows[place]] for place in some], device=output.device).T
-        if some:
-            state.state[index[2]] = output[index[0], index[1]]
-            state.begun[index[2]] = True
-            state.ready.update(rows[place] for place in some)
-
-    def _cached(self, attention: TreeAttention) -> Attend:
-        cache = self._state.cache
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = cache.update(key, value, layer)
-            out, _ = tree_attention_forward(self, query, keys, values, None, sliding_window=None, tree_attention=attention)
-            return out.transpose(1, 2)
-
-        return attend
-
-    def drop(self, rows: list[int]) -> None:
-        self._state.ready.difference_update(rows)
-        self._state.begun.index_fill_(0, index_tensor(rows, self._state.begun.device), False)
-        self._state.cache.reset(rows)
-
-    def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Any:
-        """`step`."""
+    def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """As `step`."""
         return self.step(feature, tokens, positions, attend)
 
 

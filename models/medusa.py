@@ -1,32 +1,36 @@
 """Medusa heads (Cai et al. 2024, https://arxiv.org/abs/2401.10774): K heads that read the target's last hidden state.
 
-Head k, from 0, at position t predicts token t+2+k: L blocks x + SiLU(W x + b), each with weights of its own, then an output
-layer, the head's own [V,H] or the target's. Tensors: `{k}.{j}.linear.weight` [H,H] and `.bias` [H] for block j < L,
-`{k}.{L}.weight` [V,H] (absent with share_head), the names that serving engines read.
+Head k, from 0, at position t predicts token t+2+k. It has `num_layers` blocks x + SiLU(W x + b) of its own, then an output layer, which is
+its own [V,H] or the target's. Tensors have the names that serving engines read: `{k}.{j}.linear.weight` [H,H] and `.bias` [H] for
+block j, and `{k}.{num_layers}.weight` [V,H] for the output layer (absent with share_head).
 
-Letters: B rows · S positions · N tree nodes · V vocabulary · H hidden size · K heads · L blocks · R candidates per head.
+Letters: B rows · S positions · V vocabulary · H hidden size · K heads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from draftsmith.inference.cache import index_tensor
-from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
-from draftsmith.inference.expand import DynamicExpansion, TreeSpec, choose, expand, parse_tree_spec
+from draftsmith.inference.drafter import RoundContext
+from draftsmith.inference.expand import DynamicExpansion, choose, grow, parse_tree_spec
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.verify import Verdict
-from draftsmith.models.drafter import DrafterConfig, DrafterModel, default_paths, same_layout
+from draftsmith.models.drafter import DrafterConfig, default_paths
+from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 from draftsmith.models.target import Target
 
 
 class MedusaConfig(DrafterConfig):
-    """num_heads K, num_layers L (blocks per head), share_head: the target's head instead of one per Medusa head."""
+    """Sizes of the heads.
+
+    Attributes:
+        num_heads: K.
+        num_layers: blocks of each head.
+        share_head: read the target's output layer instead of one for each head.
+    """
 
     model_type = "medusa"
     num_heads: int = 4
@@ -43,6 +47,10 @@ class MedusaConfig(DrafterConfig):
         if deepest > self.num_heads:
             raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
 
+    @classmethod
+    def tiny_settings(cls) -> dict[str, dict]:
+        return {"own head": {"num_heads": 3}, "shared head": {"num_heads": 3, "num_layers": 2, "share_head": True}}
+
 
 class ResBlock(nn.Module):
     """x + SiLU(W x + b); the identity while W and b are zero."""
@@ -56,7 +64,7 @@ class ResBlock(nn.Module):
 
 
 class Output(nn.Module):
-    """[V,H] without bias; zero until `init_from_target` copies the target's head, so that building it costs nothing."""
+    """A linear layer [V,H] without bias. It is zero until `init_from_target` copies the target's head."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -66,19 +74,8 @@ class Output(nn.Module):
         return F.linear(x, self.weight)
 
 
-@dataclass(slots=True, eq=False)
-class Rows:
-    """hidden [rows,H]: the target's hidden state at the last position in the cache · ready [rows]: whether there is one · shape: `given`,
-    on the device."""
-
-    hidden: Tensor
-    ready: Tensor
-    shape: TreeSpec
-    given: TreeSpec
-
-
-class MedusaModel(DrafterModel):
-    """K independent heads. A soft-capping of the target is not applied to own output layers: it never changes a ranking."""
+class MedusaModel(HiddenStateDrafter):
+    """K independent heads. Own output layers leave out a soft-capping of the target: it never changes a ranking."""
 
     config_class = MedusaConfig
     config: MedusaConfig
@@ -98,7 +95,7 @@ class MedusaModel(DrafterModel):
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
-        """Own output layers start as the target's head, times the scale that the target applies after it."""
+        """Start each own output layer as the target's head, times the scale that the target applies after it."""
         if not self.config.share_head:
             for k in range(self.config.num_heads):
                 self.output_weight(k).copy_(target.head_weight).mul_(target.head_scale)
@@ -110,7 +107,7 @@ class MedusaModel(DrafterModel):
         return self._head(k)[self.config.num_layers].get_parameter("weight")
 
     def output(self, k: int) -> Tensor | Callable[[Tensor], Tensor]:
-        """Head k's output for the chunked losses: own weight [V,H], or with share_head the target's `logits` as a callable."""
+        """Head k's output for the chunked losses: its own weight [V,H], or with share_head the target's `logits` as a callable."""
         return self._target_logits if self.config.share_head else self.output_weight(k)
 
     def _target_logits(self, x: Tensor) -> Tensor:
@@ -127,10 +124,6 @@ class MedusaModel(DrafterModel):
     def _head(self, k: int) -> nn.ModuleList:
         return cast(nn.ModuleList, self._modules[str(k)])
 
-    def hidden(self, hidden: Tensor) -> Tensor:
-        """hidden [...,H] -> [...,K,H], after the blocks and before the output."""
-        return torch.stack([self.hidden_of(k, hidden) for k in range(self.config.num_heads)], dim=-2)
-
     def logits_of(self, k: int, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> head k's logits [...,V]."""
         x = self.hidden_of(k, hidden)
@@ -139,7 +132,7 @@ class MedusaModel(DrafterModel):
         return F.linear(x, self.output_weight(k))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [...,H] -> [...,K,V]; for few positions, training goes through the chunked losses."""
+        """hidden [...,H] -> [...,K,V]. For few positions; training goes through the chunked losses."""
         return torch.stack([self.logits_of(k, hidden) for k in range(self.config.num_heads)], dim=-2)
 
     @property
@@ -152,66 +145,32 @@ class MedusaModel(DrafterModel):
 
     forward = head_logits
 
-    # The Drafter protocol
-
-    def bind(self, target: Target, rows: int, context: int) -> Any:
-        """Attach the target and allocate one hidden state per row, where there is none that fits; `context` is of no concern to heads."""
-        self.attach(target)
-        hidden = torch.zeros(rows, self.config.hidden_size, dtype=target.dtype, device=target.device)
-        held = self._state
-        if held and held.given is self.tree_spec and same_layout(held.hidden, hidden):
-            self.drop(list(range(rows)))
-        else:
-            self._state = Rows(hidden, hidden.new_zeros(rows, dtype=torch.bool), self.tree_spec.to(target.device), self.tree_spec)
-        return self._state, tensor_addresses(self)
-
-    def start(self, rows: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """out.hidden [R,S−1,H]: keep the state at prompt[-2]; a prompt of one token has none."""
-        device = self._state.hidden.device
-        last = torch.tensor([len(prompt) - 2 for prompt in prompts], device=device)
-        self._state.ready[rows] = last >= 0
-        if out.hidden.shape[1]:
-            self._state.hidden[rows] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
-
     @torch.no_grad()
     def propose(self, round: RoundContext) -> DraftTree:
-        """The config's tree filled with the heads' tokens; the root alone where a row has no state."""
-        state = self._state
-        if state.shape.max_depth == 0:
+        """The config's tree filled with the heads' tokens; the root alone where a slot has no hidden state."""
+        tree_spec = self._state.tree_spec
+        if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        expansion = expand(state.shape, round)
-        hidden = state.hidden[round.slot_index]
-        depth = min(round.depth, state.shape.max_depth)
+        growth = grow(tree_spec, round)
+        hidden, has_state = self.hidden_states(round)
+        depth = min(round.depth, tree_spec.max_depth)
         logits = torch.stack([self.logits_of(k, hidden) for k in range(depth)], dim=1)  # [B,K,V]
         index = round.positions[:, None] + 1 + torch.arange(depth, device=hidden.device)
-        width = expansion.count if isinstance(expansion, DynamicExpansion) else expansion.tree_spec.width
-        ids, scores, q = choose(logits, width, round, index, expansion.scored)
-        if isinstance(expansion, DynamicExpansion):
+        width = growth.count if isinstance(growth, DynamicExpansion) else growth.topology.width
+        ids, scores, q_logits = choose(logits, width, round, index, growth.scored)
+        if isinstance(growth, DynamicExpansion):
             assert scores is not None
             inner = 1
             for k in range(depth):  # a head's candidates are the same whatever was drafted before
                 shape = (-1, inner, -1)
-                level = expansion.add_level(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
-                inner = level.tokens.shape[1] if level else 0
-            tree, _ = expansion.finish()
+                frontier = growth.extend(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
+                inner = frontier.tokens.shape[1] if frontier else 0
+            tree, _ = growth.finish()
         else:
-            tree = expansion.tree_spec.tree(round.last_tokens, ids)
-            if q is not None:  # at the leaves, which have no children, any law will do
-                tree.q_logits, tree.replacement = q[:, expansion.tree_spec.depth.clamp(max=depth - 1)], expansion.replacement
-        return replace(tree, size=torch.where(state.ready[round.slot_index], tree.size, 1), full=False, _deepest=None)
-
-    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        """Keep out.hidden [B,N,H] at the last accepted node of each row; idle rows (length 0) keep what they have."""
-        state, fresh = self._state, out.hidden[:, 0]
-        if tree.tokens.shape[1] > 1:
-            node = verdict.path.amax(1).clamp(min=0)  # parents come first, so the deepest kept node has the largest index
-            fresh = out.hidden[torch.arange(len(node), device=node.device), node]
-        moved = verdict.length > 0
-        state.hidden.index_copy_(0, round.slot_index, torch.where(moved[:, None], fresh, state.hidden.index_select(0, round.slot_index)))
-        state.ready.index_copy_(0, round.slot_index, state.ready.index_select(0, round.slot_index) | moved)
-
-    def drop(self, rows: list[int]) -> None:
-        self._state.ready.index_fill_(0, index_tensor(rows, self._state.ready.device), False)
+            tree = growth.topology.tree(round.last_tokens, ids)
+            if q_logits is not None:  # leaves have no children, so that any distribution will do for them
+                tree.q_logits, tree.replacement = q_logits[:, growth.topology.depth.clamp(max=depth - 1)], growth.replacement
+        return tree.only(has_state)
 
 
 Config = MedusaConfig

@@ -1,6 +1,6 @@
-"""May this checkpoint draft for that target? Answered from configs and tokenizers, before any weights are read.
+"""Whether a checkpoint may draft for a target, by their configs and tokenizers: no weights are read.
 
-Vocabularies may differ in padding: rows of logits that stand for no token (151,936 and 152,064 of the same tokenizer, say).
+Vocabularies may differ in padding, logits that stand for no token (151,936 and 152,064 with the same tokenizer, say).
 """
 
 import os
@@ -14,10 +14,10 @@ __all__ = ["check_draft", "check_pair", "check_tokens"]
 
 
 def check_pair(target: str, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """`target` and `draft` are folders or Hub ids; `revision` is the target's.
+    """Whether `draft` may draft for `target`; both are folders or Hub ids, and `revision` is the target's.
 
     Raises:
-        FileNotFoundError: no such folder, or not a whole model in it.
+        FileNotFoundError: no such folder, or no complete model in it.
         ValueError: an architecture that cannot be tree-verified, other tokens, or tokens that the target has no logits for.
     """
     vocab_size, theirs = _read(target, revision, trust_remote_code, KEY)
@@ -26,10 +26,10 @@ def check_pair(target: str, draft: str, *, revision: str | None = None, trust_re
 
 
 def check_draft(target: Target, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
-    """As `check_pair`, for a target that is loaded already; `revision` is the draft model's.
+    """As `check_pair` for a loaded target; `revision` is the draft model's.
 
     Raises:
-        FileNotFoundError, ValueError: as there, and a target without a tokenizer.
+        FileNotFoundError, ValueError: as `check_pair`, and for a target without a tokenizer.
     """
     if target.tokenizer is None:
         raise ValueError(
@@ -47,10 +47,10 @@ def check_tokens(target: str, theirs: PreTrainedTokenizerBase, draft: str, ours:
     """
     wanted, got = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in (theirs, ours))
     for index in sorted(wanted.keys() | got.keys()):
-        there, here = wanted.get(index), got.get(index)
-        if there == here or (here is None and index in theirs.added_tokens_decoder):
+        target_token, draft_token = wanted.get(index), got.get(index)
+        if target_token == draft_token or (draft_token is None and index in theirs.added_tokens_decoder):
             continue
-        says = [f"has {token!r}" if token is not None else "has none" for token in (there, here)]
+        says = [f"has {token!r}" if token is not None else "has none" for token in (target_token, draft_token)]
         raise ValueError(
             f"draft model {draft!r} has another tokenizer than target {target!r}: at token {index} the target {says[0]}, the draft model "
             f"{says[1]}; verification compares ids, so the tokens must be the same; give a draft model made for this target"
@@ -58,9 +58,14 @@ def check_tokens(target: str, theirs: PreTrainedTokenizerBase, draft: str, ours:
 
 
 def _read(path: str, revision: str | None, trust_remote_code: bool, key: str) -> tuple[int, PreTrainedTokenizerBase]:
-    """The number of logits and the tokenizer of a model, of a folder that is complete; errors name `key`, where `path` was written."""
+    """A model's number of logits and its tokenizer. Errors name `key`, where `path` was written.
+
+    Raises:
+        FileNotFoundError, ValueError: the folder is incomplete.
+    """
     source = resolve_path(path, key)
-    if os.path.isdir(source):
+    local = os.path.isdir(source)
+    if local:
         check_folder(source)
     config = read_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     tokenizer = read_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
@@ -74,6 +79,6 @@ def _check(target: str, theirs: PreTrainedTokenizerBase, vocab_size: int, draft:
     token, index = max(ours.get_vocab().items(), key=lambda entry: entry[1])
     if index >= vocab_size:
         raise ValueError(
-            f"draft model {draft!r} has token {index} {token!r}, target {target!r} only {vocab_size} logits, so that it can never be accepted; "
-            "give a draft model made for this target"
+            f"draft model {draft!r} has token {index} {token!r}, target {target!r} only {vocab_size} logits, so that it can never be "
+            "accepted; give a draft model made for this target"
         )

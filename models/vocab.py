@@ -1,4 +1,4 @@
-"""The draft vocabulary: the D most frequent loss-bearing tokens of the target's V, and what it costs in acceptance.
+"""The draft vocabulary: the D most frequent supervised tokens of the target's V, and what it costs in acceptance.
 
 Letters: D draft vocabulary · V target vocabulary · H hidden size · S positions · K draft depth.
 """
@@ -12,30 +12,32 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # tokens looked at at once: memory-mapped ids are never copied whole, and what is made of them stays in the cache
+CHUNK = 1 << 18  # tokens processed at a time: memory-mapped ids are never copied in full, and intermediate results stay in the CPU's cache
 
 
 def count(ids: Tensor, mask: Tensor, vocab_size: int) -> Tensor:
-    """How often each token bears loss: counts [V] int64 of ids [...] (any integer type) where mask [...] is not 0.
+    """How often each token is supervised: counts [V] int64 of ids [...] (any integer type) where mask [...] is not 0.
 
     Raises:
-        ValueError: shapes that differ, or an id outside 0..V-1, whether or not it bears loss.
+        ValueError: shapes that differ, or an id outside 0..V-1, supervised or not.
     """
     if ids.shape != mask.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"got ids {list(ids.shape)} of {ids.dtype} and mask {list(mask.shape)}; expected integers and equal shapes")
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=ids.device)
-    for part, bears_loss in zip(ids.reshape(-1).split(CHUNK), mask.reshape(-1).split(CHUNK), strict=True):
+    for part, supervised in zip(ids.reshape(-1).split(CHUNK), mask.reshape(-1).split(CHUNK), strict=True):
         part = part.long()
         _check_ids(part, vocab_size)
-        counts += torch.bincount(part[bears_loss != 0], minlength=vocab_size)
+        counts += torch.bincount(part[supervised != 0], minlength=vocab_size)
     return counts
 
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """Draft id i stands for target id i + d2t[i]. Made by `choose`, `full` or `from_tensors`, which check what they are given.
+    """Draft id i stands for target id i + d2t[i]. `choose`, `full` and `from_tensors` make one, and check their arguments.
 
-    d2t [D] int64, offsets; t2d [V] bool, True where a target token is in the draft vocabulary.
+    Attributes:
+        d2t: offsets [D] int64.
+        t2d: [V] bool, True where a target token is in the draft vocabulary.
     """
 
     d2t: Tensor
@@ -58,7 +60,7 @@ class DraftVocabulary:
 
     @property
     def ascending(self) -> bool:
-        """Whether draft ids follow the order of target ids. Engines that slice logits with t2d need it; `choose` sees to it."""
+        """Whether draft ids follow the order of target ids. Engines that slice logits with t2d need it; `choose` gives such ids."""
         return bool((self.targets.diff() > 0).all())
 
     @cached_property
@@ -91,7 +93,7 @@ class DraftVocabulary:
         return logits.new_full((*logits.shape[:-1], self.vocab_size), fill).index_copy(-1, self.targets, logits)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: d2t and t2d; nothing where D = V, since engines refuse a map there."""
+        """The tensors of a checkpoint: d2t and t2d; none where D = V, since engines refuse a map there."""
         return {} if self.size == self.vocab_size else {"d2t": self.d2t, "t2d": self.t2d}
 
     def digest(self) -> str:
@@ -100,9 +102,15 @@ class DraftVocabulary:
         return hashlib.sha256(f"{self.vocab_size}:{ids}".encode()).hexdigest()
 
     def re_index(self, rows: Tensor, old: "DraftVocabulary") -> tuple[Tensor, Tensor]:
-        """An output head's rows [D_old, H] (or bias [D_old]) under the vocabulary `old` -> rows [D, H] and found [D] bool under this one.
+        """An output head's rows of the vocabulary `old` -> its rows of this one.
 
-        Rows that are not found are 0: fill them from the target's head, at `targets[~found]`.
+        Args:
+            rows: a weight [D_old,H], or a bias [D_old].
+            old: the vocabulary of `rows`.
+
+        Returns:
+            rows [D,H], zero for tokens that `old` lacks, and known [D] bool, False for those. Fill them from the target's head, at
+            `targets[~known]`.
 
         Raises:
             ValueError: rows that do not fit `old`, or another target vocabulary.
@@ -112,15 +120,15 @@ class DraftVocabulary:
                 f"got {len(rows)} rows for a draft vocabulary of {old.size} of {old.vocab_size} tokens, to re-index to {self.size} of "
                 f"{self.vocab_size}; expected as many rows as its tokens and the same target vocabulary"
             )
-        at = old.to_draft(self.targets).to(rows.device)
-        found = at >= 0
-        moved = rows[at.clamp(min=0)]
-        moved[~found] = 0
-        return moved, found
+        old_ids = old.to_draft(self.targets).to(rows.device)
+        known = old_ids >= 0
+        moved = rows[old_ids.clamp(min=0)]
+        moved[~known] = 0
+        return moved, known
 
 
 def choose(counts: Tensor, size: int, always: Iterable[int] = ()) -> DraftVocabulary:
-    """The `size` most frequent tokens by counts [V], ties to the lower id, in ascending order; those of `always` (stop ids) in any case.
+    """The `size` most frequent tokens by counts [V], in ascending order. Ties go to the lower id. Tokens of `always` (stop ids) are in.
 
     Raises:
         ValueError: a size below 1, above V or too small for `always`, or an id of `always` outside 0..V-1.
@@ -134,8 +142,8 @@ def choose(counts: Tensor, size: int, always: Iterable[int] = ()) -> DraftVocabu
     first = torch.tensor(forced, dtype=torch.int64, device=counts.device)
     _check_ids(first, vocab_size)
     order = counts.argsort(descending=True, stable=True)
-    kept = torch.cat([first, order[~torch.isin(order, first)]])[:size]
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=counts.device).index_fill_(0, kept, True)
+    chosen = torch.cat([first, order[~torch.isin(order, first)]])[:size]
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=counts.device).index_fill_(0, chosen, True)
     targets = t2d.nonzero().squeeze(1)
     return DraftVocabulary(targets - torch.arange(size, device=counts.device), t2d)
 
@@ -146,10 +154,16 @@ def full(vocab_size: int) -> DraftVocabulary:
 
 
 def from_tensors(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, size: int | None = None) -> DraftVocabulary:
-    """The vocabulary of a checkpoint: d2t [D] integer, offsets; t2d [V] bool, or None; `size`: how many rows the draft head has.
+    """The vocabulary of a checkpoint; without either map D = V.
 
-    Neither map means D = V. Target ids in place of offsets are recognised by t2d, by ids past V, or, where D² > 16·V, because no
-    two neighbouring tokens would be in. Offsets that are all wrong by one are recognised by t2d or by ids outside 0..V-1 only.
+    A d2t of target ids in place of offsets is recognised by t2d, by ids past V, or, where D² > 16·V, because no two neighbouring tokens
+    would be in. Offsets that are all off by one are recognised only by t2d or by ids outside 0..V-1.
+
+    Args:
+        d2t: offsets [D] of an integer type, or None.
+        t2d: [V] bool, or None.
+        vocab_size: V.
+        size: how many rows the draft head has.
 
     Raises:
         ValueError: naming what is wrong with the map.
@@ -186,52 +200,54 @@ def from_tensors(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, size: 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Share of the loss-bearing tokens inside a draft vocabulary of `size`, over all of them and by domain (NaN where a domain has none)."""
+    """The share of supervised tokens that are in a draft vocabulary of `size` tokens, overall and by domain (NaN for one without any)."""
 
     size: int
     overall: float
     domains: dict[str, float] = field(default_factory=dict)
 
     def predicted_tau(self, depth: int) -> float:
-        """Σ c^k for k = 0..K: τ of a drafter that is never wrong inside the vocabulary, if OOV tokens fell independently of each other.
+        """Σ c^k for k = 0..K: τ of a drafter that is never wrong inside the vocabulary, if OOV tokens were independent of each other.
 
-        They cluster, and then the true τ is lower (evenly spread, it is higher): `ceiling` counts it. Always τ <= min(K+1, 1/(1-c)),
-        since each OOV token ends a round.
+        Where they cluster the true τ is lower, where they are evenly spread it is higher: `ceiling` counts it. τ <= min(K+1, 1/(1-c))
+        always holds, since each OOV token ends a round.
         """
         return sum(self.overall**k for k in range(depth + 1))
 
 
 def coverage(counts: Tensor | Mapping[str, Tensor], vocabulary: DraftVocabulary) -> Coverage:
-    """Share of the tokens counted in counts [V], or in {domain: counts [V]}, that the draft vocabulary holds.
+    """The share of the tokens of counts [V], or of {domain: counts [V]}, that are in the draft vocabulary.
 
-    Over all positions, no drafter's acceptance at the first depth is above it: an OOV token is never accepted.
+    No drafter's acceptance at the first depth, over all positions, is above it: an OOV token is never accepted.
 
     Raises:
         ValueError: counts of another vocabulary, or no token counted.
     """
     by_domain = dict(counts) if isinstance(counts, Mapping) else {"": counts}
-    for one in by_domain.values():
-        _check_last(one, vocabulary.vocab_size, "V")
-    inside = {name: int(one[vocabulary.t2d].sum()) for name, one in by_domain.items()}
-    total = {name: int(one.sum()) for name, one in by_domain.items()}
+    for tokens in by_domain.values():
+        _check_last(tokens, vocabulary.vocab_size, "V")
+    inside = {name: int(tokens[vocabulary.t2d].sum()) for name, tokens in by_domain.items()}
+    total = {name: int(tokens.sum()) for name, tokens in by_domain.items()}
     if sum(total.values()) == 0:
-        raise ValueError("no loss-bearing token was counted; check the loss mask")
+        raise ValueError("no supervised token was counted; check the loss mask")
     shares = {name: inside[name] / total[name] if total[name] else math.nan for name in by_domain if isinstance(counts, Mapping)}
     return Coverage(vocabulary.size, sum(inside.values()) / sum(total.values()), shares)
 
 
 def sweep(counts: Mapping[str, Tensor], sizes: Sequence[int], always: Iterable[int] = ()) -> list[Coverage]:
-    """The coverage at each size D, of the tokens most frequent in all domains together: a row of a table each."""
+    """The coverage at each size D, of the D tokens that are most frequent over all domains."""
     pooled, always = torch.stack(list(counts.values())).sum(0), list(always)
     return [coverage(counts, choose(pooled, size, always)) for size in sizes]
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """tau: tokens / rounds along the texts, which no drafter of that depth and vocabulary exceeds on them.
+    """The best that a drafter of some depth and vocabulary can reach on given texts.
 
-    positions: the mean tokens of one round over all positions to start it at. Not τ: rounds start where others ended, so it is
-    larger where OOV tokens cluster, and smaller on short texts.
+    Attributes:
+        tau: tokens / rounds along the texts.
+        positions: mean tokens of one round, over all positions where it could start. It is not τ, since rounds start where others end: it
+            is larger where OOV tokens cluster, and smaller on short texts.
     """
 
     tau: float
@@ -239,14 +255,18 @@ class Ceiling:
 
 
 def ceiling(ids: Tensor, mask: Tensor, vocabulary: DraftVocabulary, depth: int, documents: Tensor | None = None) -> Ceiling:
-    """τ of a drafter that always guesses right, `depth` deep, but cannot say OOV tokens; no independence is assumed.
+    """τ of a drafter that always guesses right, `depth` deep, but has no OOV tokens. No independence is assumed.
 
-    ids, mask [..., S]: a round emits the following in-vocabulary tokens, up to `depth`, and the target's own next one. It ends
-    with a span of loss-bearing tokens, the row, or the document (`documents` [..., S]: a number each; without it, neighbouring
-    documents read as one): tokens past the end are not counted. Memory follows S, not the number of rows.
+    A round emits the following tokens as long as they are in the vocabulary, up to `depth`, and the target's next one. It ends with a
+    span of supervised tokens, with the row or with the document: tokens past the end are not counted. Memory grows with S, not with rounds.
+
+    Args:
+        ids, mask: [..., S].
+        depth: K.
+        documents: [..., S], a number for each document; None reads neighbouring documents as one.
 
     Raises:
-        ValueError: shapes that differ, a negative depth, or no loss-bearing token.
+        ValueError: shapes that differ, a negative depth, or no supervised token.
     """
     if ids.shape != mask.shape or (documents is not None and documents.shape != ids.shape) or ids.ndim == 0 or depth < 0:
         shapes = [list(x.shape) for x in (ids, mask, documents) if x is not None]
@@ -255,27 +275,28 @@ def ceiling(ids: Tensor, mask: Tensor, vocabulary: DraftVocabulary, depth: int, 
     ids, mask = ids.reshape(-1, length), mask.reshape(-1, length)
     documents = torch.zeros_like(ids) if documents is None else documents.reshape(-1, length)
     tokens = rounds = emitted = 0
-    for row in range(0, len(ids), step := max(1, CHUNK // max(1, length))):
+    step = max(1, CHUNK // max(1, length))
+    for row in range(0, len(ids), step):
         part = slice(row, row + step)
-        found = _rounds(ids[part].long(), mask[part] != 0, documents[part], vocabulary, depth)
-        tokens, rounds, emitted = tokens + found[0], rounds + found[1], emitted + found[2]
+        sums = _rounds(ids[part].long(), mask[part] != 0, documents[part], vocabulary, depth)
+        tokens, rounds, emitted = tokens + sums[0], rounds + sums[1], emitted + sums[2]
     if tokens == 0:
-        raise ValueError("no loss-bearing token was found; check the loss mask")
+        raise ValueError("there is no supervised token; check the loss mask")
     return Ceiling(tokens / rounds, emitted / tokens)
 
 
 def _rounds(ids: Tensor, mask: Tensor, documents: Tensor, vocabulary: DraftVocabulary, depth: int) -> tuple[int, int, int]:
-    """Of [rows, S]: loss-bearing tokens, rounds to say them all, and tokens of the rounds that start at each of them, summed."""
+    """Of [rows,S]: supervised tokens, rounds that emit them all, and tokens of the rounds that start at each of them, summed."""
     start = mask.clone()  # the first token of each span
     start[:, 1:] &= ~mask[:, :-1] | (documents[:, 1:] != documents[:, :-1])
     start, mask, inside = start.flatten(), mask.flatten(), (mask & (vocabulary.to_draft(ids) >= 0)).flatten()
-    here = torch.arange(len(mask), device=mask.device)
+    position = torch.arange(len(mask), device=mask.device)
     end = _next(start | ~mask)
-    run = torch.where(inside, torch.minimum(_next(start | ~inside) - here, torch.tensor(depth)), 0)
-    emits = torch.where(mask, torch.minimum(run + 1, end - here), 0)
-    # Pointer doubling: after n turns `left` counts the rounds of the next 2^n jumps; the last place is the end of every span.
+    run = torch.where(inside, torch.minimum(_next(start | ~inside) - position, torch.tensor(depth)), 0)
+    emits = torch.where(mask, torch.minimum(run + 1, end - position), 0)
+    # Pointer doubling: after n iterations `left` counts the rounds of the next 2^n jumps. The last entry is the end of every span.
     done = len(mask)
-    jump = torch.cat([torch.where(mask & (here + emits < end), here + emits, done), torch.tensor([done], device=mask.device)])
+    jump = torch.cat([torch.where(mask & (position + emits < end), position + emits, done), torch.tensor([done], device=mask.device)])
     left = torch.cat([mask.long(), torch.zeros(1, dtype=torch.int64, device=mask.device)])
     while bool((jump < done).any()):
         left, jump = left + left[jump], jump[jump]
@@ -283,9 +304,9 @@ def _rounds(ids: Tensor, mask: Tensor, documents: Tensor, vocabulary: DraftVocab
 
 
 def _next(stops: Tensor) -> Tensor:
-    """For each place of stops [n] bool, the first stop after it, or n."""
-    places = torch.where(stops, torch.arange(len(stops), device=stops.device), len(stops))
-    after = torch.cat([places[1:], places.new_tensor([len(stops)])])
+    """For each entry of stops [n] bool, the index of the first stop after it, or n."""
+    indices = torch.where(stops, torch.arange(len(stops), device=stops.device), len(stops))
+    after = torch.cat([indices[1:], indices.new_tensor([len(stops)])])
     return after.flip(0).cummin(0).values.flip(0)
 
 
@@ -304,7 +325,7 @@ def _check_last(x: Tensor, expected: int, letter: str) -> None:
 
 
 def _marks(ids: Tensor, vocab_size: int) -> Tensor | None:
-    """marks [V] bool of ids [D], or None where they are no D different ids in 0..V-1."""
+    """marks [V] bool, True at ids [D]; None unless ids are D different ones in 0..V-1."""
     if bool(((ids < 0) | (ids >= vocab_size)).any()):
         return None
     marks = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)

@@ -1,6 +1,6 @@
-"""Run by test_context.py: EAGLE trained in forked processes, one for each rank, on rows that are whole or shared out.
+"""Run by test_context_parallel.py: EAGLE trained in forked processes, one for each rank, with and without context parallelism.
 
-context_ranks.py <folder>: each of JOBS leaves what it trained in <folder>/<job>, and in seen-<rank>.json there what attention was given.
+context_ranks.py <folder>: each of JOBS writes its weights to <folder>/<job>, and the shapes that attention saw to seen-<rank>.json there.
 """
 
 import json
@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from eagle_drafters import make
 from fault_forks import Run
 from launched import on_gloo
 from safetensors.torch import save_file
 from test_data_packing import corpus_of
-from test_eagle import make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import tiny
@@ -51,7 +51,7 @@ def recipe_of(output: Path, seq_len: int, eagle: dict, **train) -> EagleRecipe:
 
 
 def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] | None = None, **settings) -> None:
-    """A tiny random target's drafter, trained on packed rows; the first rank leaves its weights."""
+    """A tiny random target's drafter, trained on packed rows; the first rank saves its weights."""
     recipe = recipe_of(output, seq_len, settings.pop("eagle", {}), **settings)
     context = processes.context_group(recipe.train.context_parallel)
     if fault:
@@ -104,10 +104,10 @@ def remember(output: Path, rank: int, size: int) -> None:
     target = Target.wrap(tiny("llama"))
     drafter = make(target, "3, small")
     ids, place = torch.arange(LONG)[None] % target.vocab_size, torch.arange(LONG)[None] % 200
-    here = context.part(LONG)
-    feature = torch.randn(1, LONG, 24, generator=torch.Generator().manual_seed(0))[:, here].clone().requires_grad_()
+    own = context.part(LONG)
+    feature = torch.randn(1, LONG, 24, generator=torch.Generator().manual_seed(0))[:, own].clone().requires_grad_()
     with Live() as live:
-        outputs = drafter.unroll(feature, ids, place, torch.arange(LONG)[None] // 200, 5, False, context)
+        outputs = drafter.training_time_test(feature, ids, place, torch.arange(LONG)[None] // 200, 5, False, context)
         torch.stack(outputs).square().sum().backward()
     assert feature.grad is not None and feature.grad.abs().min() > 0
     output.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ FAULTS = {
     "keys of other ranks cut from the graph": lambda: setattr(
         ContextParallel, "upto", lambda self, part, plain=ContextParallel.upto: plain(self, part.detach())
     ),
-    "laws of the next rank's rows missing": lambda: setattr(
+    "distributions of the next rank's rows missing": lambda: setattr(
         ContextParallel, "part", lambda self, positions, more=0, plain=ContextParallel.part: plain(self, positions)
     ),
     "every rank at its row's beginning": lambda: setattr(architecture, "attend", _from_the_beginning),

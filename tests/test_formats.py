@@ -28,7 +28,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 CASES = {
     "eagle3": {},
-    "whole vocabulary": {"draft_vocab_size": V},
+    "full vocabulary": {"draft_vocab_size": V},
     "two taps": {"taps": [0, 6]},
     "one key head": {"num_kv_heads": 1, "rope_theta": 500.0},
     "wide heads": {"head_dim": 16},
@@ -209,16 +209,16 @@ class Plain:
     @torch.no_grad()
     def propose(self, text, root, features, forced=False):
         """K tokens after the root, whose index in the text is given; `forced`: the text is read in place of what was drafted."""
-        features, tokens, found = features[:root], text[1 : root + 1], []
+        features, tokens, proposed = features[:root], text[1 : root + 1], []
         for _ in range(K):
             output = self.run(features, tokens)[-1]
             normed = self.norm(output, "norm") if self.three else output
             draft = int((self.weight("lm_head") @ normed if self.three else self.model.lm_head(normed)).argmax())
-            found.append(draft + int(self.tensors["d2t"][draft]) if "d2t" in self.tensors else draft)
+            proposed.append(draft + int(self.tensors["d2t"][draft]) if "d2t" in self.tensors else draft)
             features = torch.cat((features, (normed if self.three and self.config["norm_output"] else output)[None]))
             after = len(tokens) + 1
-            tokens = [*tokens, (text[after] if after < len(text) else 0) if forced else found[-1]]
-        return found
+            tokens = [*tokens, (text[after] if after < len(text) else 0) if forced else proposed[-1]]
+        return proposed
 
 
 def texts(count, length=26):
@@ -244,7 +244,7 @@ def proposals(drafter, target, pieces):
     """Two rows of real drafting along texts, 1 to K+1 tokens kept a round: [(row, root, tokens)]."""
     drafter.bind(target, 3, 64)
     outs = [target.forward(torch.tensor([piece]), taps=drafter.taps) for piece in pieces]
-    rows, places, found, rounds = [2, 0], [2, 5], [], 0
+    rows, places, proposed, rounds = [2, 0], [2, 5], [], 0
 
     def part(start, stop):
         hidden = [out.hidden[0, begin:end] for out, begin, end in zip(outs, start, stop, strict=True)]
@@ -257,24 +257,24 @@ def proposals(drafter, target, pieces):
         request = round_context(rows, [piece[place] for piece, place in zip(pieces, places, strict=True)])
         tree = drafter.propose(request)
         assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
-        found += [(row, place, tree.tokens[row, 1:].tolist()) for row, place in enumerate(places)]
+        proposed += [(row, place, tree.tokens[row, 1:].tolist()) for row, place in enumerate(places)]
         # What the target would have kept, had the text been drafted.
         kept = [1 + (rounds + row * 2) % (K + 1) for row in range(2)]
         nodes = torch.tensor([piece[place : place + K + 1] for piece, place in zip(pieces, places, strict=True)])
         path = torch.tensor([[node if node < count else -1 for node in range(K + 1)] for count in kept])
         after = torch.tensor([piece[place + count] for piece, place, count in zip(pieces, places, kept, strict=True)])
         out = part(places, [place + K + 1 for place in places])
-        told = DraftTree.build(nodes, tree.parents, tree.size)
-        drafter.accept(request, told, Verdict(path=path, length=torch.tensor(kept), next_token=after), out)
+        drafted = DraftTree.build(nodes, tree.parents, tree.size)
+        drafter.accept(request, drafted, Verdict(path=path, length=torch.tensor(kept), next_token=after), out)
         places, rounds = [place + count for place, count in zip(places, kept, strict=True)], rounds + 1
-    return found
+    return proposed
 
 
-def agree(folder, target, pieces, found):
+def agree(folder, target, pieces, proposed):
     plain = Plain(folder, target.model)
     features = [plain.features(piece) for piece in pieces]
     try:
-        return all(plain.propose(pieces[row], root, features[row]) == tokens for row, root, tokens in found)
+        return all(plain.propose(pieces[row], root, features[row]) == tokens for row, root, tokens in proposed)
     except IndexError:  # a token that is none
         return False
 
@@ -282,9 +282,9 @@ def agree(folder, target, pieces, found):
 def test_a_plain_drafter_proposes_the_same_chains(pair, target):
     drafter, folder = pair
     pieces = texts(2, 40)
-    found = proposals(drafter, target, pieces)
-    assert len(found) > 10 and len({tuple(tokens) for _, _, tokens in found}) > 5
-    assert agree(folder, target, pieces, found)
+    proposed = proposals(drafter, target, pieces)
+    assert len(proposed) > 10 and len({tuple(tokens) for _, _, tokens in proposed}) > 5
+    assert agree(folder, target, pieces, proposed)
 
 
 def swap_halves(config, tensors):
@@ -316,9 +316,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault, folder, target, tmp_path):
     pieces = texts(2, 40)
-    found = proposals(build(target), target, pieces)
-    assert agree(folder, target, pieces, found)
-    assert not agree(edited(folder, tmp_path, FAULTS[fault]), target, pieces, found)
+    proposed = proposals(build(target), target, pieces)
+    assert agree(folder, target, pieces, proposed)
+    assert not agree(edited(folder, tmp_path, FAULTS[fault]), target, pieces, proposed)
 
 
 # Reading
@@ -390,11 +390,11 @@ def test_other_peoples_folders(change, folder, target, tmp_path):
 def test_the_norm_of_a_further_layer_may_stand_once(left, target, tmp_path):
     drafter = build(target, num_layers=2)
     write_eagle(drafter, tmp_path / "one")
-    twin = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[left]
-    same(drafter, read_eagle(edited(tmp_path / "one", tmp_path, lambda _, t: t.pop(f"layers.1.{twin}.weight")), target), target)
+    second = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[left]
+    same(drafter, read_eagle(edited(tmp_path / "one", tmp_path, lambda _, t: t.pop(f"layers.1.{second}.weight")), target), target)
     shutil.rmtree(tmp_path / "copy")
     with pytest.raises(ValueError, match="layers.1.* differ"):
-        read_eagle(edited(tmp_path / "one", tmp_path, lambda _, t: t[f"layers.1.{twin}.weight"].add_(1)), target)
+        read_eagle(edited(tmp_path / "one", tmp_path, lambda _, t: t[f"layers.1.{second}.weight"].add_(1)), target)
     shutil.rmtree(tmp_path / "copy")
     with pytest.raises(ValueError, match="1 missing tensors: layers.1.input_layernorm.weight"):
         read_eagle(edited(tmp_path / "one", tmp_path, lacking("layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight")), target)
@@ -510,7 +510,7 @@ def test_pickles_and_broken_folders(folder, target, tmp_path):
 
 
 LINES = {
-    "whole vocabulary": ({"draft_vocab_size": V}, []),
+    "full vocabulary": ({"draft_vocab_size": V}, []),
     "other taps": ({"taps": [0, 3, 6]}, [r"TensorRT-LLM: needs eagle3_layers_to_capture: \[0, 3, 6\]", "SafeAILab: reads the outputs"]),
     "two taps": ({"taps": [0, 6]}, ["TensorRT-LLM: needs", "SafeAILab: reads the outputs", "llama.cpp: reads three taps, not 2"]),
     "one tap": ({"taps": [6]}, ["SGLang: leaves fc", "TensorRT-LLM: needs .*; leaves fc", "SafeAILab", "llama.cpp"]),
@@ -570,14 +570,14 @@ def test_what_cannot_be_written(target, tmp_path):
     assert os.listdir(tmp_path) == ["ours"]
 
 
-@pytest.mark.parametrize("broken", ["save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("broken", ["models.formats.save_file", "inference.durable.os.fsync", "inference.durable.Path.replace"])
 def test_a_failed_write_leaves_what_was_there(broken, folder, target, tmp_path, monkeypatch):
     copy = shutil.copytree(folder, tmp_path / "copy")
 
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(f"draftsmith.models.formats.{broken}", full)
+    monkeypatch.setattr(f"draftsmith.{broken}", full)
     with pytest.raises(OSError):
         write_eagle(build(target, draft_vocab_size=V), copy)
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 NEW = 24
-SHAPES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
+TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
 HOWS = {
     "greedy": Sampling(),
     "sampled": SAMPLED,
@@ -57,40 +57,40 @@ def heads(target, answers):
     return drafter
 
 
-def make(kind, shape, heads, answers):
+def make(kind, tree, heads, answers):
     if kind == "medusa":
-        heads.tree_spec = shape
+        heads.tree_spec = tree
         return heads
     if kind == "draft model":
-        return DraftModel(relative("llama", 0.005), shape)
+        return DraftModel(relative("llama", 0.005), tree)
     if kind == "planting":
-        return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
+        return PlantingDrafter(REPEATED, answers, VOCAB, twins=True)
     drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
-    drafter.tree_spec = shape
+    drafter.tree_spec = tree
     return drafter
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "planting"])
-def test_output_is_plain_decodings(target, answers, heads, kind, shape):
+def test_output_is_plain_decodings(target, answers, heads, kind, tree):
     seen: Counter[object] = Counter()
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
-            drafter = make(kind, SHAPES[shape], heads, answers[name])
-            decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
+            drafter = make(kind, TREES[tree], heads, answers[name])
+            decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
-            found: list[list[int]] = [[] for _ in REPEATED]
+            texts_by_prompt: list[list[int]] = [[] for _ in REPEATED]
             before: set[int] = set()
             for steps in stream:
                 live = {step.prompt_index for step in steps}
                 seen["replaced beside others"] += bool(before) and bool(live - before) and bool(live & before)
                 before = live
                 for step in steps:
-                    found[step.prompt_index] += step.tokens
+                    texts_by_prompt[step.prompt_index] += step.tokens
                     seen["drafted"] += step.size > 1
                     seen[step.accepted - 1] += 1
-            assert found == answers[name], (kind, shape, name, rows)
-            assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
+            assert texts_by_prompt == answers[name], (kind, tree, name, rows)
+            assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
     assert seen["replaced beside others"] >= 1 and seen["drafted"] >= 60
     if kind in ("draft model", "planting"):
         assert all(seen[accepted] >= 3 for accepted in range(4)), seen
@@ -99,16 +99,16 @@ def test_output_is_plain_decodings(target, answers, heads, kind, shape):
 
 
 def test_rejection_gives_other_tokens_and_the_same_for_the_same_key(target, heads):
-    """Lossless in law (test_rules), not in tokens; still a function of prompt, sampling and key alone, not of the batch."""
+    """Lossless in distribution (test_rules), not in tokens; still a function of prompt, sampling and key alone, not of the batch."""
     how = Sampling(1.0, top_k=30, seed=3, rule="rejection")
     plain = texts(Decoder(target).generate(PROMPTS, how, NEW, ()))
     for kind in ("medusa", "draft model"):
-        for shape in ("chain", "static"):
-            alone, batch = (texts(Decoder(target, make(kind, SHAPES[shape], heads, [])).generate(PROMPTS, how, NEW, ())) for _ in "ab")
-            batch = texts(Decoder(target, make(kind, SHAPES[shape], heads, []), slots=4).generate(PROMPTS, how, NEW, ()))
+        for tree in ("chain", "static"):
+            alone, batch = (texts(Decoder(target, make(kind, TREES[tree], heads, [])).generate(PROMPTS, how, NEW, ())) for _ in "ab")
+            batch = texts(Decoder(target, make(kind, TREES[tree], heads, []), slots=4).generate(PROMPTS, how, NEW, ()))
             assert alone == batch != plain
         with pytest.raises(ValueError, match="with a dynamic tree"):
-            Decoder(target, make(kind, SHAPES["dynamic"], heads, [])).generate(PROMPTS[1:], how, NEW, ())
+            Decoder(target, make(kind, TREES["dynamic"], heads, [])).generate(PROMPTS[1:], how, NEW, ())
 
 
 def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
@@ -116,7 +116,7 @@ def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
     for kind in ("medusa", "draft model", "suffix"):
         for stop in {answer[k] for answer in answers["greedy"] for k in (5, 9, 14)}:
             expected = [answer[: answer.index(stop) + 1] if stop in answer else answer for answer in answers["greedy"]]
-            out = Decoder(target, make(kind, SHAPES["chain"], heads, []), slots=3).generate(REPEATED, None, NEW, frozenset([stop]))
+            out = Decoder(target, make(kind, TREES["chain"], heads, []), slots=3).generate(REPEATED, None, NEW, frozenset([stop]))
             assert texts(out) == expected
             inside += sum(one.reason == "stop" and one.rounds[-1].length < one.rounds[-1].accepted for one in out)
     assert inside >= 5
@@ -125,7 +125,7 @@ def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
 def test_plain_decoding_takes_a_round_for_each_token(target, answers):
     decoder = Decoder(target, chunk=7)
     (one,) = decoder.generate(REPEATED[1:2], None, NEW, ())
-    assert len(one.rounds) == NEW == decoder.counters.rounds and decoder.counters.prefill_chunks == 2
+    assert len(one.rounds) == NEW == decoder.rounds and decoder.prefill_chunks == 2
 
 
 @pytest.mark.parametrize("how", ["greedy", "shared-noise", "penalised", "rejection"])
@@ -133,7 +133,7 @@ def test_plain_decoding_takes_a_round_for_each_token(target, answers):
 def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monkeypatch):
     if kind == "medusa dynamic" and how == "rejection":
         pytest.skip("refused: see test_rejection_gives_other_tokens_and_the_same_for_the_same_key")
-    drafter = make(kind.rsplit(" ", 1)[0], SHAPES[kind.rsplit(" ", 1)[1]], heads, [])
+    drafter = make(kind.rsplit(" ", 1)[0], TREES[kind.rsplit(" ", 1)[1]], heads, [])
     sampling = Sampling(0.9, seed=1, rule="rejection") if how == "rejection" else HOWS[how]
     stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 40, ())
     next(stream)
@@ -149,7 +149,7 @@ def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monke
 
 
 def test_a_target_in_pieces_decodes(target, answers, heads, tmp_path):
-    """As `device_map` spreads it: here a layer lies on disk and comes when it is needed (several devices: tests/test_gpu.py)."""
+    """As `device_map` spreads it: here a layer is stored on disk and loaded when it is needed (several devices: tests/test_gpu.py)."""
     from accelerate import dispatch_model
 
     model = tiny("llama")
@@ -163,5 +163,5 @@ def test_a_target_in_pieces_decodes(target, answers, heads, tmp_path):
     spread = Target.wrap(dispatch_model(model, places | {"lm_head": "cpu"}, main_device="cpu", offload_dir=tmp_path))
     assert spread.model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     for kind in ("draft model", "suffix"):
-        out = Decoder(spread, make(kind, SHAPES["static"], heads, []), slots=3).generate(REPEATED, HOWS["sampled"], NEW, ())
+        out = Decoder(spread, make(kind, TREES["static"], heads, []), slots=3).generate(REPEATED, HOWS["sampled"], NEW, ())
         assert texts(out) == answers["sampled"]

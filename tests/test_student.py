@@ -62,7 +62,7 @@ def sized():
 
 
 def batch(seed=0):
-    """Two packed rows as `Packed.batch` gives them; about half of the tokens bear loss."""
+    """Two packed rows as `PackedDataset.batch` gives them; about half of the tokens are supervised."""
     generator = torch.Generator().manual_seed(seed)
     rows = {"input_ids": torch.randint(VOCAB, (2, 24), generator=generator), "loss_mask": torch.rand(2, 24, generator=generator) < 0.5}
     rows |= {name: torch.full((2, 24), -1) for name in ("position_ids", "document")}
@@ -101,11 +101,11 @@ def adapted(model, rank, **how):
 
 def reloaded(model, folder):
     model.save_pretrained(folder)
-    found, info = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation=model.config._attn_implementation
     )
     check_loaded("student", info)
-    return found
+    return model
 
 
 def logits(model, ids=None):
@@ -201,8 +201,8 @@ def planted(model, channels, neurons, groups):
 
 
 @pytest.mark.parametrize("name", [*DENSE, "qwen2", "biased", "tied", "olmo2"])
-def test_what_is_silent_goes_first(wide, name, tmp_path):
-    """A narrower student says what the target says, where all that went was silent: the ranking and the slices are right."""
+def test_channels_of_zero_go_first(wide, name, tmp_path):
+    """A narrower student gives the target's logits where all that went was zero: the ranking and the slices are right."""
     model = wide(name)
     heads = 4 if name == "olmo2" else 2  # whose norm of the queries is one of all heads
     planted(model, [1, 2, 7, 11, 18, 25, 30, 31], [0, 5, 6, 20, 33, 40, 46, 47], [1, 0])
@@ -232,7 +232,7 @@ def test_padding_measures_nothing(wide, size):
     target, rows, other = Target.wrap(wide("llama")), batch(), batch()
     other["input_ids"] = torch.where(rows["document"] < 0, 0, rows["input_ids"])
     assert not torch.equal(other["input_ids"], rows["input_ids"])
-    sums = [student._importance(target, [0, 1], student._on(target, one)) for one in (rows, other)]
+    sums = [student._importance(target, [0, 1], student._without_features(target, one)) for one in (rows, other)]
     assert sums[0].keys() == sums[1].keys() and len(sums[0]) == 5
     assert all(torch.equal(sums[0][at], sums[1][at]) for at in sums[0])
     less = {"hidden_size": 16, "heads": 2, "intermediate_size": 9}[size]
@@ -240,12 +240,12 @@ def test_padding_measures_nothing(wide, size):
 
 
 def slow_acceptance(model, cut, rows):
-    """The mean of 1 − TV over the tokens that bear loss, each document by itself."""
-    found = []
+    """The mean of 1 − TV over supervised tokens, each document by itself."""
+    overlaps = []
     for b, places, ids in documents(rows):
         p, q = (logits(one, ids)[0, :-1].double().softmax(-1) for one in (model, cut))
-        found += (1 - (p - q).abs().sum(-1) / 2)[rows["loss_mask"][b, places][1:]].tolist()
-    return sum(found) / len(found)
+        overlaps += (1 - (p - q).abs().sum(-1) / 2)[rows["loss_mask"][b, places][1:]].tolist()
+    return sum(overlaps) / len(overlaps)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
@@ -262,13 +262,13 @@ def test_layers_go_as_a_slow_search_has_it(wide, name, monkeypatch, capsys):
         gone[best] = trials[best]
         left.remove(best)
         assert sorted(trials.values())[-1] - sorted(trials.values())[-2] > 1e-4, "a tie would prove nothing"
-    found = student.removals(target, rows, 3)
-    assert list(found) == list(gone) and found == pytest.approx(gone, abs=1e-5)
+    removed = student.removals(target, rows, 3)
+    assert list(removed) == list(gone) and removed == pytest.approx(gone, abs=1e-5)
     assert max(seen) == 3 and len(seen) > 20
     made = student.pruned(target, layers=2, rows=rows)
-    kept = sorted({0, 1, 2, 3} - set(list(gone)[:2]))
-    assert torch.equal(logits(made), logits(only(model, kept)))
-    assert f"layers {kept[0]}, {kept[1]} of 4 stay" in capsys.readouterr().out
+    staying = sorted({0, 1, 2, 3} - set(list(gone)[:2]))
+    assert torch.equal(logits(made), logits(only(model, staying)))
+    assert f"layers {staying[0]}, {staying[1]} of 4 stay" in capsys.readouterr().out
     assert torch.equal(logits(target.model), logits(model))
 
 
@@ -293,7 +293,8 @@ def test_widths_are_measured_with_the_layers_that_stay(wide, name):
     assert same(made, alone) and made.config.to_dict() == alone.config.to_dict()
     target = Target.wrap(model)
     sums = [
-        student._importance(target, layers, student._on(target, rows))["neuron", "model.layers.2.mlp"] for layers in ([0, 2], [0, 1, 2])
+        student._importance(target, layers, student._without_features(target, rows))["neuron", "model.layers.2.mlp"]
+        for layers in ([0, 2], [0, 1, 2])
     ]
     assert not torch.equal(sums[0].topk(7).indices, sums[1].topk(7).indices)
 
@@ -338,7 +339,7 @@ def test_other_refusals(wide):
     ):
         student.pruned(deepseek, layers=[1])  # its config counts dense layers from the first
     target, rows = Target.wrap(wide("llama")), batch()
-    with pytest.raises(ValueError, match="without loss-bearing tokens"):
+    with pytest.raises(ValueError, match="without supervised tokens"):
         student.pruned(target, layers=1, rows=rows | {"loss_mask": torch.zeros(2, 24, dtype=torch.bool)})
     layer = target.layers[0]
     layer.forward = forward = lambda *args, **kwargs: (type(layer).forward(layer, *args, **kwargs),)
@@ -356,11 +357,11 @@ def test_other_refusals(wide):
 def test_hidden_keeps_documents_apart_and_has_gradients(wide, name, lora):
     rows, model = batch(), wide(name)
     model = adapted(model, 4) if lora else model
-    found = student.hidden(model, rows)
+    states = student.hidden(model, rows)
     for b, places, ids in documents(rows):
         alone = model.model.model(ids) if lora else model.model(ids)
-        torch.testing.assert_close(found[b, places], alone.last_hidden_state[0], rtol=1e-4, atol=1e-5)
-    found.square().sum().backward()
+        torch.testing.assert_close(states[b, places], alone.last_hidden_state[0], rtol=1e-4, atol=1e-5)
+    states.square().sum().backward()
     trained = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.requires_grad and "lm_head" not in path}
     assert len(trained) > 8 and all(grad is not None for grad in trained.values())
 
@@ -382,8 +383,8 @@ def test_the_head_for_the_losses(wide, name, vocab_size):
     head, rows = student.head(model, vocab_size), min(vocab_size, VOCAB)
     assert isinstance(head, torch.Tensor) is (name in ("llama", "tied"))
     ids, index = torch.arange(20)[None], torch.arange(20) % rows
-    found = student.hidden(model, {"input_ids": ids, "position_ids": ids}).flatten(0, 1)
-    chunked_cross_entropy(found, head, index, torch.ones(20), budget=5 * VOCAB).sum.backward()
+    states = student.hidden(model, {"input_ids": ids, "position_ids": ids}).flatten(0, 1)
+    chunked_cross_entropy(states, head, index, torch.ones(20), budget=5 * VOCAB).sum.backward()
     grads = {path: parameter.grad.clone() for path, parameter in model.named_parameters()}
     model.zero_grad()
     own = model(ids).logits[0, :, :rows]
@@ -424,8 +425,8 @@ def test_adapters(wide, name, tmp_path):
     assert torch.equal(logits(model), logits(before)), "adapters begin as nothing"
     trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * 7 * 2 and all(".lora_" in path and "lm_head" not in path for path in trained)
-    twins = [student.with_lora(copy.deepcopy(before), 3, seed=seed) for seed in (1, 2)]
-    assert same(model, twins[0]) and not same(model, twins[1])
+    others = [student.with_lora(copy.deepcopy(before), 3, seed=seed) for seed in (1, 2)]
+    assert same(model, others[0]) and not same(model, others[1])
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "lora_" in path:
@@ -497,8 +498,8 @@ def test_rows_for_no_token_are_no_obstacle(target_folder, tmp_path):
     for size, folder in folders.items():
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
-    whole, cut, padded = map(str, (target_folder, folders[256], folders[320]))
-    for pair in ((whole, padded), (padded, whole), (whole, cut)):
+    full, cut, padded = map(str, (target_folder, folders[256], folders[320]))
+    for pair in ((full, padded), (padded, full), (full, cut)):
         tokenizer_check.check_pair(*pair)
     with pytest.raises(ValueError, match=r"token 256 '<\|endoftext\|>', target .*256' only 256 logits"):
-        tokenizer_check.check_pair(cut, whole)
+        tokenizer_check.check_pair(cut, full)

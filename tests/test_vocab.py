@@ -59,7 +59,7 @@ def test_the_most_frequent_ties_to_the_lower_id(size, always):
     assert len(set(counts.tolist())) < V / 2, "there were ties to break"
 
 
-def test_the_whole_vocabulary_is_the_identity():
+def test_the_full_vocabulary_is_the_identity():
     for vocabulary in (choose(counts_of(), V), full(V)):
         assert not vocabulary.d2t.any() and vocabulary.t2d.all()
         assert vocabulary.tensors() == {}, "engines refuse a d2t where D = V"
@@ -107,16 +107,16 @@ def test_a_checkpoint_gives_the_same_vocabulary():
         assert again.digest() == vocabulary.digest() and torch.equal(again.t2d, vocabulary.t2d) and again.d2t.dtype == torch.int64
     assert from_tensors(None, None, V, V).digest() == full(V).digest()
     unsorted = torch.tensor([5, 2, 9])
-    found = from_tensors(unsorted - torch.arange(3), None, V)
-    assert found.targets.tolist() == [5, 2, 9] and not found.ascending
-    assert found.to_draft(torch.tensor([9, 5, 2])).tolist() == [2, 0, 1]
+    again = from_tensors(unsorted - torch.arange(3), None, V)
+    assert again.targets.tolist() == [5, 2, 9] and not again.ascending
+    assert again.to_draft(torch.tensor([9, 5, 2])).tolist() == [2, 0, 1]
 
 
 def test_the_digest_tells_vocabularies_apart():
-    found = {
+    digests = {
         v.digest() for v in (chosen(40), chosen(39), chosen(40, seed=1), full(V), full(V + 1), choose(counts_of(vocab_size=V + 1), 40))
     }
-    assert len(found) == 6
+    assert len(digests) == 6
     assert chosen().to("cpu").digest() == chosen().digest() and len(chosen().digest()) == 64
 
 
@@ -230,10 +230,10 @@ def test_count(monkeypatch, dtype, mask_dtype):
     gen = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(0, V, (3, 41), generator=gen), torch.rand(3, 41, generator=gen) < 0.5
     expected = [0] * V
-    for token, bears_loss in zip(ids.flatten().tolist(), mask.flatten().tolist(), strict=True):
-        expected[token] += bears_loss
-    found = count(ids.to(dtype), mask.to(mask_dtype), V)
-    assert found.tolist() == expected and found.dtype == torch.int64
+    for token, supervised in zip(ids.flatten().tolist(), mask.flatten().tolist(), strict=True):
+        expected[token] += supervised
+    counts = count(ids.to(dtype), mask.to(mask_dtype), V)
+    assert counts.tolist() == expected and counts.dtype == torch.int64
     assert count(ids.T, mask.T, V).tolist() == expected, "any layout in memory"
     assert not count(torch.zeros(0, dtype=dtype), torch.zeros(0), V).any()
 
@@ -249,7 +249,7 @@ def test_count_refuses(monkeypatch):
         count(torch.zeros(3), torch.ones(3), V)
 
 
-def test_count_copies_no_whole_input(monkeypatch):
+def test_count_never_copies_its_input_in_full(monkeypatch):
     monkeypatch.setattr(vocab, "CHUNK", 1000)
     ids, mask = torch.zeros(3, 1000, dtype=torch.int32), torch.ones(3, 1000, dtype=torch.bool)
     given = {x.untyped_storage().data_ptr() for x in (ids, mask)}
@@ -272,15 +272,15 @@ def test_count_copies_no_whole_input(monkeypatch):
 def test_rows_are_re_indexed(shape):
     old, new = chosen(40, seed=1), chosen(30, seed=2)
     rows = torch.randn(40, *shape)
-    moved, found = new.re_index(rows, old)
+    moved, known_rows = new.re_index(rows, old)
     known = oracle(old, counts_of(1))
     where = {target: draft for draft, target in known.items()}
     for draft, target in oracle(new, counts_of(2)).items():
-        assert bool(found[draft]) == (target in where)
+        assert bool(known_rows[draft]) == (target in where)
         assert torch.equal(moved[draft], rows[where[target]] if target in where else torch.zeros(shape))
-    assert 0 < found.sum() < 30
-    same, all_found = old.re_index(rows, old)
-    assert torch.equal(same, rows) and all_found.all()
+    assert 0 < known_rows.sum() < 30
+    same, all_known = old.re_index(rows, old)
+    assert torch.equal(same, rows) and all_known.all()
     with pytest.raises(ValueError, match="got 39 rows"):
         new.re_index(rows[1:], old)
     with pytest.raises(ValueError, match="same target vocabulary"):
@@ -290,17 +290,17 @@ def test_rows_are_re_indexed(shape):
 def test_coverage_overall_and_by_domain():
     counts = {"code": counts_of(1), "prose": counts_of(2), "none": torch.zeros(V, dtype=torch.int64)}
     vocabulary = choose(counts["code"] + counts["prose"], 20)
-    found = coverage(counts, vocabulary)
+    result = coverage(counts, vocabulary)
     inside = {name: sum(int(one[t]) for t in vocabulary.targets.tolist()) for name, one in counts.items()}
     total = {name: int(one.sum()) for name, one in counts.items()}
-    assert found.size == 20 and found.overall == sum(inside.values()) / sum(total.values())
-    assert found.domains["code"] == inside["code"] / total["code"] and math.isnan(found.domains["none"])
+    assert result.size == 20 and result.overall == sum(inside.values()) / sum(total.values())
+    assert result.domains["code"] == inside["code"] / total["code"] and math.isnan(result.domains["none"])
     alone = coverage(counts["prose"], vocabulary)
-    assert alone.overall == found.domains["prose"] and alone.domains == {}
+    assert alone.overall == result.domains["prose"] and alone.domains == {}
     assert coverage(counts, full(V)).overall == 1.0 and coverage(counts, full(V)).predicted_tau(4) == 5.0
-    c = found.overall
-    assert found.predicted_tau(3) == pytest.approx(1 + c + c**2 + c**3) and found.predicted_tau(0) == 1.0
-    with pytest.raises(ValueError, match="no loss-bearing token"):
+    c = result.overall
+    assert result.predicted_tau(3) == pytest.approx(1 + c + c**2 + c**3) and result.predicted_tau(0) == 1.0
+    with pytest.raises(ValueError, match="no supervised token"):
         coverage(counts["none"], vocabulary)
     with pytest.raises(ValueError, match="V = 97"):
         coverage(counts_of(0, V + 1), vocabulary)
@@ -355,10 +355,10 @@ def test_the_ceiling_is_the_best_that_decoding_round_by_round_can_do(monkeypatch
     ids[3, 5] = V + 4  # a padded head's token: OOV
     documents = (torch.rand(9, 37, generator=gen) < 0.1).cumsum(1)
     for name in (documents, documents * 0):
-        found = ceiling(ids, mask, vocabulary, depth, name)
-        assert (found.tau, found.positions) == pytest.approx(walked(ids, mask, vocabulary, depth, name), abs=1e-12)
-    assert ceiling(ids, mask.to(torch.uint8), vocabulary, depth) == found
-    assert 1.0 <= found.tau <= depth + 1
+        best = ceiling(ids, mask, vocabulary, depth, name)
+        assert (best.tau, best.positions) == pytest.approx(walked(ids, mask, vocabulary, depth, name), abs=1e-12)
+    assert ceiling(ids, mask.to(torch.uint8), vocabulary, depth) == best
+    assert 1.0 <= best.tau <= depth + 1
 
 
 def test_the_ceiling_at_document_ends():
@@ -376,11 +376,11 @@ def test_the_ceiling_of_spread_and_clustered_oov_tokens():
     vocabulary = choose(torch.tensor([1, 0]), 1)  # token 0 is in, token 1 is OOV
     ids = (torch.rand(64, 512, generator=gen) < 0.1).long()
     mask = torch.ones_like(ids)
-    found = coverage(count(ids, mask, 2), vocabulary)
+    shares_in = coverage(count(ids, mask, 2), vocabulary)
     independent = ceiling(ids, mask, vocabulary, 7)
-    assert independent.tau == pytest.approx(found.predicted_tau(7), rel=0.02) == pytest.approx(independent.positions, rel=0.02)
+    assert independent.tau == pytest.approx(shares_in.predicted_tau(7), rel=0.02) == pytest.approx(independent.positions, rel=0.02)
     clustered = ceiling(ids.flatten().sort().values.view(64, 512), mask, vocabulary, 7)
-    assert clustered.tau < 0.95 * found.predicted_tau(7) < 0.95 * clustered.positions
+    assert clustered.tau < 0.95 * shares_in.predicted_tau(7) < 0.95 * clustered.positions
     even = torch.zeros(64, 512, dtype=torch.int64)
     even[:, 7::8] = 1
     shares = coverage(count(even, mask, 2), vocabulary)
@@ -389,7 +389,7 @@ def test_the_ceiling_of_spread_and_clustered_oov_tokens():
 
 def test_the_ceiling_refuses():
     ids = torch.zeros(2, 3).long()
-    with pytest.raises(ValueError, match="no loss-bearing token"):
+    with pytest.raises(ValueError, match="no supervised token"):
         ceiling(ids, ids, full(V), 3)
     with pytest.raises(ValueError, match="equal shapes"):
         ceiling(ids, ids[:1], full(V), 3)

@@ -23,6 +23,7 @@ from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import processes
@@ -69,7 +70,7 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     here, seen = context.part(length), context.part(length, section.steps)  # the target's laws are those of later rows
     out = target.features(batch, drafter.taps)
     feature = drafter.feature_of(_at(out, here))
-    outputs = drafter.unroll(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing, context)
+    outputs = drafter.training_time_test(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing, context)
     more = seen.stop - here.stop
     states = torch.stack([_and_zeros(drafter.before_head(output), more) for output in outputs])  # [K,M,W]
     weights = torch.stack([_and_zeros(shift_left(mask, j + 2, document)[:, here], more) for j in range(section.steps)])  # [K,M]
@@ -106,7 +107,7 @@ def objective1(
         key, place = (batch[name][:, here, None].clamp(min=0).expand_as(feature) for name in ("sample_id", "position_ids"))
         number = torch.arange(feature.shape[2], device=ids.device).expand_as(feature)
         feature = feature + (uniform(seed, key, place, number) - 0.5).to(feature.dtype) * width
-    output = drafter.unroll(feature, ids, batch["position_ids"], document, 1, False, context)[0]
+    output = drafter.training_time_test(feature, ids, batch["position_ids"], document, 1, False, context)[0]
     weight, more = shift_left(mask, 2, document)[:, here].float(), seen.stop - here.stop
     actual = shift_left(out.hidden[:, seen], 1, document[:, seen])[:, : output.shape[1]]
     regression = feature_loss(output.flatten(0, 1), actual.flatten(0, 1).to(output.dtype), weight.flatten())
@@ -146,16 +147,6 @@ def _serving(hits: Tensor, weights: Tensor, tokens: Tensor, context: ContextPara
     return {"sim_tau": tokens + survival.sum()} | {f"survival_{k}": one for k, one in enumerate(survival.unbind(), 1)}
 
 
-def default_taps(target: Target) -> tuple[int, ...]:
-    """1, L/2−1 and L−4 (Li et al. 2025, by the layers' outputs). Raises ValueError where they are not three layers in order."""
-    taps = (1, target.num_layers // 2 - 1, target.num_layers - 4)
-    if not 1 < taps[1] < taps[2]:
-        raise ValueError(
-            f"target {target.name!r} has {target.num_layers} layers, too few for the usual taps {taps}; name some: eagle.taps=[0,1]"
-        )
-    return taps
-
-
 def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
     """The drafter's sizes: what the recipe says, else the target's."""
     config = target.config
@@ -170,7 +161,7 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": section.kv_heads or (same and not section.heads and getattr(config, "num_key_value_heads", None)) or heads,
         "head_dim": size // heads,
-        "rope_theta": _rope_theta(config),
+        "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "fc_norm": section.fc_norm,
         "norm_output": section.norm_output,
@@ -181,13 +172,6 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
     if section.version == 3:
         found |= {"taps": list(section.taps or default_taps(target)), "draft_vocab_size": section.vocab_size or target.vocab_size}
     return found
-
-
-def _rope_theta(config: Any) -> float:
-    """The target's RoPE base: that of its full-attention layers where layers differ (Gemma-3)."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)
-    return float(parameters.get("rope_theta", 10000.0))
 
 
 def frequent(rows: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:

@@ -1,4 +1,4 @@
-"""Rows shared out over ranks: attention of a part of a row, and training that is the same whoever holds which positions."""
+"""Context parallelism: attention of a part of a row, and training that gives the same whichever rank has which positions."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import LAYOUTS, assert_close, case, documents, halves, with_grads
 from context_ranks import FAULTS, JOBS, LONG
 from safetensors.torch import load_file
-from test_unroll import LAYOUTS, assert_close, case, documents, halves, with_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 
-from draftsmith.models import training_time_test as unroll
+from draftsmith.models import training_time_test
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.training_time_test import attend, blocks
 from draftsmith.train import distill, eagle, medusa
@@ -28,22 +28,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parts(leaves, document, cuts, path=attend):
-    """Attention of the queries between each two of `cuts`, which are given the keys up to the last of them, one below another."""
+    """Attention of the queries between each two of `cuts`, with the keys up to the last of them, concatenated."""
     query, keys, values = halves(leaves)
-    found = []
+    outputs = []
     for first, last in zip([0, *cuts], [*cuts, query.shape[2]], strict=True):
         sides = [[side[0][:, :, :last], *(one[:, :, first:last] for one in side[1:])] for side in (keys, values)]
-        found.append(path(query[:, :, first:last], *sides, None if document is None else document[:, :last]))
-    return torch.cat(found, 2)
+        outputs.append(path(query[:, :, first:last], *sides, None if document is None else document[:, :last]))
+    return torch.cat(outputs, 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("positions, cuts", [(7, [1, 6]), (34, [17]), (33, [11, 22]), (150, [3, 5, 140]), (300, [151])])
-def test_parts_are_the_whole(layout, positions, cuts):
+def test_parts_are_the_row(layout, positions, cuts):
     document = documents(layout, positions)
     if document is not None:
         assert any((document[:, cut - 1] == document[:, cut]).any() for cut in cuts)  # documents cross from part to part
-    for kv, k, budget in ((4, 0, unroll.BUDGET), (2, 3, unroll.BUDGET), (1, 2, 600)):
+    for kv, k, budget in ((4, 0, training_time_test.BUDGET), (2, 3, training_time_test.BUDGET), (1, 2, 600)):
         leaves, weight = case(positions, kv, k)
         want = with_grads(lambda leaves: attend(*halves(leaves), document), leaves, weight)
         got = with_grads(
@@ -59,7 +59,7 @@ def test_the_block_mask_of_a_part_is_the_documents(before, queries, layout):
     columns = before + rows + -(before + rows) % 128
     document = documents(layout, positions)
     if document is not None and positions > 300:
-        document = torch.where(document < 0, document, document // 40)  # long enough for whole blocks
+        document = torch.where(document < 0, document, document // 40)  # long enough for full blocks
     full = torch.zeros(2, columns, dtype=torch.int64) if document is None else F.pad(document, (0, columns - positions))
     tail = torch.arange(columns).where(torch.arange(columns) >= positions, -1)
 
@@ -67,7 +67,7 @@ def test_the_block_mask_of_a_part_is_the_documents(before, queries, layout):
         return (k <= q + before) & (full[b, q + before] == full[b, k]) & (tail[q + before] == tail[k])
 
     want = flex.create_block_mask(seen, 2, None, rows, columns, device="cpu")
-    got = unroll._block_mask(unroll._starts(document, 2, positions, "cpu")[:, before:], before)
+    got = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu")[:, before:], before)
     assert got.seq_lengths == (rows, columns) and torch.equal(got.to_dense(), want.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -79,17 +79,17 @@ def test_the_block_mask_of_a_part_is_the_documents(before, queries, layout):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("positions, cuts, layout, kv", [(130, [65], "packed", 2), (300, [7, 260], "one", 1), (256, [128], "padded", 4)])
-def test_flex_attention_of_parts_is_the_whole(monkeypatch, positions, cuts, layout, kv):
-    """The GPU's path but for the compiled kernel, as in test_unroll.py."""
+def test_flex_attention_of_parts_is_that_of_the_row(monkeypatch, positions, cuts, layout, kv):
+    """The GPU's path but for the compiled kernel, as in test_training_time_test.py."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     document = documents(layout, positions)
     leaves, weight = case(positions, kv, 3, torch.float32, dim=16)
 
     def path(query, keys, values, document):
         before = keys[0].shape[2] - query.shape[2]
-        mask = unroll._block_mask(unroll._starts(document, 2, keys[0].shape[2], "cpu")[:, before:], before)
-        out, lse = unroll._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
-        return unroll._merge(query, out, lse, keys[1:], values[1:], 0.25)
+        mask = training_time_test._block_mask(training_time_test._starts(document, 2, keys[0].shape[2], "cpu")[:, before:], before)
+        out, lse = training_time_test._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
+        return training_time_test._merge(query, out, lse, keys[1:], values[1:], 0.25)
 
     want = with_grads(lambda leaves: attend(*halves(leaves), document), leaves, weight)
     assert_close(with_grads(lambda leaves: parts(leaves, document, cuts, path), leaves, weight), want, 1e-5)
@@ -101,23 +101,23 @@ def test_new_documents_in_a_part_do_not_compile_again():
     compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
     for seed in range(3):
         document = documents("packed", 400, seed=seed)
-        start = unroll._starts(document, 2, 400, "cpu")[:, 200:]
+        start = training_time_test._starts(document, 2, 400, "cpu")[:, 200:]
         query, (key,), (value,) = halves([leaf.detach() for leaf in case(400, 2, 0, torch.float32, dim=16, seed=seed)[0]])
-        got = unroll._flex(query[:, :, 200:], key, value, unroll._block_mask(start, 200), 0.25, compiled)
-        assert_close(got, unroll._Causal.apply(query[:, :, 200:], key, value, start, 0.25, unroll.BUDGET), 1e-5)
+        got = training_time_test._flex(query[:, :, 200:], key, value, training_time_test._block_mask(start, 200), 0.25, compiled)
+        assert_close(got, training_time_test._Causal.apply(query[:, :, 200:], key, value, start, 0.25, training_time_test.BUDGET), 1e-5)
     assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gpu_parts_equal_the_whole_on_a_cpu(layout):
+def test_gpu_parts_equal_the_row_on_a_cpu(layout):
     torch.backends.cuda.matmul.allow_tf32 = False
     for positions, cuts in ((300, [150]), (512, [128, 384]), (77, [33])):
         document = documents(layout, positions)
         leaves, weight = case(positions, 2, 3, torch.float32, dim=64)
-        there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+        moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
         on_gpu = None if document is None else document.cuda()
-        got = with_grads(lambda leaves, cuts=cuts, on_gpu=on_gpu: parts(leaves, on_gpu, cuts), there, weight.cuda())
+        got = with_grads(lambda leaves, cuts=cuts, on_gpu=on_gpu: parts(leaves, on_gpu, cuts), moved, weight.cuda())
         want = with_grads(lambda leaves, document=document: attend(*halves(leaves), document), leaves, weight)
         assert_close([tensor.cpu() for tensor in got], want, 1e-4)
 
@@ -128,10 +128,10 @@ def test_gpu_parts_equal_the_whole_on_a_cpu(layout):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the jobs of context_ranks.py left, once all have run."""
-    found = tmp_path_factory.mktemp("ranks")
+    output = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "context_ranks.py"), str(found)],
+        [sys.executable, str(ROOT / "tests" / "context_ranks.py"), str(output)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -139,23 +139,23 @@ def folder(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return found
+    return output
 
 
-def told(folder: Path, name: str) -> list[dict[str, float]]:
+def metrics(folder: Path, name: str) -> list[dict[str, float]]:
     """Rows of metrics.jsonl, without what depends on the machine."""
     ended = json.loads((folder / f"{name}.json").read_text())
     assert not any(ended["codes"]), ended["err"]
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "sim_tau", "survival", "valid", "left_out")
-    return [{key: value for key, value in row.items() if key.startswith(kept)} for row in rows]
+    chosen = ("step", "loss", "sim_tau", "survival", "valid", "left_out")
+    return [{key: value for key, value in row.items() if key.startswith(chosen)} for row in rows]
 
 
 def apart(folder: Path, name: str, other: str) -> tuple[float, float]:
     """How far two jobs are apart: in weights, and in losses and metrics."""
     ours, theirs = (load_file(folder / one / "weights.safetensors") for one in (name, other))
     assert ours.keys() == theirs.keys()
-    rows = list(zip(told(folder, name), told(folder, other), strict=True))
+    rows = list(zip(metrics(folder, name), metrics(folder, other), strict=True))
     assert all(one.keys() == two.keys() for one, two in rows) and rows[-1][0]["step"] == 4 and all(one["loss"] > 0.5 for one, _ in rows[:2])
     numbers = max(abs(one[key] - two[key]) for one, two in rows for key in one)
     return max(float((ours[key] - theirs[key]).abs().max()) for key in ours), numbers
@@ -163,7 +163,7 @@ def apart(folder: Path, name: str, other: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, alike",
+    "name, reference",
     [
         ("two", "one"),
         ("recomputed", "one"),
@@ -175,8 +175,8 @@ def apart(folder: Path, name: str, other: str) -> tuple[float, float]:
         ("first", "first, one"),
     ],
 )
-def test_rows_that_are_shared_train_the_same(folder, name, alike):
-    weights, numbers = apart(folder, name, alike)
+def test_rows_that_are_shared_train_the_same(folder, name, reference):
+    weights, numbers = apart(folder, name, reference)
     assert weights < 1e-5 and numbers < 1e-6
 
 
@@ -184,7 +184,7 @@ def test_rows_that_are_shared_train_the_same(folder, name, alike):
 def test_two_groups_train_what_one_rank_does(folder):
     ours, theirs = (load_file(folder / one / "weights.safetensors") for one in ("four", "one"))
     assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < 1e-5
-    losses = [[row["loss"] for row in told(folder, one) if "loss" in row] for one in ("four", "one")]
+    losses = [[row["loss"] for row in metrics(folder, one) if "loss" in row] for one in ("four", "one")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and len(losses[0]) == 4
 
 
@@ -194,7 +194,7 @@ def test_two_groups_train_what_one_rank_does(folder):
     [("one", 32, 1), ("two", 32, 2), ("recomputed", 32, 2), ("sharded", 32, 2), ("four", 32, 2), ("narrow", 8, 4), ("first", 32, 2)],
 )
 def test_each_rank_holds_its_part_alone(folder, name, length, size):
-    told(folder, name)
+    metrics(folder, name)
     for rank in range(JOBS[name][0]):
         seen = json.loads((folder / name / f"seen-{rank}.json").read_text())
         assert len(seen) >= 24 and {tuple(one) for one in seen} == {(length // size, length // size * (rank % size + 1))}
@@ -248,7 +248,7 @@ def test_one_rank_is_alone():
     rows = torch.randn(2, 4, 6, 3)
     assert SINGLE_RANK.upto(rows) is rows and SINGLE_RANK.total(rows) is rows
     assert SINGLE_RANK.part(7) == SINGLE_RANK.part(7, 3) == slice(0, 7)
-    found = [(one.part(12), one.part(12, 5)) for one in (ContextParallel(rank, 3) for rank in range(3))]
-    assert found == [(slice(0, 4), slice(0, 9)), (slice(4, 8), slice(4, 12)), (slice(8, 12), slice(8, 12))]
+    slices = [(one.part(12), one.part(12, 5)) for one in (ContextParallel(rank, 3) for rank in range(3))]
+    assert slices == [(slice(0, 4), slice(0, 9)), (slice(4, 8), slice(4, 12)), (slice(8, 12), slice(8, 12))]
     with pytest.raises(ValueError, match="rows of 7 positions for 2 ranks"):
         ContextParallel(0, 2).part(7)

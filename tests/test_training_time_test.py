@@ -3,39 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import HEADS, LAYOUTS, assert_close, case, documents, halves, with_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.models import training_time_test as unroll
+from draftsmith.models import training_time_test
 from draftsmith.models.training_time_test import attend, blocks, shift_left
-
-HEADS = 4
-LAYOUTS = ["one", "packed", "padded"]
-
-
-def documents(layout, positions, rows=2, seed=0):
-    """Runs of numbers; the second row ends in padding where asked, the first is cut elsewhere."""
-    if layout == "one":
-        return None
-    found = (torch.rand(rows, positions, generator=torch.Generator().manual_seed(seed)) < 0.3).cumsum(1)
-    if layout == "padded":
-        found[-1, positions // 2 :] = -1
-    return found
-
-
-def case(positions, kv, k, dtype=torch.float64, rows=2, dim=3, wide=1.0, seed=0):
-    """The query of step k, and k+1 keys and values; in float32's values, so that both precisions are given the same."""
-    gen = torch.Generator().manual_seed(seed)
-    query = torch.randn(rows, HEADS, positions, dim, generator=gen) * wide
-    rest = [torch.randn(rows, kv, positions, dim, generator=gen) for _ in range(2 * k + 2)]
-    leaves = [tensor.to(dtype).requires_grad_() for tensor in (query, *rest)]
-    return leaves, torch.randn(query.shape, generator=gen)
-
-
-def halves(leaves):
-    query, *rest = leaves
-    return query, rest[: len(rest) // 2], rest[len(rest) // 2 :]
 
 
 def loop(leaves, document):
@@ -68,18 +42,8 @@ def dense(leaves, document):
     return F.scaled_dot_product_attention(query, k, v, attn_mask=mask)
 
 
-def with_grads(function, leaves, weight):
-    out = function(leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype), materialize_grads=True)]
-
-
-def ours(document, budget=unroll.BUDGET):
+def ours(document, budget=training_time_test.BUDGET):
     return lambda leaves: attend(*halves(leaves), document, budget=budget)
-
-
-def assert_close(got, want, tolerance):
-    for a, b in zip(got, want, strict=True):
-        assert (a.double() - b.double()).abs().max() <= tolerance * max(1, b.abs().max())
 
 
 @pytest.mark.parametrize("positions", [1, 2, 7, 33])
@@ -90,7 +54,7 @@ def test_equals_the_loop(positions, kv, layout):
     for k in range(7) if positions < 33 else [positions % 7, kv]:
         leaves, weight = case(positions, kv, k, seed=k)
         want = with_grads(lambda leaves: loop(leaves, document), leaves, weight)
-        for budget in (1, 150, unroll.BUDGET):
+        for budget in (1, 150, training_time_test.BUDGET):
             assert_close(with_grads(ours(document, budget), leaves, weight), want, 1e-10)
             single = [leaf.detach().float().requires_grad_() for leaf in leaves]
             assert_close(with_grads(ours(document, budget), single, weight), want, 1e-5)
@@ -102,7 +66,7 @@ def test_equals_the_table_over_several_blocks(layout, positions):
     document = documents(layout, positions)
     leaves, weight = case(positions, 2, 3)
     want = with_grads(lambda leaves: dense(leaves, document), leaves, weight)
-    for budget in (3000, unroll.BUDGET):
+    for budget in (3000, training_time_test.BUDGET):
         assert_close(with_grads(ours(document, budget), leaves, weight), want, 1e-10)
 
 
@@ -120,7 +84,7 @@ def test_scale_and_transposed_inputs():
     assert_close(with_grads(lambda leaves: attend(*halves(leaves), None, scale=0.7), turned, weight), want, 1e-10)
 
 
-@pytest.mark.parametrize("budget", [1, 600, unroll.BUDGET])
+@pytest.mark.parametrize("budget", [1, 600, training_time_test.BUDGET])
 def test_documents_do_not_see_each_other(budget):
     document = torch.tensor([[0] * 10 + [1] * 12 + [2] * 11]).expand(2, -1)
     leaves, weight = case(33, 2, 3, torch.float32)
@@ -189,7 +153,7 @@ def test_bf16_sums_in_fp32():
 
 
 def faulty_merge(change):
-    right = unroll._merge
+    right = training_time_test._merge
 
     def merge(query, out, lse, keys, values, scale):
         return change(right, query, out, lse, keys, values, scale)
@@ -219,12 +183,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 @pytest.mark.parametrize("dtype,wide,tolerance", [(torch.float64, 1, 1e-10), (torch.float32, 60, 1e-4)])
-def test_planted_faults_are_found(monkeypatch, fault, dtype, wide, tolerance):
+def test_planted_faults_are_seen(monkeypatch, fault, dtype, wide, tolerance):
     document = torch.tensor([[0] * 7 + [1] * 13]).expand(2, -1)
     leaves, weight = case(20, 2, 3, dtype, wide=wide)
     want = with_grads(lambda leaves: loop(leaves, document), leaves, weight)
     if fault:
-        monkeypatch.setattr(unroll, *FAULTS[fault])
+        monkeypatch.setattr(training_time_test, *FAULTS[fault])
     got = with_grads(ours(document, 400), leaves, weight)
     # In float64 this merge is the right one, as long as nothing overflows.
     if not fault or (fault == "a merge without the peak" and dtype == torch.float64):
@@ -239,14 +203,14 @@ def test_planted_faults_are_found(monkeypatch, fault, dtype, wide, tolerance):
 def test_the_block_mask_is_the_documents(positions, layout):
     document = documents(layout, positions)
     if document is not None and positions > 300:
-        document = torch.where(document < 0, document, document // 40)  # long enough for whole blocks
+        document = torch.where(document < 0, document, document // 40)  # long enough for full blocks
     padded = positions + -positions % 128
     full = torch.zeros(2, padded, dtype=torch.int64) if document is None else F.pad(document, (0, padded - positions))
     tail = torch.arange(padded).where(torch.arange(padded) >= positions, -1)
     want = flex.create_block_mask(
         lambda b, h, q, k: (k <= q) & (full[b, q] == full[b, k]) & (tail[q] == tail[k]), 2, None, padded, padded, device="cpu"
     )
-    got = unroll._block_mask(unroll._starts(document, 2, positions, "cpu"))
+    got = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu"))
     assert got.shape == want.shape and torch.equal(got.to_dense(), want.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -259,13 +223,13 @@ def test_flex_attention_gives_the_same(monkeypatch, positions, layout, kv):
     """The GPU's path but for the compiled kernel: FlexAttention's own reference, whose backward pass is merely not offered on a CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     document = documents(layout, positions)
-    mask = unroll._block_mask(unroll._starts(document, 2, positions, "cpu"))
+    mask = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu"))
     leaves, weight = case(positions, kv, 3, torch.float32, dim=16)
 
     def path(leaves):
         query, keys, values = halves(leaves)
-        out, lse = unroll._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
-        return unroll._merge(query, out, lse, keys[1:], values[1:], 0.25)
+        out, lse = training_time_test._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
+        return training_time_test._merge(query, out, lse, keys[1:], values[1:], 0.25)
 
     assert_close(with_grads(path, leaves, weight), with_grads(ours(document), leaves, weight), 1e-5)
 
@@ -277,10 +241,10 @@ def test_new_documents_and_lengths_do_not_compile_again():
     compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
     for seed, positions in enumerate((256, 256, 300, 513, 130, 700)):
         document = documents("packed", positions, seed=seed)
-        start = unroll._starts(document, 2, positions, "cpu")
+        start = training_time_test._starts(document, 2, positions, "cpu")
         query, (key,), (value,) = halves([leaf.detach() for leaf in case(positions, 2, 0, torch.float32, dim=16)[0]])
-        got = unroll._flex(query, key, value, unroll._block_mask(start), 0.25, compiled)
-        assert_close(got, unroll._Causal.apply(query, key, value, start, 0.25, unroll.BUDGET), 1e-5)
+        got = training_time_test._flex(query, key, value, training_time_test._block_mask(start), 0.25, compiled)
+        assert_close(got, training_time_test._Causal.apply(query, key, value, start, 0.25, training_time_test.BUDGET), 1e-5)
     assert counter.frame_count == 2
 
 
@@ -292,12 +256,12 @@ def test_gpu_equals_cpu(layout, dtype, tolerance):
     for positions, k in ((300, 0), (300, 4), (512, 6), (77, 2)):
         document = documents(layout, positions)
         leaves, weight = case(positions, 2, k, dtype, dim=64)
-        there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+        moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
         on_gpu = None if document is None else document.cuda()
         mask = blocks(on_gpu, 2, positions, "cuda")
-        got = with_grads(lambda leaves, on_gpu=on_gpu, mask=mask: attend(*halves(leaves), on_gpu, mask=mask), there, weight.cuda())
+        got = with_grads(lambda leaves, on_gpu=on_gpu, mask=mask: attend(*halves(leaves), on_gpu, mask=mask), moved, weight.cuda())
         assert_close([tensor.cpu() for tensor in got], with_grads(ours(document), leaves, weight), tolerance)
-        assert torch.equal(attend(*halves(there), on_gpu), got[0])
+        assert torch.equal(attend(*halves(moved), on_gpu), got[0])
 
 
 @pytest.mark.gpu
@@ -313,7 +277,7 @@ def test_gpu_holds_no_table():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tail", [(), (3,), (2, 2)])
-def test_ahead_equals_a_loop(layout, tail):
+def test_shift_left_equals_a_loop(layout, tail):
     document = documents(layout, 9)
     for rows, fill in ((torch.randn(2, 9, *tail), 0), (torch.randint(5, (2, 9, *tail)), -7), (torch.rand(2, 9, *tail) < 0.5, True)):
         for count in (0, 1, 2, 5, 9, 12):

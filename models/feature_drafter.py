@@ -1,0 +1,230 @@
+"""The base of drafters that run on the target's features and their own outputs, with a KV cache: EAGLE, MTP layers.
+
+Pair i is (feature after token i, embedding of token i+1) at position i; it predicts token i+2. The cache keeps the pairs of accepted
+tokens, made from the target's features. In a round the drafter goes on from its own outputs, one level of the tree per step. Afterwards
+the KV of drafted pairs is forgotten, and the accepted ones are encoded anew from the target's features.
+
+A subclass adds its modules and `feature_of`, `step`, `recurring`, `logits_of` and `vocabulary`.
+
+Letters: B rows of a round · R starting slots · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size ·
+W the drafter's.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.inference.attention import TreeAttention, tree_attention_forward
+from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
+from draftsmith.inference.expand import TreeSpec, choose, grow
+from draftsmith.inference.tree import DraftTree, StaticTree
+from draftsmith.inference.verify import Verdict
+from draftsmith.models.drafter import DrafterModel, same_layout
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocabulary
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, query [B,heads,n,dim], key, value [B,kv heads,n,dim] -> [B,heads,n,dim]
+
+
+@dataclass(slots=True, eq=False)
+class PairState:
+    """What the drafter keeps between rounds.
+
+    Attributes:
+        last_output: the output at the last pair of each slot, [slots,W].
+        ready_slots: the slots that have a pair, on the host.
+        ready: the same on the device, [slots] bool.
+        cache: keys and values of the pairs.
+        tree_spec: the drafter's tree, its tensors on the target's device.
+        bound_spec: the object that `tree_spec` was made from; another one needs another bind.
+    """
+
+    last_output: Tensor
+    ready_slots: set[int]
+    ready: Tensor
+    cache: TreeCache
+    tree_spec: TreeSpec
+    bound_spec: TreeSpec
+
+
+class FeatureDrafter(DrafterModel):
+    """The Drafter protocol for a network that `step` runs on pairs. The config has `draft_size` W."""
+
+    chunk = 256  # pairs of a prompt per forward
+
+    # The network, which a subclass implements.
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The draft vocabulary, on the drafter's device."""
+        raise NotImplementedError
+
+    def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
+        """The target's output at n positions -> the features [B,n,·] of their pairs."""
+        raise NotImplementedError
+
+    def step(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the layers on pairs: feature [B,n,·], tokens [B,n], positions [B,n] -> output [B,n,W]."""
+        raise NotImplementedError
+
+    def recurring(self, output: Tensor) -> Tensor:
+        """A step's output [...,W] -> the feature of the next step."""
+        raise NotImplementedError
+
+    def logits_of(self, output: Tensor) -> Tensor:
+        """A step's output [...,W] -> logits [...,D] over the draft vocabulary."""
+        raise NotImplementedError
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """logits [...,D] -> [...,V], −inf outside the draft vocabulary."""
+        return logits if self.vocabulary.size == self.config.vocab_size else self.vocabulary.spread(logits)
+
+    # The Drafter protocol
+
+    def bind(self, target: Target, slots: int, context: int) -> Any:
+        """Attach the target and allocate KV for `context` pairs and a round's drafts in each slot, unless an earlier bind's fit."""
+        self.attach(target)
+        trained = (self.config.training or {}).get("positions")
+        if trained and context > trained:
+            name = self.method.upper()
+            warnings.warn(
+                f"decoding up to {context} positions with an {name} drafter trained on {trained}: beyond them it may accept little",
+                stacklevel=2,
+            )
+        tree_spec = self.tree_spec.to(target.device)
+        if isinstance(tree_spec, StaticTree):
+            drafted = sum(level.nodes for level in tree_spec.levels()[1:])
+        else:
+            drafted = (tree_spec.depth - 1) * tree_spec.width
+        # A graph lets a slot run one round past its end.
+        capacity = context + tree_spec.max_depth + 1 + max(drafted, tree_spec.max_depth + 1)
+        output = torch.zeros(slots, self.config.draft_size, dtype=self.dtype, device=target.device)
+        state = self._state
+        if state and state.bound_spec is self.tree_spec and state.cache.capacity >= capacity and same_layout(state.last_output, output):
+            self.drop(list(range(slots)))
+        else:
+            ready = torch.zeros(slots, dtype=torch.bool, device=target.device)
+            cache = TreeCache(slots, capacity, target.device)
+            self._state = PairState(output, set(), ready, cache, tree_spec, self.tree_spec)
+        return self._state, tensor_addresses(self)
+
+    @torch.no_grad()
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
+        self._state.cache.fixed = False
+        self.drop(slots)
+        sizes = [len(prompt) - 1 for prompt in prompts]
+        if not max(sizes):
+            return
+        feature = self.feature_of(out)
+        tokens = pad_sequence([torch.tensor(prompt[1:], dtype=torch.int64) for prompt in prompts], batch_first=True).to(feature.device)
+        for first in range(0, max(sizes), self.chunk):
+            counts = [min(max(size - first, 0), self.chunk) for size in sizes]
+            pairs = slice(first, first + max(counts))
+            self._encode(slots, feature[:, pairs], tokens[:, pairs], counts)
+
+    @torch.no_grad()
+    def propose(self, round: RoundContext) -> DraftTree:
+        """One level of the tree per step; the root alone where a slot has no pair yet."""
+        state = self._state
+        if state.tree_spec.max_depth == 0:
+            return DraftTree.root(round.last_tokens)
+        state.cache.fixed = round.static_shape
+        state.cache.select(round.slots)
+        growth = grow(state.tree_spec, round)
+        output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
+        while True:
+            token_index = index.expand(-1, output.shape[1])
+            ids, scores, q_logits = self._choose(self.logits_of(output), growth.count, round, token_index, growth.scored)
+            frontier = growth.extend(ids, scores, q_logits)
+            if frontier is None:
+                break
+            feature = self.recurring(output).gather(1, frontier.above[:, :, None].expand(-1, -1, output.shape[2]))
+            # The cache ends with the pair that predicts depth 1, so that a node of depth d is at length + d − 1.
+            pair_depth = torch.full_like(frontier.tokens, frontier.depth - 1)
+            key_depth = (frontier.key_depth - 1).expand(len(pair_depth), -1)
+            attention = TreeAttention(state.cache, pair_depth, frontier.visible, key_depth, frontier.open)
+            output = self.step(feature, frontier.tokens, attention.positions(), self._cached(attention))
+            state.cache.draft(frontier.tokens.shape[1])
+            index = index + 1
+        tree, _ = growth.finish()
+        if round.static_shape:  # slots change there without the host's knowledge
+            return tree.only(state.ready[round.slot_index])
+        if state.ready_slots.issuperset(round.slots):
+            return tree
+        return tree.only(torch.tensor([slot in state.ready_slots for slot in round.slots], device=tree.size.device))
+
+    def _choose(
+        self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `choose`, in the target's ids. Noise is a function of those, so that drawn children need the full vocabulary."""
+        if round.sampling.children == "top":
+            ids, scores, q_logits = choose(logits, count, round, index, scored)
+            return self.vocabulary.targets[ids], scores, q_logits
+        return choose(self.spread(logits), count, round, index, scored)
+
+    @torch.no_grad()
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+        """Forget what was drafted; encode the pairs of the accepted nodes from the target's features."""
+        counts = None if round.static_shape else [row.length for row in verdict.on_host(tree)]
+        width = verdict.path.shape[1] if counts is None else max(counts)
+        if not width:
+            return
+        path = verdict.path[:, :width]
+        tokens = torch.cat((tree.tokens.gather(1, path.clamp(min=0))[:, 1:], verdict.next_token[:, None]), 1)
+        last = torch.arange(width, device=tokens.device) == (verdict.length - 1)[:, None]
+        tokens = torch.where(last, verdict.next_token[:, None], tokens)
+        feature = self.feature_of(out.along(path))
+        if counts is None:
+            self._encode_all(round, feature, tokens, verdict.length)
+        else:
+            self._encode(round.slots, feature, tokens, counts)
+
+    def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """`_encode` in a static shape: counts [B] are on the device."""
+        state, width = self._state, tokens.shape[1]
+        state.cache.fixed = True  # prompts may have been encoded since, and nothing proposed
+        state.cache.select(round.slots)
+        attention = TreeAttention.causal(state.cache, width)
+        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
+        state.cache.keep(attention.depth, counts, in_place=True)
+        last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
+        state.last_output[round.slot_index] = torch.where(counts[:, None] > 0, last, state.last_output[round.slot_index])
+        state.ready[round.slot_index] |= counts > 0
+
+    def _encode(self, slots: list[int], feature: Tensor, tokens: Tensor, counts: list[int]) -> None:
+        """Append counts[r] pairs to each of the R slots; the rest of feature [R,n,·] and tokens [R,n] is padding."""
+        state = self._state
+        state.cache.select(slots)
+        attention = TreeAttention.causal(state.cache, tokens.shape[1])
+        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
+        state.cache.advance(counts)
+        rows = [row for row, count in enumerate(counts) if count]
+        if rows:
+            row, pair, slot = torch.tensor([[row, counts[row] - 1, slots[row]] for row in rows], device=output.device).T
+            state.last_output[slot] = output[row, pair]
+            state.ready[slot] = True
+            state.ready_slots.update(slots[row] for row in rows)
+
+    def _cached(self, attention: TreeAttention) -> Attend:
+        """Tree attention over this drafter's cache, as `step` calls it."""
+        cache = self._state.cache
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = cache.update(key, value, layer)
+            out, _ = tree_attention_forward(self, query, keys, values, None, sliding_window=None, tree_attention=attention)
+            return out.transpose(1, 2)
+
+        return attend
+
+    def drop(self, slots: list[int]) -> None:
+        """Forget these slots."""
+        self._state.ready_slots.difference_update(slots)
+        self._state.ready.index_fill_(0, placed(slots, self._state.ready.device), False)
+        self._state.cache.reset(slots)

@@ -1,0 +1,27 @@
+"""What drafters take over from a target where nobody says otherwise."""
+
+from typing import Any
+
+from draftsmith.models.target import Target
+
+
+def usual_taps(num_layers: int) -> tuple[int, int, int]:
+    """1, L/2−1 and L−4 (EAGLE-3, by the layers' outputs): the taps that engines take where none are named. L < 8 has none."""
+    return 1, num_layers // 2 - 1, num_layers - 4
+
+
+def default_taps(target: Target) -> tuple[int, int, int]:
+    """`usual_taps` of the target. Raises ValueError where they are not three layers in order."""
+    taps = usual_taps(target.num_layers)
+    if not 1 < taps[1] < taps[2]:
+        raise ValueError(
+            f"target {target.name!r} has {target.num_layers} layers, too few for the usual taps {taps}; name some: eagle.taps=[0,1]"
+        )
+    return taps
+
+
+def rope_theta(config: Any) -> float:
+    """The RoPE base of a transformers config, of its full-attention layers where layers differ (Gemma-3); 10,000 where it names none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(parameters.get("rope_theta", 10_000.0))
