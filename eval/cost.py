@@ -46,7 +46,6 @@ def measure_forward(target: Target, context: int, max_nodes: int, repeats: int =
 
 
 def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[int, float]:
-<<<<<<< HEAD
     """Median seconds that the drafter takes to draft a chain, by its depth: 1, and 4 or the drafter's limit."""
     saved, seconds = drafter.tree_spec, {}
     try:
@@ -58,19 +57,6 @@ def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> 
     finally:
         drafter.tree_spec = saved
     return seconds
-=======
-    """Median seconds that `drafter` takes for a chain, by its depth: of 1 and of 4, or as deep as it can look."""
-    saved, found = drafter.tree_spec, {}
-    try:
-        for depth in sorted({1, min(4, drafter.depth_limit)}):
-            drafter.tree_spec = StaticTree.chain(depth)
-            done = Decoder(target, drafter, timed=True).generate(prompts, max_new_tokens=16, stop_ids=())
-            rounds = [round.draft_s for answer in done for round in answer.rounds[1:] or answer.rounds]
-            found[depth] = statistics.median(rounds)
-    finally:
-        drafter.tree_spec = saved
-    return found
->>>>>>> heads
 
 
 def relative_round(forward: dict[int, float], drafting: dict[int, float]) -> RoundCost:

@@ -126,14 +126,8 @@ def main(arguments: list[str]) -> None:
     loading.set_confidence(drafter, chosen.confidence)
     sampling = sampling_from_options(chosen, target)
     if drafter is not None:
-<<<<<<< HEAD
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(sampling.rule, drafter)
-=======
-        drafter.tree_spec = loading.tree_spec_from_options(options.tree, drafter, options.depth, options.width, options.nodes)
-        loading.check_rule(options.rule, drafter)
-    sampling = sampling_of(options, target)
->>>>>>> heads
     if not sampling.lossless:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
     if chosen.chat and not (target.tokenizer and target.tokenizer.chat_template):

@@ -149,17 +149,12 @@ def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None
 
 
 def check_rule(rule: str, drafter: Any) -> None:
-<<<<<<< HEAD
     """Check that the rule can verify what the drafter proposes.
 
     Raises:
         ValueError: the rule needs sampled children, and the tree or the drafter has none.
     """
     expand.check_rule(rule, drafter.tree_spec)
-=======
-    """Raises ValueError where the drafter's tree or the drafter itself has nothing for the rule to do."""
-    grow.check_rule(rule, drafter.tree_spec)
->>>>>>> heads
     if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
         raise ValueError(
             f"--rule {rule}: {drafter.method} has no distribution to sample children from; expected another rule: target-sample does "
@@ -168,7 +163,6 @@ def check_rule(rule: str, drafter: Any) -> None:
 
 
 def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> TreeSpec:
-<<<<<<< HEAD
     """The draft tree that the options --tree, --depth, --width and --nodes describe.
 
     Args:
@@ -177,9 +171,6 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
         depth: cuts the saved tree; 4 by default for the others, or as deep as the drafter can draft.
         width: of a dynamic tree, 4 by default.
         nodes: of a dynamic tree, 16 by default.
-=======
-    """The draft tree that options ask for: saved (the drafter's own), chain, or dynamic.
->>>>>>> heads
 
     Raises:
         ValueError: numbers that this kind of tree does not take, or a tree deeper than the drafter can draft.
@@ -191,17 +182,10 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     elif tree == "dynamic":
         spec = DynamicTree(depth or min(4, drafter.depth_limit), width or 4, nodes or 16)
     else:
-<<<<<<< HEAD
         spec = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
     if spec.max_depth > drafter.depth_limit:
         raise ValueError(f"got a tree {spec.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
     return spec
-=======
-        shape = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
-    if shape.max_depth > drafter.depth_limit:
-        raise ValueError(f"got a tree {shape.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
-    return shape
->>>>>>> heads
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:

@@ -78,11 +78,7 @@ class DraftModel:
         if not 0.0 <= confidence <= 1.0:
             raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
         self.model = model
-<<<<<<< HEAD
         self.tree_spec = tree_spec
-=======
-        self.tree_spec = shape
->>>>>>> heads
         self.chunk = chunk
         self.confidence = confidence
         self._fewer_tokens = True
@@ -120,17 +116,12 @@ class DraftModel:
 
     def bind(self, target: Target, slots: int, context: int) -> Any:
         self.check(context)
-<<<<<<< HEAD
         self._fewer_tokens, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
-=======
-        self._fewer, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
->>>>>>> heads
         self.tree_spec = self.tree_spec.to(self.model.device)
         if isinstance(self.tree_spec, StaticTree):
             encoded = sum(level.nodes for level in self.tree_spec.levels()[1:])
         else:
             encoded = (self.tree_spec.depth - 1) * self.tree_spec.width
-<<<<<<< HEAD
         # In a graph a slot may run a round past its end.
         capacity = context + self.max_depth + 1 + max(encoded, 2)
         device, made_for = self.model.device, (self.model, self.model.dtype, self.model.device, slots)
@@ -146,21 +137,6 @@ class DraftModel:
         self._encoded_levels = 0  # of the last tree
         self._chain = isinstance(self.tree_spec, StaticTree) and self.tree_spec.width <= 1
         return state, self.tree_spec, tensor_addresses(self.model.model)
-=======
-        # A graph lets a row run a round past its end.
-        capacity = context + self.max_depth + 1 + max(encoded, 2)
-        device, of = self.model.device, (self.model, self.model.dtype, self.model.device, rows)
-        if self._state is None or self._state.of != of or self._state.cache.capacity < capacity:
-            self._state = None  # free the old one first
-            lacking = torch.zeros(rows, dtype=torch.int64, device=device)
-            self._state = Rows(TreeCache(rows, capacity, device), {}, lacking.new_zeros(rows, 2), lacking, of)
-        self._state.cache.reset()
-        self._state.missing.clear()
-        self._slots: Tensor | None = None  # [B,N] where each node of the last tree was encoded
-        self._encoded = 0  # levels of it that were
-        self._chain = isinstance(self.tree_spec, StaticTree) and self.tree_spec.width <= 1
-        return self._state, self.tree_spec, tensor_addresses(self.model.model)
->>>>>>> heads
 
     @property
     def _state(self) -> DraftModelState:
@@ -182,15 +158,9 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
-<<<<<<< HEAD
         """Encode the pending tokens, then one level of the tree per forward, until the tree is full or no row is confident."""
         expansion, depth = expand(self.tree_spec, round), 0
         self._state.cache.static_shape = round.static_shape
-=======
-        """Catch up to the root, then a level of the tree per forward, until the shape is full or nobody is confident."""
-        growth, depth = grow(self.tree_spec, round), 0
-        self._rows.cache.fixed = round.static_shape
->>>>>>> heads
         with tree_attention(self.model.model):
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1

@@ -189,13 +189,8 @@ class _LookupDrafter:
     capturable = False
     taps: tuple[int, ...] = ()
 
-<<<<<<< HEAD
     def __init__(self, tree_spec: TreeSpec, orders: Sequence[int]) -> None:
         self.tree_spec = tree_spec
-=======
-    def __init__(self, shape: TreeSpec, orders: Sequence[int]) -> None:
-        self.tree_spec = shape
->>>>>>> heads
         self._orders = orders
         self._texts: dict[int, NgramIndex] = {}  # by slot
         self._paths: frozenset[Path] | None = None
@@ -208,13 +203,8 @@ class _LookupDrafter:
     def max_depth(self) -> int:
         return self.tree_spec.max_depth
 
-<<<<<<< HEAD
     def bind(self, target: Target, slots: int, context: int) -> None:
         self._texts = {}
-=======
-    def bind(self, target: Target, rows: int, context: int) -> None:
-        self._rows = {}
->>>>>>> heads
         self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
 
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
@@ -284,19 +274,11 @@ class Ngram(_LookupDrafter):
 
     def _draft(self, text: NgramIndex, depth: int) -> Draft:
         for order in self._orders:
-<<<<<<< HEAD
             occurrences = list(islice(text.occurrences(text.tokens, order), MAX_MERGED if self.tree_spec.width > 1 else 1))
             if occurrences:
                 length = int(self.factor * text.match_length(text.tokens, occurrences[0], order))
                 continuations = [text.continuation(position, min(depth, length)) for position in occurrences]
                 return merge_continuations(continuations, self.tree_spec, self._paths, self.max_nodes - 1)
-=======
-            places = list(islice(text.places(text.tokens, order), FEW if self.tree_spec.width > 1 else 1))
-            if places:
-                length = int(self.factor * text.shared(text.tokens, places[0], order))
-                runs = [text.run(place, min(depth, length)) for place in places]
-                return merge(runs, self.tree_spec, self._paths, self.max_nodes - 1)
->>>>>>> heads
         return Draft()
 
 
@@ -364,13 +346,8 @@ class Suffix(_LookupDrafter):
                 budget = min(self.max_nodes - 1, int(self.factor * length + self.offset))
                 if budget <= best.score:
                     break  # a score is at most the number of nodes, and shorter matches have no larger budget
-<<<<<<< HEAD
                 continuations = [continuation for matched, continuation in matches if matched >= length]
                 draft = merge_continuations(continuations, self.tree_spec, self._paths, budget, self.min_probability)
-=======
-                runs = [run for shared, run in found if shared >= length]
-                draft = merge(runs, self.tree_spec, self._paths, budget, self.least)
->>>>>>> heads
                 if draft.score > best.score:
                     best = draft
         return best

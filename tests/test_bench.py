@@ -304,12 +304,6 @@ def test_all_drafters_get_the_requested_tree_and_adaptive_depth(folder, target_f
 
     monkeypatch.setattr(benchmarks, "benchmark", benchmark)
     with pytest.raises(SystemExit):
-<<<<<<< HEAD
         exit_on_error(bench.main, words(folder, "--target", target_folder, "--drafter", folder / "noisy", "--drafter=ngram", *more))
     wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().tree_spec]
     assert [tree_config(drafter.tree_spec) for drafter in benchmarked] == [tree_config(shape) for shape in wanted]
-=======
-        exit_on_error(bench.main, words(place, "--target", target_folder, "--drafter", place / "noisy", "--drafter=ngram", *more))
-    wanted = shapes or [parse_tree_spec(default_paths(3, 7)), Ngram().tree_spec]
-    assert [tree_config(drafter.tree_spec) for drafter in found] == [tree_config(shape) for shape in wanted]
->>>>>>> heads

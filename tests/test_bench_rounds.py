@@ -199,7 +199,6 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
     """The τ of the benchmark equals that of a slow walk from the end of the prefix, twice; also where graphs are replayed."""
     monkeypatch.setattr(graph_rounds, "capture", record)
     monkeypatch.setattr(bench_rounds, "perf_counter", itertools.count().__next__)
-<<<<<<< HEAD
     target = random_models.llama(SMALL, CPU)
     drafter = random_models.medusa(target, SMALL)
     first, second = (bench_rounds.time_decoding(target, SMALL, EFFORT, "tau", drafter) for _ in range(2))
@@ -208,16 +207,6 @@ def test_tau_is_that_of_the_draws(monkeypatch, record):
     tokens, rounds, enqueued = 0, 0, 1
     while rounds < enqueued:
         enqueued += tokens < EFFORT.new_tokens
-=======
-    target = bench_rounds.llama(SMALL, HERE)
-    drafter = bench_rounds.medusa(target, SMALL)
-    given = [bench_rounds.decoding(target, SMALL, EFFORT, "tau", drafter) for _ in range(2)]
-    assert (given[0].tau, given[0].profile_tau) == (given[1].tau, given[1].profile_tau)
-    parents = drafter.tree_spec.parents.tolist()
-    tokens, rounds, launched = 0, 0, 1
-    while rounds < launched:
-        launched += tokens < EFFORT.new_tokens
->>>>>>> heads
         position = 20 + tokens + torch.arange(1, drafter.max_depth + 1)
         draws = uniform(0, torch.zeros_like(position), position, torch.zeros_like(position)).tolist()
         tokens += len(drawn_path(parents, draws, PROFILE))
@@ -244,15 +233,9 @@ def test_rounds_with_a_dynamic_tree_can_be_replayed(monkeypatch):
 def test_trees_of_an_8b_have_the_stated_nodes():
     sizes = Sizes()
     for nodes in sizes.nodes:
-<<<<<<< HEAD
         bare = random_models.BareTree(nodes, sizes.depth, CPU)
         assert bare.tree_spec.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
     assert bench_rounds.COST_GOALS.keys() == {(sizes.nodes[-1], context) for context in sizes.contexts}
-=======
-        bare = bench_rounds.Bare(nodes, sizes.depth, HERE)
-        assert bare.tree_spec.num_nodes == bare.max_nodes == nodes and bare.max_depth == 5
-    assert bench_rounds.ASKED.keys() == {(sizes.nodes[-1], context) for context in sizes.contexts}
->>>>>>> heads
 
 
 def test_turns():

@@ -39,13 +39,8 @@ class Watched(Checked):
         depth = int(tree.depth.max())
         self.seen[f"depth {depth}"] += 1
         if isinstance(self.tree_spec, StaticTree):
-<<<<<<< HEAD
             spec = self.tree_spec.cut(round.depth)
             best = self.best(round, tree, spec)
-=======
-            asked = self.tree_spec.cut(round.depth)
-            best = self.best(round, tree, asked)
->>>>>>> heads
             assert all(best[d] >= self.confidence for d in range(1, depth))
             assert depth == spec.max_depth or best[depth] < self.confidence
             assert tree.tokens.shape[1] == spec.cut(depth).num_nodes

@@ -40,8 +40,8 @@ class ScriptedDrafter:
     """Knows the answers, and puts them at second ranks in each round, or nowhere. It runs on the device alone."""
 
     capturable, taps, max_depth = True, (), 3
-    tree_spec = StaticTree.from_paths([(0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 1), (1,), (1, 1), (1, 1, 1)])
-    max_nodes = tree_spec.num_nodes
+    shape = StaticTree.from_paths([(0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 1), (1,), (1, 1), (1, 1, 1)])
+    max_nodes = shape.num_nodes
 
     def __init__(self, prompts, answers):
         sequences = [prompt + answer.tokens + [0] * 8 for prompt, answer in zip(prompts, answers, strict=True)]
@@ -57,11 +57,7 @@ class ScriptedDrafter:
         children = torch.stack(((right + 1) % self.vocab, (right + 2) % self.vocab), -1)  # [B,K,R]
         rank = (position // 3 + round.noise_keys[:, None]) % 3  # 2: nowhere
         children = torch.where(torch.arange(2) == rank[..., None], right[..., None], children)
-<<<<<<< HEAD:tests/test_graph_rounds.py
         return self.shape.cut(round.depth).tree(round.last_tokens, children)
-=======
-        return self.tree_spec.cut(ask.depth).tree(ask.last_tokens, children)
->>>>>>> heads:tests/test_captured.py
 
     def start(self, *_):
         pass
@@ -81,10 +77,10 @@ def drafter_of(kind, target):
         return DraftModel(near(target), shape.get(kind[8:], StaticTree.chain(3)), confidence=confidence)
     if kind == "medusa":
         drafter = new_drafter("medusa", target, num_heads=3)
-        drafter.tree_spec = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
+        drafter.shape = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
     else:
         drafter = new_drafter("eagle", target, version=int(kind[-1]), **({"taps": [0, 1]} if kind[-1] == "3" else {}), steps=4)
-        drafter.tree_spec = DynamicTree(3, 2, 6) if kind[-1] == "3" else StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)])
+        drafter.shape = DynamicTree(3, 2, 6) if kind[-1] == "3" else StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)])
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for parameter in drafter.parameters():
@@ -264,13 +260,8 @@ def test_graphs_serve_again(references, monkeypatch):
         return bool(recorded)
 
     assert [records(), records(), records()] == [True, False, False]
-<<<<<<< HEAD:tests/test_graph_rounds.py
     assert [records(second), records(second), records(decoder), records(decoder)] == [True, False, True, False]
     drafter.shape = DynamicTree(2, 2, 4)
-=======
-    assert [records(other), records(other), records(decoder), records(decoder)] == [True, False, True, False]
-    drafter.tree_spec = DynamicTree(2, 2, 4)
->>>>>>> heads:tests/test_captured.py
     assert [records(), records()] == [True, False]
     drafter.lm_head.weight.data = drafter.lm_head.weight.data.clone()
     assert [records(), records()] == [True, False]

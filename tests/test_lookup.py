@@ -311,11 +311,7 @@ def test_another_tree_spec_counts_from_bind_on():
             (DynamicTree(2, 2, 4), 3),
         ):
             drafter.tree_spec = shape
-<<<<<<< HEAD
             assert bound(drafter)._texts == {}
-=======
-            assert bound(drafter)._rows == {}
->>>>>>> heads
             begin(drafter, 0, text)
             assert len(propose(drafter, [0], [text], 9)[0]) == count and drafter.max_nodes >= count + 1
 

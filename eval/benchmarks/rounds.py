@@ -37,7 +37,6 @@ from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
-from draftsmith.models.target_defaults import usual_taps
 
 COST_GOALS = {(64, 2048): 1.20, (64, 32768): 1.35}  # (nodes, context) -> highest relative cost of a round
 EFFICIENCY_GOAL = 0.80
@@ -164,74 +163,11 @@ class _Rounds:
         time_parts: time the parts of a round apart.
     """
 
-<<<<<<< HEAD
     def __init__(
         self, target: Target, drafter: Drafter, cache: TreeCache, context: int, begin: Any = None, time_parts: bool = False
     ) -> None:
         verify = synthetic(_verify, PROFILE, target.device) if drafter.max_depth else _verify
         self.runner = GraphRunner(target, drafter, cache, Sampling(), verify, time_parts)
-=======
-class Bare(Plain):
-    """Drafts a tree without a network: what is left is the cost of verifying it."""
-
-    def __init__(self, nodes: int, depth: int, device: torch.device) -> None:
-        self.tree_spec = _static(nodes, depth).to(device)
-        self.max_nodes, self.max_depth = nodes, self.tree_spec.max_depth
-
-    def propose(self, round: RoundContext) -> DraftTree:
-        ranks = indices(self.tree_spec.width, round.last_tokens.device)  # small numbers, which every vocabulary has
-        return self.tree_spec.tree(round.last_tokens, ranks.expand(len(round.last_tokens), self.max_depth, -1))
-
-
-def _static(nodes: int, depth: int) -> StaticTree:
-    return StaticTree.from_paths(default_paths(min(depth, nodes - 1), nodes - 1))
-
-
-def medusa(target: Target, sizes: Sizes) -> DrafterModel:
-    """Four heads, each with an output layer of its own; a static tree."""
-    drafter = new_drafter("medusa", target, dtype=sizes.dtype, num_heads=4)
-    drafter.tree_spec = _static(sizes.nodes[-1], 4)
-    return _scattered(drafter)
-
-
-def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
-    """EAGLE-3 with a quarter of the vocabulary and the published taps; a dynamic tree, eight wide and `depth` deep (0: as sizes say)."""
-    layers, part = target.num_layers, target.vocab_size // 4
-    taps = sorted({min(max(tap, 0), layers - 1) for tap in usual_taps(layers)})
-    widths = {"num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "intermediate_size": sizes.mlp, "draft_vocab_size": part}
-    drafter: Any = new_drafter("eagle", target, dtype=sizes.dtype, version=3, taps=taps, steps=7, **widths)
-    drafter.take(vocab.choose(torch.ones(target.vocab_size), part))
-    drafter.tree_spec = DynamicTree(depth or sizes.depth, 8, sizes.nodes[-1])
-    return _scattered(drafter)
-
-
-@torch.no_grad()
-def _scattered(drafter: DrafterModel) -> DrafterModel:
-    """Random weights that keep the size of what passes."""
-    for name, parameter in drafter.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, parameter.shape[-1] ** -0.5 * (PEAK if name == "lm_head.weight" else 1.0))
-    return drafter.eval().requires_grad_(False)
-
-
-def _filled(target: Target, sizes: Sizes, context: int, room: int) -> TreeCache:
-    """A cache of one row with random KV of `context` tokens, written as a prefill writes, and room for more."""
-    cache, shape = TreeCache(1, context + room, target.device), (1, sizes.kv_heads, context, sizes.dim)
-    for layer in range(target.num_layers):
-        keys, values = (torch.randn(shape, dtype=sizes.dtype, device=target.device) for _ in range(2))
-        cache.update(keys, values, layer)
-    cache.advance([context])
-    return cache
-
-
-class _Way:
-    """Rounds of one kind behind a prefix of `context` tokens, in a cache that several ways share in turn. Its verdicts are synthetic,
-    except where nothing is drafted. begin: the drafter's state after the prefix."""
-
-    def __init__(self, target: Target, drafter: Drafter, cache: TreeCache, context: int, begin: Any = None, parted: bool = False) -> None:
-        verify = synthetic(_found, PROFILE, target.device) if drafter.max_depth else _found
-        self.rounds = GraphRunner(target, drafter, cache, Sampling(), verify, parted)
->>>>>>> heads
         self.cache, self.depth, self.context, self.begin = cache, drafter.max_depth, context, begin
 
     def rewind(self) -> None:
@@ -326,17 +262,10 @@ def time_decoding(target: Target, sizes: Sizes, effort: Effort, what: str, draft
         parts = _Rounds(target, drafter, cache, context, begin, time_parts=True).part_seconds(effort.rounds)
     seconds, tokens, count = (sum(column) for column in zip(*results["drafted"], strict=True))
     tau = tokens / count
-<<<<<<< HEAD
     per_token = {name: [run_s / run_tokens for run_s, run_tokens, _ in runs] for name, runs in results.items()}
     speedup = statistics.median(plain / drafted for plain, drafted in zip(per_token["plain"], per_token["drafted"], strict=True))
     profile_tau = expected_tau(drafter.tree_spec.parents.tolist(), PROFILE) if isinstance(drafter.tree_spec, StaticTree) else None
     return DecodingTime(what, tau, profile_tau, seconds / count, speedup, speedup / tau, EFFICIENCY_GOAL, parts)
-=======
-    plain, ours = ([spent / made for spent, made, _ in found[name]] for name in ways)
-    speedup = statistics.median(one / other for one, other in zip(plain, ours, strict=True))
-    profile_tau = expected(drafter.tree_spec.parents.tolist(), PROFILE) if isinstance(drafter.tree_spec, StaticTree) else None
-    return Decoded(what, tau, profile_tau, seconds / count, speedup, speedup / tau, ASKED_EFFICIENCY, parts)
->>>>>>> heads
 
 
 def time_transformers(target: Target, effort: Effort) -> RateOverTransformers:

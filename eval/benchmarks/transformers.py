@@ -148,7 +148,6 @@ def benchmark(
     return {
         "machine": _machine(target),
         "target": target.identity.to_dict(),
-<<<<<<< HEAD
         "settings": {
             "dtype": str(target.dtype).removeprefix("torch."),
             "max_new_tokens": max_new_tokens,
@@ -159,13 +158,6 @@ def benchmark(
         "prompts": [{"id": prompt.prompt.id, "domain": prompt.prompt.domain, "tokens": len(prompt.ids)} for prompt in prompts],
         "contenders": entries,
         "pairs": [{"ours": a, "theirs": b} | speedup(entries[a], entries[b]) for a, b in counterparts.items()],
-=======
-        "settings": settings
-        | {"governor": governed, "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()}},
-        "prompts": [{"id": case.prompt.id, "domain": case.prompt.domain, "tokens": len(case.ids)} for case in cases],
-        "contenders": ways,
-        "pairs": [{"ours": a, "theirs": b} | faster(ways[a], ways[b]) for a, b in counterparts.items()],
->>>>>>> heads
         "left_out": left_out,
         "cost": {"context": context, "seconds": seconds, "c": {nodes: c(nodes) for nodes in seconds}},
     }
@@ -283,70 +275,4 @@ def _without_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-<<<<<<< HEAD
         logging.set_verbosity(verbosity)
-=======
-        logging.set_verbosity(before)
-
-
-def parser() -> argparse.ArgumentParser:
-    described = argparse.ArgumentParser("draftsmith bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    described.add_argument("--target", help="folder or Hub id; by default the one that a drafter was trained for, else `tiny`")
-    described.add_argument(
-        "--drafter",
-        action="append",
-        help="ngram, suffix, or folder or Hub id of a trained drafter or of a causal LM with the target's tokens; may be given more than "
-        f"once (default: {', '.join(DRAFTERS)}, and tiny-draft for tiny)",
-    )
-    described.add_argument("--prompts", help=".jsonl file with `prompt` (or `turns`, `messages`) and `domain`; by default the shipped ones")
-    described.add_argument("--limit", type=int, default=3, help="prompts of each domain (default 3)")
-    described.add_argument("--max-new-tokens", type=int, default=96)
-    described.add_argument("--repeats", type=int, default=3, help="passes over the prompts (default 3)")
-    described.add_argument(
-        "--tree", choices=["saved", "chain", "dynamic"], default="saved", help="the drafters' own draft trees, or another for all"
-    )
-    described.add_argument("--depth", type=int, help="draft no deeper than this")
-    described.add_argument("--width", type=int, help="of a dynamic tree (default 4)")
-    described.add_argument("--nodes", type=int, help="of a dynamic tree, the root included (default 16)")
-    described.add_argument("--no-governor", action="store_true", help="draft in every round, whether it pays or not")
-    described.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    described.add_argument("--trust-remote-code", action="store_true", help="run the models' code from the Hub")
-    described.add_argument("--kernels", action="store_true", help="measure the Triton kernels and whole rounds with them instead, on a GPU")
-    described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
-    described.add_argument("--out", type=Path, help="write the JSON to this file too")
-    return described
-
-
-def main(arguments: list[str]) -> None:
-    options = parser().parse_args(arguments)
-    loading.check_numbers(options)
-    if ranks.count() > 1:
-        raise ValueError(
-            f"draftsmith bench in {ranks.count()} processes: they would disturb each other's clocks; expected one; run it alone"
-        )
-    if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out {options.out}: expected a file in a folder that exists; make the folder first")
-    if options.kernels:
-        bench_rounds.main(options.out, options.json)
-        return
-    prompts = prompt_files.load(options.prompts, options.limit)
-    words = list(dict.fromkeys(options.drafter or (*DRAFTERS, *["tiny-draft"] * (options.target in (None, "tiny")))))
-    target, drafters = open_all(options.target, words, options.dtype, options.trust_remote_code)
-    for drafter in drafters.values():
-        drafter.tree_spec = loading.tree_spec_from_options(options.tree, drafter, options.depth, options.width, options.nodes)
-    cases = interleaved.cases(target, prompts, options.max_new_tokens)
-    with _quiet():
-        report = evaluate(target, drafters, cases, options.max_new_tokens, options.repeats, not options.no_governor)
-    report["settings"]["drafters"] = dict(zip(drafters, words, strict=True))
-    text = json.dumps(report, allow_nan=False)
-    if options.out:
-        part = options.out.with_name(options.out.name + ".part")
-        part.write_text(text + "\n")
-        part.replace(options.out)
-    if options.json:
-        print(text, flush=True)
-    else:
-        show(report)
-    if lossy(report):
-        raise SystemExit(1)
->>>>>>> heads

@@ -26,7 +26,6 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.models.target_defaults import usual_taps
 from draftsmith.train import eagle, medusa
 from draftsmith.train.eagle import EagleSection
 from draftsmith.train.medusa import MedusaSection
@@ -66,13 +65,8 @@ def methods(target: Target) -> dict[str, tuple[Any, Objective]]:
     for shared in (False, True):
         section = MedusaSection(share_head=shared)
         drafter = new_drafter("medusa", target, num_heads=section.heads, num_layers=section.layers, share_head=shared)
-<<<<<<< HEAD
         drafters["medusa, target's head" if shared else "medusa"] = (drafter, partial(medusa.objective, target=target, section=section))
     section = EagleSection(vocab_size=target.vocab_size // 4)
-=======
-        found["medusa, target's head" if shared else "medusa"] = (drafter, partial(medusa.objective, target=target, section=section))
-    section = EagleSection(taps=usual_taps(target.num_layers), vocab_size=target.vocab_size // 4)
->>>>>>> heads
     drafter: Any = new_drafter("eagle", target, **eagle.architecture(section, target))
     drafter.take(vocab.choose(torch.ones(target.vocab_size, dtype=torch.int64), target.vocab_size // 4, frozenset()))
     drafters["eagle-3, 7 steps, D = V/4"] = (drafter, partial(eagle.objective3, target=target, section=section))
