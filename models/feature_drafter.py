@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
-from draftsmith.inference.cache import TreeCache, placed
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
-from draftsmith.inference.expand import TreeSpec, choose, grow
+from draftsmith.inference.expand import TreeSpec, choose, expand
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import DrafterModel, same_layout
@@ -117,7 +117,7 @@ class FeatureDrafter(DrafterModel):
     @torch.no_grad()
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
-        self._state.cache.fixed = False
+        self._state.cache.static_shape = False
         self.drop(slots)
         sizes = [len(prompt) - 1 for prompt in prompts]
         if not max(sizes):
@@ -135,25 +135,25 @@ class FeatureDrafter(DrafterModel):
         state = self._state
         if state.tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        state.cache.fixed = round.static_shape
+        state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
-        growth = grow(state.tree_spec, round)
+        expansion = expand(state.tree_spec, round)
         output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
         while True:
             token_index = index.expand(-1, output.shape[1])
-            ids, scores, q_logits = self._choose(self.logits_of(output), growth.count, round, token_index, growth.scored)
-            frontier = growth.extend(ids, scores, q_logits)
-            if frontier is None:
+            ids, scores, q_logits = self._choose(self.logits_of(output), expansion.count, round, token_index, expansion.scored)
+            level = expansion.add_level(ids, scores, q_logits)
+            if level is None:
                 break
-            feature = self.recurring(output).gather(1, frontier.above[:, :, None].expand(-1, -1, output.shape[2]))
+            feature = self.recurring(output).gather(1, level.parent_index[:, :, None].expand(-1, -1, output.shape[2]))
             # The cache ends with the pair that predicts depth 1, so that a node of depth d is at length + d − 1.
-            pair_depth = torch.full_like(frontier.tokens, frontier.depth - 1)
-            key_depth = (frontier.key_depth - 1).expand(len(pair_depth), -1)
-            attention = TreeAttention(state.cache, pair_depth, frontier.visible, key_depth, frontier.open)
-            output = self.step(feature, frontier.tokens, attention.positions(), self._cached(attention))
-            state.cache.draft(frontier.tokens.shape[1])
+            pair_depth = torch.full_like(level.tokens, level.depth - 1)
+            key_depth = (level.key_depth - 1).expand(len(pair_depth), -1)
+            attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
+            output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
+            state.cache.draft(level.tokens.shape[1])
             index = index + 1
-        tree, _ = growth.finish()
+        tree, _ = expansion.finish()
         if round.static_shape:  # slots change there without the host's knowledge
             return tree.only(state.ready[round.slot_index])
         if state.ready_slots.issuperset(round.slots):
@@ -189,7 +189,7 @@ class FeatureDrafter(DrafterModel):
     def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """`_encode` in a static shape: counts [B] are on the device."""
         state, width = self._state, tokens.shape[1]
-        state.cache.fixed = True  # prompts may have been encoded since, and nothing proposed
+        state.cache.static_shape = True  # prompts may have been encoded since, and nothing proposed
         state.cache.select(round.slots)
         attention = TreeAttention.causal(state.cache, width)
         output = self.step(feature, tokens, attention.positions(), self._cached(attention))
@@ -226,5 +226,5 @@ class FeatureDrafter(DrafterModel):
     def drop(self, slots: list[int]) -> None:
         """Forget these slots."""
         self._state.ready_slots.difference_update(slots)
-        self._state.ready.index_fill_(0, placed(slots, self._state.ready.device), False)
+        self._state.ready.index_fill_(0, index_tensor(slots, self._state.ready.device), False)
         self._state.cache.reset(slots)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache import placed
+from draftsmith.inference.cache import index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.tree import DraftTree
@@ -77,4 +77,4 @@ class HiddenStateDrafter(DrafterModel):
 
     def drop(self, slots: list[int]) -> None:
         """Forget these slots."""
-        self._state.ready.index_fill_(0, placed(slots, self._state.ready.device), False)
+        self._state.ready.index_fill_(0, index_tensor(slots, self._state.ready.device), False)

@@ -17,20 +17,22 @@ from draftsmith.models.target import Target
 
 
 class Watched:
-    """A growth that notes the paths of the inner nodes of each level: paths[b][f] are the tokens after the root."""
+    """An expansion that notes the paths of the inner nodes of each level: paths[b][f] are the tokens after the root."""
 
-    def __init__(self, growth, rows: int) -> None:
-        self.growth, self.paths = growth, [[[]] for _ in range(rows)]
+    def __init__(self, expansion, rows: int) -> None:
+        self.expansion, self.paths = expansion, [[[]] for _ in range(rows)]
 
     def __getattr__(self, name):
-        return getattr(self.growth, name)
+        return getattr(self.expansion, name)
 
-    def extend(self, *given):
-        frontier = self.growth.extend(*given)
-        if frontier is not None:
-            nodes = zip(self.paths, frontier.above.tolist(), frontier.tokens.tolist(), strict=True)
-            self.paths = [[paths[up] + [token] for up, token in zip(above, tokens, strict=True)] for paths, above, tokens in nodes]
-        return frontier
+    def add_level(self, *given):
+        level = self.expansion.add_level(*given)
+        if level is not None:
+            nodes = zip(self.paths, level.parent_index.tolist(), level.tokens.tolist(), strict=True)
+            self.paths = [
+                [paths[up] + [token] for up, token in zip(parent_index, tokens, strict=True)] for paths, parent_index, tokens in nodes
+            ]
+        return level
 
 
 def along(drafter: EagleModel, out: TargetOutput, line: list[int], root: int, paths: list[list[int]]) -> torch.Tensor:
@@ -149,8 +151,8 @@ def propose(drafter: EagleModel, round: RoundContext, now, lines, order, rng):
         return ids, scores, q_logits
 
     with pytest.MonkeyPatch.context() as patch:
-        plain = feature_drafter.grow
-        patch.setattr(feature_drafter, "grow", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
+        plain = feature_drafter.expand
+        patch.setattr(feature_drafter, "expand", lambda *given: watched.append(Watched(plain(*given), len(now))) or watched[0])
         patch.setattr(drafter, "_choose", choose, raising=False)
         return drafter.propose(round), levels
 

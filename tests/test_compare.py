@@ -195,7 +195,7 @@ def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, 
     config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
     (dynamic / "config.json").write_text(json.dumps(config))
     _, (drafter, other) = loading.open_models("tiny", [str(dynamic), "tiny-draft"], "float32")
-    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.shape.paths) == 7 and other.confidence == 0.0
+    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.tree_spec.paths) == 7 and other.confidence == 0.0
     loading.set_confidence(drafter, None)
     assert drafter.confidence == 0.25
     loading.set_confidence(drafter, 0.0)

@@ -86,7 +86,7 @@ def test_output_is_plain_decodings(target, answers, method, name, way, tree, mon
         drafter.propose = Planted(propose, PROMPTS, answers[how], VOCAB)
         for slots in (1, 3):
             depth = AdaptiveDepth() if slots == 3 and how == "greedy" else None
-            decoder = Decoder(target, drafter, slots=slots, chunk=3, kernels=way == "replayed", governor=depth)
+            decoder = Decoder(target, drafter, slots=slots, chunk=3, kernels=way == "replayed", adaptive=depth)
             texts, seen = seen_in(decoder.stream(PROMPTS, sampling, NEW, ()), len(PROMPTS))
             assert texts == answers[how], (how, slots)
             assert seen["drafted"] >= 10 and all(seen[accepted] >= 1 for accepted in range(4 if slots == 1 else 3)), seen

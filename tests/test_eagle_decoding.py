@@ -13,8 +13,9 @@ from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import acceptance, trees
-from draftsmith.eval.interleaved import Case
+from draftsmith.eval import trees
+from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.positions import position_records
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, RoundContext
@@ -69,11 +70,11 @@ def check_lossless(target, drafter, answers, combinations) -> Counter:
     seen = Counter()
     for how, shape, rows in combinations:
         drafter.tree_spec = TREES[shape]
-        decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 2 else None)
+        decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 2 else None)
         out = decoder.generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == answers[how], (how, shape, rows)
         seen.update(one.accepted - 1 for answer in out for one in answer.rounds)
-        assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
+        assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     return seen
 
 
@@ -159,8 +160,8 @@ def test_tau_of_records_of_decoding_and_of_the_objective_agree(target, name, arc
     answers = {"greedy": texts(Decoder(target).generate(prompts, None, NEW, ()))}
     # Fitted to some of them only, so that it is wrong, too.
     drafter = fitted(target, {"greedy": answers["greedy"][:3]}, name, prompts[:3], **arch)
-    cases = [Case(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
-    records = acceptance.positions(target, drafter, cases, NEW)
+    cases = [EncodedPrompt(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
+    records = position_records(target, drafter, cases, NEW)
     taus = []
     for shape in (StaticTree.chain(1), StaticTree.chain(4), TREES["static"]):
         drafter.tree_spec = shape

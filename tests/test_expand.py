@@ -180,7 +180,9 @@ def test_candidates_are_chosen_by_the_rule(kind):
         torch.testing.assert_close(scores[b, f], q_logits.log_softmax(0)[expected])
     assert (q is None) == (kind in ("target-sample", "shared-noise")) and (q is None or torch.equal(q, warped))
     # Greedy: the best tokens, whatever the rule.
-    assert torch.equal(choose(logits, 3, round_context([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices)
+    assert torch.equal(
+        choose(logits, 3, round_context([0, 1], [0, 0], sampling=Sampling(rule=kind)), index, False)[0], logits.topk(3).indices
+    )
 
 
 def test_drafter_logits_are_stored_at_their_nodes():

@@ -77,10 +77,10 @@ def drafter_of(kind, target):
         return DraftModel(near(target), shape.get(kind[8:], StaticTree.chain(3)), confidence=confidence)
     if kind == "medusa":
         drafter = new_drafter("medusa", target, num_heads=3)
-        drafter.shape = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
+        drafter.tree_spec = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
     else:
         drafter = new_drafter("eagle", target, version=int(kind[-1]), **({"taps": [0, 1]} if kind[-1] == "3" else {}), steps=4)
-        drafter.shape = DynamicTree(3, 2, 6) if kind[-1] == "3" else StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)])
+        drafter.tree_spec = DynamicTree(3, 2, 6) if kind[-1] == "3" else StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)])
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for parameter in drafter.parameters():
@@ -261,7 +261,7 @@ def test_graphs_serve_again(references, monkeypatch):
 
     assert [records(), records(), records()] == [True, False, False]
     assert [records(second), records(second), records(decoder), records(decoder)] == [True, False, True, False]
-    drafter.shape = DynamicTree(2, 2, 4)
+    drafter.tree_spec = DynamicTree(2, 2, 4)
     assert [records(), records()] == [True, False]
     drafter.lm_head.weight.data = drafter.lm_head.weight.data.clone()
     assert [records(), records()] == [True, False]

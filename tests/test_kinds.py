@@ -64,7 +64,7 @@ def make(kind, tree, heads, answers):
     if kind == "draft model":
         return DraftModel(relative("llama", 0.005), tree)
     if kind == "planting":
-        return PlantingDrafter(REPEATED, answers, VOCAB, twins=True)
+        return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
     drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
     drafter.tree_spec = tree
     return drafter
@@ -77,7 +77,7 @@ def test_output_is_plain_decodings(target, answers, heads, kind, tree):
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
             drafter = make(kind, TREES[tree], heads, answers[name])
-            decoder = Decoder(target, drafter, slots=rows, chunk=7, governor=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
+            decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
             texts_by_prompt: list[list[int]] = [[] for _ in REPEATED]
             before: set[int] = set()
@@ -90,7 +90,7 @@ def test_output_is_plain_decodings(target, answers, heads, kind, tree):
                     seen["drafted"] += step.size > 1
                     seen[step.accepted - 1] += 1
             assert texts_by_prompt == answers[name], (kind, tree, name, rows)
-            assert decoder.target_forwards == decoder.rounds + decoder.prefill_chunks
+            assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     assert seen["replaced beside others"] >= 1 and seen["drafted"] >= 60
     if kind in ("draft model", "planting"):
         assert all(seen[accepted] >= 3 for accepted in range(4)), seen
@@ -125,7 +125,7 @@ def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
 def test_plain_decoding_takes_a_round_for_each_token(target, answers):
     decoder = Decoder(target, chunk=7)
     (one,) = decoder.generate(REPEATED[1:2], None, NEW, ())
-    assert len(one.rounds) == NEW == decoder.rounds and decoder.prefill_chunks == 2
+    assert len(one.rounds) == NEW == decoder.counters.rounds and decoder.counters.prefill_chunks == 2
 
 
 @pytest.mark.parametrize("how", ["greedy", "shared-noise", "penalised", "rejection"])

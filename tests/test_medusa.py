@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planting import ask
+from planting import round_context
 from test_drafter import randomise
 from test_target import random_model
 
@@ -45,7 +45,7 @@ def test_planted_heads_propose_the_tokens_that_follow(target):
     prompts = [text[:n] for n in (2, 9, 17)]
     slots = [0, 1, 2]
     drafter.start(slots, prompts, prefill(target, prompts))
-    tree = drafter.propose(ask(slots, [prompt[-1] for prompt in prompts]))
+    tree = drafter.propose(round_context(slots, [prompt[-1] for prompt in prompts]))
     assert tree.tokens[:, 0].tolist() == [text[1], text[8], text[16]]
     assert tree.tokens[:, 1:4].tolist() == [text[n : n + 3] for n in (2, 9, 17)]  # the leftmost chain comes first
     logits = drafter.position_logits(target.forward(torch.tensor([text])).hidden[0], torch.arange(1, 24))
@@ -62,18 +62,18 @@ def test_acceptance_moves_to_the_last_accepted_node(target):
     slots = [2, 0, 3]
     prompts = [text[:4], text[:6], text[:8]]
     drafter.start(slots, prompts, prefill(target, prompts))
-    tree = drafter.propose(ask(slots, [text[3], text[5], text[7]]))
+    tree = drafter.propose(round_context(slots, [text[3], text[5], text[7]]))
     # Nodes 0..3 are text[p-1..p+2]; row 0 keeps the root, row 1 the root and two, row 2 is idle.
     nodes = torch.zeros(3, tree.tokens.shape[1], WIDTH)
     for b, length in enumerate((4, 6, 8)):
         nodes[b, :4] = hidden[length - 1 : length + 3]
     path = torch.tensor([[0, -1, -1, -1], [0, 1, 2, -1], [-1, -1, -1, -1]])
     verdict = Verdict(path=path, length=torch.tensor([1, 3, 0]), next_token=torch.tensor([text[4], text[8], 0]))
-    drafter.accept(ask(slots, [text[3], text[5], text[7]]), tree, verdict, NodeOutput(nodes))
-    again = drafter.propose(ask(slots, [text[4], text[8], text[7]]))
+    drafter.accept(round_context(slots, [text[3], text[5], text[7]]), tree, verdict, NodeOutput(nodes))
+    again = drafter.propose(round_context(slots, [text[4], text[8], text[7]]))
     assert again.tokens[:, 1:4].tolist() == [text[5:8], text[9:12], text[8:11]]
     drafter.drop(slots[:1])
-    assert drafter.propose(ask(slots, [1, 2, 3])).size.tolist() == [1, tree.tokens.shape[1], tree.tokens.shape[1]]
+    assert drafter.propose(round_context(slots, [1, 2, 3])).size.tolist() == [1, tree.tokens.shape[1], tree.tokens.shape[1]]
 
 
 def test_a_prompt_of_one_token_has_nothing_to_go_by(target):
@@ -81,14 +81,14 @@ def test_a_prompt_of_one_token_has_nothing_to_go_by(target):
     drafter.bind(target, 2, 64)
     slots = [0, 1]
     drafter.start(slots, [[5], [5]], prefill(target, [[5], [5]]))
-    tree = drafter.propose(ask(slots, [5, 5]))
+    tree = drafter.propose(round_context(slots, [5, 5]))
     assert tree.size.tolist() == [1, 1]
     tree.validate()
     drafter.start(slots, [[5], [5, 6]], prefill(target, [[5], [5, 6]]))
-    assert drafter.propose(ask(slots, [5, 6])).size.tolist() == [1, tree.tokens.shape[1]]
+    assert drafter.propose(round_context(slots, [5, 6])).size.tolist() == [1, tree.tokens.shape[1]]
     verdict = Verdict(path=torch.tensor([[0, -1, -1]]), length=torch.tensor([1]), next_token=torch.tensor([7]))
-    drafter.accept(ask([0], [5]), tree, verdict, NodeOutput(torch.randn(1, tree.tokens.shape[1], WIDTH)))
-    assert drafter.propose(ask([0], [7])).size.tolist() == [tree.tokens.shape[1]]
+    drafter.accept(round_context([0], [5]), tree, verdict, NodeOutput(torch.randn(1, tree.tokens.shape[1], WIDTH)))
+    assert drafter.propose(round_context([0], [7])).size.tolist() == [tree.tokens.shape[1]]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -100,7 +100,7 @@ def test_propose_equals_a_slow_loop(target, share, tree):
     prompts = [[4, 5, 6], [7, 8, 9, 10]]
     out = prefill(target, prompts)
     drafter.start(slots, prompts, out)
-    proposed = drafter.propose(ask(slots, [6, 10]))
+    proposed = drafter.propose(round_context(slots, [6, 10]))
     proposed.validate()
     paths = drafter.tree_spec.paths
     assert proposed.tokens.shape == (2, len(paths) + 1) == (2, drafter.max_nodes)

@@ -13,6 +13,7 @@ from draftsmith.inference.tree import DraftTree, StaticTree, indices
 from draftsmith.models import vocab
 from draftsmith.models.drafter import DrafterModel, default_paths, new_drafter
 from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import usual_taps
 
 PEAK = 10.0  # standard deviation of the EAGLE head's logits: peaked distributions, so that its dynamic trees get as deep as a trained one's
 POSITIONS = 131072  # of Llama 3.1
@@ -64,7 +65,7 @@ def medusa(target: Target, sizes: Sizes) -> DrafterModel:
 def eagle(target: Target, sizes: Sizes, depth: int = 0) -> DrafterModel:
     """EAGLE-3 with a quarter of the vocabulary and the published taps, and a dynamic tree of width 8. depth: 0 takes that of `sizes`."""
     layers, draft_vocab_size = target.num_layers, target.vocab_size // 4
-    taps = sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)})
+    taps = sorted({min(max(tap, 0), layers - 1) for tap in usual_taps(layers)})
     drafter: Any = new_drafter(
         "eagle",
         target,
