@@ -101,7 +101,7 @@ def lost(folder: Path) -> Iterator[Row]:
     for fate, word in (("exit", "is gone"), ("kill", "is gone"), ("hang", stalled), ("stop", stalled)):
         row = Row(f"accelerate launch, one of two ranks: {fate}")
         place = folder / fate
-        stall = ("stall_minutes=0.1",) if word == stalled else ()
+        stall = ("watchdog_minutes=0.1",) if word == stalled else ()
         with Launch(place, launched("cpu-2", RANK, place / "run", fate, "save_every=1", *stall)) as launch:
             launch.reaches(3)
             code, seconds = launch.ends()

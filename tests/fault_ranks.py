@@ -47,7 +47,7 @@ def lost(folder: Path, fates: Iterable[str] = FATES) -> Iterator[Row]:
         row = Row(f"one of two ranks {fate}")
         for rank in (0, 1):
             output = folder / f"{fate}-{rank}"
-            patience = {"stall_minutes": 0.05} if fate == "hangs" else {}
+            patience = {"watchdog_minutes": 0.05} if fate == "hangs" else {}
             ended = run(output, 2, objective=at_step(4, rank, act), save_every=1, **patience)
             other = 1 - rank
             there = saved(output)

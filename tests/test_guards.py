@@ -66,7 +66,7 @@ def test_a_run_that_stays_not_finite_stops_and_keeps_its_batch(tmp_path):
     with pytest.raises(
         FloatingPointError, match="not finite in 3 steps on end, the last of them step 5; its batch is kept in .*step-00000005-rank0"
     ):
-        run(tmp_path, poisoned(3, 4, 5), bad_steps=3, save_every=1)
+        run(tmp_path, poisoned(3, 4, 5), max_nonfinite_steps=3, save_every=1)
     kept = load_file(tmp_path / "not-finite-step-00000005-rank0.safetensors")
     rows = order.sample_rows(22, 0, 4 * 8, 8)
     assert torch.equal(kept["0.x"], Numbers().batch(rows)["x"])

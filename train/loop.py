@@ -30,8 +30,8 @@ from draftsmith.train.recipe import Recipe, TrainSection
 # Keys that may differ between a checkpoint and the run that continues it: none changes a step already taken.
 MAY_CHANGE = {
     f"train.{key}"
-    for key in "output steps micro_batch_size compile eval_every eval_batches save_every log_every keep resume stall_minutes "
-    "bad_steps patience trackers profile context_parallel kernels".split()
+    for key in "output steps micro_batch_size compile eval_every eval_batches save_every log_every keep resume watchdog_minutes "
+    "max_nonfinite_steps patience trackers profile context_parallel kernels".split()
 } | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
 
 
@@ -91,7 +91,7 @@ def fit(
     """
     section = recipe.train
     advice = f"the same command goes on from the newest checkpoint in {Path(section.output) / 'checkpoints'}"
-    with Watchdog(section.stall_minutes, advice) as clock, translate_errors(section, advice), use(section.kernels):
+    with Watchdog(section.watchdog_minutes, advice) as clock, translate_errors(section, advice), use(section.kernels):
         run = _Run(recipe, model, objective, train, valid, facts, clock, reference, together)
         with Signals() as signals:
             with run.open() as batches:
@@ -161,7 +161,7 @@ class _Run:
         self.checkpoints = folder / "checkpoints"
         self.log = Log(recipe, self.accelerator, self.done, reference)
         self.best = _Best(self.checkpoints, self.wrapped, self.state["best"], together)
-        self.finite = NonFiniteCounter(folder, recipe.train.bad_steps, self.state["left_out"], self.accelerator.process_index)
+        self.finite = NonFiniteCounter(folder, recipe.train.max_nonfinite_steps, self.state["left_out"], self.accelerator.process_index)
         self.steps = range(self.done, self.done if self.best.stale(recipe.train.patience) else recipe.train.steps)
         self.bar = Bar("training", recipe.train.steps, self.done, self.accelerator.is_main_process)
         self.profile = Profile(recipe.train, self.accelerator, self.done, self.log.paused)

@@ -87,7 +87,7 @@ class Watchdog:
                 rank = os.environ.get("RANK", "0")
                 print(
                     f"error: rank {rank} made no progress for {self.limit / 60:g} minutes while {self.doing}; {self.resume} "
-                    "(train.stall_minutes sets the limit); where its threads stand:",
+                    "(train.watchdog_minutes sets the limit); where its threads stand:",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,1 +1,0 @@
-"""`draftsmith bench`: decoding beside transformers, kernels beside their rivals, whole rounds."""

@@ -1,1 +1,0 @@
-"""Benchmarks of training, each run with `python -m`."""

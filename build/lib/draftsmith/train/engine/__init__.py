@@ -1,1 +1,0 @@
-"""What runs a training loop: processes, sharding, order, checkpoints, watchdog, logs."""

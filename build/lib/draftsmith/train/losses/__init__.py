@@ -1,1 +1,0 @@
-"""Losses over large vocabularies, in chunks."""

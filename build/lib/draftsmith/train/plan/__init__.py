@@ -1,1 +1,0 @@
-"""`draftsmith plan`: memory and time of a run before anything is loaded."""
