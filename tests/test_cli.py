@@ -47,7 +47,7 @@ def arguments(folder, target_folder, *overrides):
 
 
 def train(folder, target_folder, *overrides):
-    exit_on_error(medusa.main, arguments(folder, target_folder, *overrides), "usage")
+    exit_on_error(medusa.main, arguments(folder, target_folder, *overrides))
 
 
 def failing(capsys, main, words, usage=None):
@@ -83,7 +83,7 @@ def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
         exit_on_error(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
         assert "τ" in capsys.readouterr().err
     words = arguments(place, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
-    assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words, "usage")
+    assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words)
 
 
 def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
@@ -268,7 +268,7 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     words += [f"train.output={tmp_path}", f"data.cache={tmp_path}", f"data.train={tmp_path}/text.txt", "data.seq_len=32"]
     words += ["train.steps=2", "train.warmup_steps=0", "train.eval_batches=1"]
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
-    exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
+    exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words])
     assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
     assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")

@@ -15,7 +15,8 @@ from draftsmith.eval import acceptance
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.train import data_cli, distill
-from draftsmith.train.distill import DistillSection, objective, survival
+from draftsmith.train.distill import DistillSection, along_chains, objective
+from draftsmith.train.losses.survival import chain
 from draftsmith.train.objective import supervised_tokens
 
 DEPTH = 3
@@ -104,8 +105,12 @@ def test_survival_is_counted_over_whole_chains():
             if weight[row, t : t + DEPTH].all() and len(document[row, t : t + DEPTH].unique()) == 1:
                 products.append(overlap[row, t : t + DEPTH].cumprod(0))
     assert len(products) > 5
-    torch.testing.assert_close(survival(overlap.flatten(), weight.flatten(), document, DEPTH), torch.stack(products).mean(0))
-    assert survival(overlap.flatten(), weight.flatten() & False, document, DEPTH).sum() == 0
+    acceptance, weights = (along_chains(values.flatten(), document, DEPTH) for values in (overlap, weight))
+    accepted, anchors = chain(acceptance, weights)
+    assert anchors == len(products)
+    torch.testing.assert_close(accepted / anchors, torch.stack(products).mean(0))
+    accepted, anchors = chain(acceptance, torch.zeros_like(weights))
+    assert anchors == 0 and accepted.sum() == 0
 
 
 @pytest.mark.parametrize("rows", [40, 64])

@@ -47,7 +47,7 @@ def short(target: Path | str, place: Path, output: Path, *more: str) -> list[str
         "target.dtype=float32",
         f"data.train={text}",
         f"data.cache={place}",
-        "data.near=1.0",
+        "data.near_duplicate=1.0",
         "data.seq_len=32",
     ]
     train = [

@@ -44,7 +44,7 @@ def drawn(method, chosen, gpu=False, dtype=torch.float32):
     """The step of a recipe, in shapes."""
     target = trace.outline(chosen.target, dtype)
     with trace.shapes_only():
-        model, objective = method.sketch(chosen, target)
+        model, objective = method.build_untrained(chosen, target)
     return trace.Step(model, objective, target, gpu)
 
 
@@ -70,7 +70,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     gradients and moments. leaving: a gradient is dropped as soon as it is whole."""
     torch.manual_seed(0)
     target = Target.load(chosen.target.path, dtype=torch.float32)
-    model, objective = method.sketch(chosen, target)
+    model, objective = method.build_untrained(chosen, target)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)

@@ -53,14 +53,14 @@ def maker(generation_of, calls=None, repeats=lambda key: False):
     return make
 
 
-def buffer(folder, plan=None, makers=None, model=None, turns=False):
+def buffer(folder, plan=None, samplers=None, model=None, turns=False):
     base = PackedDataset(corpus(turns=turns), S, seed=7)
-    plan = plan or Plan({"samples": 0.5}, every=EVERY, keep=2, prompts=40, new_tokens=12, batch_size=BATCH)
+    plan = plan or Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=12, batch_size=BATCH)
     model = model or nn.Linear(2, 2, bias=False)
     nn.init.ones_(model.weight)
-    found = Replay(base, folder, plan, makers or {}, model, V)
-    if not makers:
-        found.makers = {kind: maker(lambda: found_step(found)) for kind in plan.shares}
+    found = Replay(base, folder, plan, samplers or {}, model, V)
+    if not samplers:
+        found.samplers = {kind: maker(lambda: found_step(found)) for kind in plan.shares}
     return found
 
 
@@ -71,14 +71,14 @@ def found_step(replayed):
 def run(replayed, first, last):
     """As the loop does: rows are fetched two steps ahead of the one whose weights are being made."""
     fetched = {}
-    replayed.renew(first, lambda: False)
+    replayed.refresh(first, lambda: False)
     for step in range(first, last):
         for ahead in range(step, min(step + 3, last)):
             if ahead not in fetched:
                 fetched[ahead] = replayed.batch(sample_rows(len(replayed), 7, ahead * BATCH, BATCH))
         rows = sample_rows(len(replayed), 7, step * BATCH, BATCH)
         assert replayed.weight(rows) == fetched[step]["loss_mask"].sum()
-        replayed.renew(step + 1, lambda: False)
+        replayed.refresh(step + 1, lambda: False)
     return fetched
 
 
@@ -113,9 +113,11 @@ class Named:
 
 
 def test_shares_are_what_the_plan_says(tmp_path):
-    plan = Plan({"samples": 0.5, "rejections": 0.2}, every=EVERY, keep=2, prompts=GROUP, new_tokens=12, batch_size=BATCH)
+    plan = Plan(
+        {"samples": 0.5, "rejections": 0.2}, refresh_every=EVERY, keep_generations=2, prompts=GROUP, new_tokens=12, batch_size=BATCH
+    )
     replayed = buffer(tmp_path, plan)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     sources = [source for source, _ in replayed._sources(sample_rows(len(replayed), 7, 0, 20))]
     assert len(set(map(id, sources))) == 3
     many = Replay(replayed.base, tmp_path, plan, {}, nn.Linear(1, 1), V)
@@ -138,29 +140,29 @@ def test_prompts_end_before_an_answer_or_anywhere_in_a_text(tmp_path):
 
 def test_a_stop_between_groups_costs_nothing(tmp_path):
     whole = buffer(tmp_path / "whole")
-    whole.renew(0, lambda: False)
+    whole.refresh(0, lambda: False)
     calls = []
     cut = buffer(tmp_path / "cut")
-    cut.makers = {"samples": maker(lambda: 0, calls)}
+    cut.samplers = {"samples": maker(lambda: 0, calls)}
     answers = iter([False, True])
-    cut.renew(0, lambda: next(answers, True))
+    cut.refresh(0, lambda: next(answers, True))
     assert [key for _, key in calls] == list(range(GROUP)) and not cut.buffer
-    cut.renew(0, lambda: False)
+    cut.refresh(0, lambda: False)
     assert [key for _, key in calls] == list(range(40))
     files = [sorted((tmp_path / name / "step-00000000").iterdir()) for name in ("whole", "cut")]
     assert [file.name for file in files[0]] == [file.name for file in files[1]] and len(files[0]) == 4
     assert [file.read_bytes() for file in files[0]][:3] == [file.read_bytes() for file in files[1]][:3]
-    cut.renew(0, lambda: False)
+    cut.refresh(0, lambda: False)
     assert len(calls) == 40
 
 
 def test_other_weights_make_a_generation_anew(tmp_path):
     calls, model = [], nn.Linear(2, 2)
-    replayed = buffer(tmp_path, model=model, makers={"samples": maker(lambda: 0, calls)})
-    replayed.renew(0, lambda: False)
+    replayed = buffer(tmp_path, model=model, samplers={"samples": maker(lambda: 0, calls)})
+    replayed.refresh(0, lambda: False)
     with torch.no_grad():
         model.weight.add_(1)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert len(calls) == 80
 
 
@@ -168,7 +170,7 @@ def test_other_weights_make_a_generation_anew(tmp_path):
 def test_a_fault_at_each_write_leaves_whole_files(tmp_path, monkeypatch, when):
     """Of the four files of a generation: what was written before is used again, nothing is half there."""
     calls, real, count = [], durable.sync, 0
-    replayed = buffer(tmp_path, makers={"samples": maker(lambda: 0, calls)})
+    replayed = buffer(tmp_path, samplers={"samples": maker(lambda: 0, calls)})
 
     def failing(path):
         nonlocal count
@@ -180,12 +182,12 @@ def test_a_fault_at_each_write_leaves_whole_files(tmp_path, monkeypatch, when):
     with monkeypatch.context() as patched:
         patched.setattr(durable, "sync", failing)
         with pytest.raises(OSError, match="no space"):
-            replayed.renew(0, lambda: False)
+            replayed.refresh(0, lambda: False)
     assert not list(tmp_path.rglob("*.part"))
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert len(calls) == 40 + (min(GROUP, 40 - GROUP * (when - 2)) if when > 1 else 0)
     (tmp_path / "step-00000000" / f"samples-{GROUP:06d}.safetensors").write_bytes(b"spoilt")
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert load_file(tmp_path / "step-00000000" / f"samples-{GROUP:06d}.safetensors")
 
 
@@ -193,33 +195,33 @@ def test_what_a_run_was_trained_on_must_be_there(tmp_path):
     run(buffer(tmp_path), 0, 12)
     (tmp_path / "step-00000005" / "samples-000000.safetensors").unlink()
     with pytest.raises(ValueError, match="lacks samples that this run was trained on; restore it"):
-        buffer(tmp_path).renew(12, lambda: False)
+        buffer(tmp_path).refresh(12, lambda: False)
 
 
 def test_generations_too_close_are_refused(tmp_path):
-    plan = Plan({"samples": 0.5}, every=3, keep=2, prompts=4, new_tokens=12, batch_size=BATCH)
-    with pytest.raises(ValueError, match=r"distill\.every=3"):
+    plan = Plan({"samples": 0.5}, refresh_every=3, keep_generations=2, prompts=4, new_tokens=12, batch_size=BATCH)
+    with pytest.raises(ValueError, match=r"distill\.refresh_every=3"):
         buffer(tmp_path, plan)
 
 
 def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
-    plan = Plan({"samples": 0.5}, every=EVERY, keep=2, prompts=40, new_tokens=20, batch_size=BATCH)
-    some = buffer(tmp_path / "a", plan, makers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
-    some.renew(0, lambda: False)
+    plan = Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=20, batch_size=BATCH)
+    some = buffer(tmp_path / "a", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
+    some.refresh(0, lambda: False)
     said = capsys.readouterr().out
     assert "samples after step 0: 26 of 40 samples are of use, 14 repeat themselves" in said and "degenerates" not in said
     held = some.buffer["samples", 0].corpus
     assert len(held) == 26 and 300 in held.ids and not (held.ids.unfold(0, 2, 1) == 300).all(1).any()
-    every = buffer(tmp_path / "b", plan, makers={"samples": maker(lambda: 0, repeats=lambda key: True)})
-    every.renew(0, lambda: False)
+    every = buffer(tmp_path / "b", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: True)})
+    every.refresh(0, lambda: False)
     said = capsys.readouterr().out
     assert "40 repeat themselves; the student degenerates" in said and "rows of the data take their place" in said
     rows = sample_rows(len(every), 7, 0, 40)
     assert all(torch.equal(every.batch(rows)[name], every.base.batch(rows)[name]) for name in ("input_ids", "loss_mask"))
-    every.renew(1, lambda: False)
+    every.refresh(1, lambda: False)
     assert not capsys.readouterr().out  # it is said once
     fine = buffer(tmp_path / "c")
-    fine.renew(0, lambda: False)
+    fine.refresh(0, lambda: False)
     assert not capsys.readouterr().out
 
 
@@ -231,7 +233,7 @@ def test_distinct():
 def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):
     replayed = buffer(tmp_path)
     replayed.vocab_size = 300  # the student's head has rows of padding past it
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert replayed.buffer == {("samples", 0): None}
 
 
@@ -239,7 +241,7 @@ def test_rows_of_one_sample_each_stay_so(tmp_path):
     """A target that cannot keep packed documents apart must not be given any."""
     replayed = buffer(tmp_path)
     replayed.base = PackedDataset(corpus(), S, seed=7, one_each=True)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert replayed.buffer["samples", 0].one_each
     assert replayed.batch(sample_rows(len(replayed), 7, 0, 60))["document"].max() == 0
 
@@ -248,7 +250,7 @@ def test_a_damaged_file_is_named(tmp_path):
     run(buffer(tmp_path), 0, 12)
     (tmp_path / "step-00000005" / "samples-000000.safetensors").write_bytes(b"spoilt")
     with pytest.raises(ValueError, match="step-00000005 cannot be read"):
-        buffer(tmp_path).renew(12, lambda: False)
+        buffer(tmp_path).refresh(12, lambda: False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -299,7 +301,7 @@ def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path
         "student.layers=1",
         "distill.on_policy=0.5",
         "distill.rejections=0.2",
-        "distill.every=4",
+        "distill.refresh_every=4",
         "distill.prompts=20",
         "distill.new_tokens=12",
     ]

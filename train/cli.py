@@ -123,10 +123,13 @@ def usage(schema: type[Recipe], method: str, text: str | None) -> str:
 
 
 def _key(name: str, field: FieldInfo) -> list[str]:
-    """The lines of one key: its text, its choices, and its default."""
+    """The lines of a key: its text, its choices, and its default."""
     choices = _choices(field.annotation)
     about = f"{field.description} {{{', '.join(choices)}}}" if choices else str(field.description)
-    about += " (required)" if field.is_required() else f" (default: {_shown(field.default)})"
+    if field.is_required():
+        about += " (required)"
+    elif field.default is not None:  # of others the text says what happens while they are unset
+        about += f" (default: {_shown(field.default)})"
     indent = " " * 32
     return textwrap.wrap(about, WIDTH, initial_indent=f"  {name:29} ", subsequent_indent=indent, break_on_hyphens=False)
 
@@ -142,8 +145,6 @@ def _choices(annotation: object) -> tuple[str, ...]:
 
 def _shown(value: object) -> str:
     """A default as a recipe would give it."""
-    if value is None:
-        return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

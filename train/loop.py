@@ -35,7 +35,7 @@ MAY_CHANGE = {
 } | {"data.cache", "data.num_proc", "target.parallel", "eagle.checkpointing", "student.checkpointing"}
 
 
-Between = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
+Refresh = Callable[[int, Callable[[], bool], Callable[[], AbstractContextManager[None]]], None]
 
 
 class _Step(nn.Module):
@@ -74,14 +74,14 @@ def fit(
     reference: Callable[[Batch], object] | None = None,
     probe: Callable[[], float] | None = None,
     together: bool = False,
-    between: Between | None = None,
+    refresh: Refresh | None = None,
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as `recipe` says and leave checkpoints and metrics.jsonl in `train.output`.
 
     reference: the frozen target's forward on a batch, to hold a step's time against.
     probe: measures τ at each evaluation, on the first rank (`together`: on all, where the target's forward is theirs in common); `model` ends
     with the weights that were best by it, and the run ends after train.patience evaluations without a better one.
-    between: called on all ranks with the number of steps done, before the first step and after each: on-policy samples are made there. Its
+    refresh: called on all ranks with the number of steps done, before the first step and after each: on-policy samples are made there. Its
     second argument says whether a signal asks for haste: what it had no time for it is asked for again when the run goes on. Within its
     third, which all ranks enter, `model` has its weights.
 
@@ -107,9 +107,9 @@ def fit(
                     return signals.pending()
 
                 stopped = 0
-                if between and run.steps:
+                if refresh and run.steps:
                     with run.log.paused():
-                        between(run.done, pending, run.wrapped.whole)
+                        refresh(run.done, pending, run.wrapped.whole)
                     stopped = asked_to_stop()
                 for step in run.steps if not stopped else ():
                     run.step(step, batches)
@@ -117,9 +117,9 @@ def fit(
                     if last or (section.eval_every and (step + 1) % section.eval_every == 0):
                         run.judge(step + 1, probe)
                         last = last or run.best.stale(section.patience)
-                    if between and not last:
+                    if refresh and not last:
                         with run.log.paused():
-                            between(step + 1, pending, run.wrapped.whole)
+                            refresh(step + 1, pending, run.wrapped.whole)
                     if last or (section.save_every and (step + 1) % section.save_every == 0):
                         run.save(step + 1)
                     stopped = asked_to_stop()

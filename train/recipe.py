@@ -53,7 +53,8 @@ class TargetSection(Section):
         "by its part of each matrix",
     )
     quantise: Literal["bnb-int8", "bnb-nf4", "ao-int8", "ao-fp8"] | None = Field(
-        default=None, description="quantise all linear layers but the output head while loading, with bitsandbytes (bnb) or torchao (ao)"
+        default=None,
+        description="quantise all linear layers but the output head while loading, with bitsandbytes (bnb) or torchao (ao); unset: no",
     )
     trust_remote_code: bool = Field(default=False, description="run model code from the Hub")
 
@@ -111,7 +112,7 @@ class FeaturesSection(Section):
     mode: Literal["online", "offline", "cache"] = Field(
         default="online", description="online: run the target in each step; offline: read the store; cache: read it and add what it lacks"
     )
-    store: str | None = Field(default=None, description="folder of the feature store; `draftsmith data capture` fills it")
+    store: str | None = Field(default=None, description="folder of the feature store; `draftsmith data capture` fills it; unset: none")
     precision: Literal["float32", "bfloat16", "fp8", "int8"] = Field(default="bfloat16", description="number format of a new store")
     taps: tuple[int, ...] = Field(
         default=(), description="decoder layers, counted from 0, whose outputs a new store holds besides the last hidden state"
@@ -124,8 +125,10 @@ class TreeSection(Section):
     """the draft tree stored with the drafter, until `draftsmith eval` chooses one for the machine"""
 
     depth: int | None = Field(default=None, ge=1, description="K, tokens drafted ahead; unset: the method's default")
-    width: int | None = Field(default=None, ge=1, description="children of a node; 1: a chain; more: a dynamic tree")
-    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, with the root")
+    width: int | None = Field(
+        default=None, ge=1, description="children of a node; 1: a chain; more: a dynamic tree; unset: the method's default"
+    )
+    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, with the root; unset: the method's default")
 
 
 class TrainSection(Section):
@@ -192,7 +195,8 @@ class TrainSection(Section):
         default=(), description="also send metrics to these; wandb stays offline without a key, trackio stays on this machine"
     )
     profile: Changeable[str | None] = Field(
-        default=None, description="`10:15` traces steps 10 to 15, both included and numbered as in metrics.jsonl, into output"
+        default=None,
+        description="`10:15` traces steps 10 to 15, both included and numbered as in metrics.jsonl, into output; unset: no trace",
     )
 
     @field_validator("profile", mode="before")

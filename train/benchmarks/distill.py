@@ -86,7 +86,7 @@ def train(steps: int) -> None:
             except FileExistsError:
                 continue
             data = [f"data.train={own}"] if cell.data == "own" else []
-            policy = ["distill.on_policy=0.5", "distill.new_tokens=96", "distill.every=25"] if cell.data == "policy" else []
+            policy = ["distill.on_policy=0.5", "distill.new_tokens=96", "distill.refresh_every=25"] if cell.data == "policy" else []
             words = [f"train.output={folder}", f"train.seed={seed}", f"distill.loss={cell.loss}", *STUDENT[cell.start], *data, *policy]
             words += [f"train.steps={steps}", "train.save_every=0", "train.eval_every=0", "train.tau_prompts=0", "train.eval_batches=1"]
             distill.main(["recipes/distill-tiny.yaml", *words])

@@ -63,13 +63,6 @@ class DraftLosses(NamedTuple):
     overlap: Tensor
 
 
-class Chain(NamedTuple):
-    """accepted [K] int64: anchors whose steps 0..k all hit · anchors: scalar int64, their number."""
-
-    accepted: Tensor
-    anchors: Tensor
-
-
 def chunked_draft_loss(
     hidden: Tensor,
     head: Head,
@@ -157,16 +150,6 @@ def feature_loss(predicted: Tensor, actual: Tensor, weight: Tensor) -> Tensor:
     dtype = torch.float64 if predicted.dtype == torch.float64 else torch.float32
     gap = F.smooth_l1_loss(predicted.to(dtype), actual.detach().to(dtype), reduction="none")
     return (gap.mean(-1) * weight).sum()
-
-
-def chain(hits: Tensor, weights: Tensor) -> Chain:
-    """How far each chain of drafts survives: hits [K,M] bool, weights [K,M], row t of every step belonging to the chain of anchor t.
-
-    Anchors are the rows that are supervised (weight > 0) in every step; weights of pairs past the last row must be 0. Survival is
-    S_k = accepted[k] / anchors, and the simulated τ = 1 + Σ S_k: greedy and along the target's own text, OOV a miss.
-    """
-    anchors = (weights > 0).all(0)
-    return Chain((hits.cumprod(0).bool() & anchors).sum(1), anchors.sum())
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ Traces = dict[tuple[int, bool], trace.Traced]  # by micro-batch, and whether gra
 
 
 class Case:
-    """A recipe on a machine, in shapes. `method` is its script, a module with `sketch`; traces: those of a case that differs in the layout of
+    """A recipe on a machine, in shapes. `method` is its script, a module with `build_untrained`; traces: those of a case that differs in the layout of
     its target alone, to be used again.
 
     Attributes: ranks × micro × accumulation, the rows of a step · held: parameters of the target · trained, frozen: of the drafter.
@@ -91,7 +91,7 @@ class Case:
                 f"data.seq_len={recipe.data.seq_len} is longer than the target's context of {self.target.max_positions}; lower it"
             )
         with trace.shapes_only():
-            model, objective = method.sketch(recipe, self.target)
+            model, objective = method.build_untrained(recipe, self.target)
         self.held = sum(one.numel() for one in self.target.model.parameters())
         self.trained, self.frozen = (
             sum(one.numel() for one in model.parameters() if one.requires_grad == trained) for trained in (True, False)

@@ -91,7 +91,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
     file = Path(path) if Path(path).is_file() else RECIPES / Path(path).name
     named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
     scripts = sorted(
-        one for one in Path(__file__).parents[1].glob("*.py") if re.search(r"^def sketch\(", one.read_text(encoding="utf-8"), re.M)
+        one for one in Path(__file__).parents[1].glob("*.py") if re.search(r"^def build_untrained\(", one.read_text(encoding="utf-8"), re.M)
     )
     methods = {one.stem: importlib.import_module(f"draftsmith.train.{one.stem}") for one in scripts}
     own = {name: schema_of(method).model_fields.keys() - Recipe.model_fields.keys() for name, method in methods.items()}
