@@ -3,22 +3,27 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 # Warnings of other libraries about themselves, by logger and by a part of their text. Nothing else that these loggers say is left out.
 FOREIGN_WARNINGS = {
     "torchao": "Failed to load ",  # its kernels for other GPUs; transformers imports torchao wherever it is installed
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",  # the way in which torchao registers its classes
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # PEFT imports bitsandbytes wherever it is installed
     "DeepSpeed": "Setting accelerator to CPU",  # Accelerate imports DeepSpeed wherever it is installed, whatever the launcher
 }
+# The same of Python's own warnings: PEFT asks transformers for an attribute by its old name.
+FOREIGN_DEPRECATION = "`is_gradient_checkpointing` is deprecated"
 # Errors of libraries that a user can correct, by module. A module that is not loaded has raised nothing.
 LIBRARY_ERRORS = {"torch": "OutOfMemoryError", "safetensors": "SafetensorError", "jinja2": "TemplateError"}
 
 
 def quiet_libraries() -> None:
-    """Leave out `FOREIGN_WARNINGS` and the progress bars of transformers. Call it before transformers is imported."""
+    """Leave out the warnings above, and the progress bars of transformers. Call it before transformers is imported."""
     for name in FOREIGN_WARNINGS:
         logging.getLogger(name).addFilter(_concerns_the_user)
+    warnings.filterwarnings("ignore", message=FOREIGN_DEPRECATION, category=FutureWarning)
     if "transformers" in sys.modules:
         from transformers.utils import logging as transformers_logging
 

@@ -1,6 +1,8 @@
 """What a person meets: training, evaluating and generating from the command line, and one clear line for every mistake."""
 
+import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval import acceptance, compare, generate
-from draftsmith.inference.errors import exit_on_error
+from draftsmith.eval import acceptance, generate
+from draftsmith.inference.errors import FOREIGN_WARNINGS, exit_on_error, quiet_libraries
 from draftsmith.train import cli, medusa, recipe, target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,10 +52,10 @@ def train(folder, target_folder, *overrides):
     exit_on_error(medusa.main, arguments(folder, target_folder, *overrides))
 
 
-def failing(capsys, main, words, usage=None):
+def failing(capsys, main, words):
     """Run `main`, which must exit with 2 and one line on stderr; that line."""
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(main, [str(word) for word in words], usage)
+        exit_on_error(main, [str(word) for word in words])
     assert exit.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
@@ -225,22 +227,110 @@ def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
     assert "step-00000004 cannot be read" in line and "to start again, or restore it" in line
 
 
-def test_help_and_unknown_words(capsys):
-    def command(*words):
-        return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *words], capture_output=True, text=True)
+# What a help page must not import, since each takes seconds or much of one.
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "matplotlib", "pandas", "numpy"}
+SCRIPTS = ("medusa", "eagle", "distill", "target")
+HELP_PAGES = [["--help"], ["train"], *(["train", name, "--help"] for name in SCRIPTS), *([name, "--help"] for name in cli.COMMANDS)]
 
-    with pytest.raises(SystemExit) as exit:
-        exit_on_error(medusa.main, ["--help"], recipe.usage(medusa.MedusaRecipe, medusa.__doc__))
-    printed = capsys.readouterr().out
-    assert exit.value.code == 0 and "medusa.heads" in printed and "train.output" in printed and "required" in printed
-    shown = command("--help")
-    assert shown.returncode == 0 and all(word in shown.stdout for word in (*cli.COMMANDS, "accelerate launch"))
-    unknown = command("evaluate")
-    assert unknown.returncode == 2 and "no command 'evaluate'; expected one of eval" in unknown.stderr
-    for main in (acceptance.main, compare.main, generate.main):
-        with pytest.raises(SystemExit) as exit:
-            main(["--help"])
-        assert exit.value.code == 0 and "usage: draftsmith" in capsys.readouterr().out
+
+def command(*words, **keywords):
+    """Run `draftsmith` with these words in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *map(str, words)], capture_output=True, text=True, **keywords)
+
+
+def imported_by_help(run, words):
+    """(the page, heavy modules that were imported) of a process that executes `run` with these words as its arguments."""
+    script = (
+        f"import json, runpy, sys\nsys.argv = {words}\n"
+        f"try: runpy.{run}\nexcept SystemExit: pass\n"
+        f"print(json.dumps(sorted({HEAVY} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    page, _, modules = done.stdout.rstrip("\n").rpartition("\n")
+    return page, json.loads(modules)
+
+
+@pytest.mark.parametrize("words", HELP_PAGES, ids=" ".join)
+def test_help_imports_nothing_heavy(words):
+    page, modules = imported_by_help("run_module('draftsmith.train.cli', run_name='__main__')", ["draftsmith", *words])
+    assert "usage: draftsmith" in page and modules == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_answers_help_before_its_imports(name):
+    page, modules = imported_by_help(f"run_path('{ROOT / 'train' / name}.py', run_name='__main__')", [f"train/{name}.py", "--help"])
+    assert f"usage: draftsmith train {name}" in page and modules == []
+
+
+def test_help_has_a_heading_for_each_section_and_a_text_for_each_key(tmp_path):
+    assert sorted(cli.methods()) == sorted(SCRIPTS)
+    for name, (schema, own) in {"medusa": (medusa.MedusaRecipe, "medusa"), "target": (target.TargetRecipe, "architecture")}.items():
+        page = cli.usage(schema, name, "about")
+        for section in ("target", "data", "features", "tree", "train", own):
+            assert re.search(rf"^{section}: [a-z].+", page, re.MULTILINE)
+        for key, field in recipe.keys(schema).items():
+            assert field.description, f"{key} has no text"
+            assert re.search(rf"^  {re.escape(key)} +\w", page.replace("`", "x"), re.MULTILINE)
+    plain = " ".join(page.split())
+    assert "{cosine, constant, wsd} (default: cosine)" in plain and "optimizer steps of the run (required)" in plain
+    for name in ("eagle", "distill"):
+        assert all(field.description for field in recipe.keys(schema_of(name)).values())
+
+
+def schema_of(name):
+    module = importlib.import_module(f"draftsmith.train.{name}")
+    return next(kind for kind in vars(module).values() if isinstance(kind, type) and recipe.Recipe in kind.__bases__)
+
+
+def test_a_new_method_appears_without_a_list(monkeypatch, tmp_path):
+    (tmp_path / "hydra.py").write_text('"""Train Hydra heads."""\n\nclass HydraRecipe(Recipe):\n    pass\n')
+    (tmp_path / "helper.py").write_text("class Helper:\n    pass\n")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
+    assert list(cli.methods()) == ["hydra"]
+
+
+def test_wrong_words_are_one_line():
+    for words, says in (
+        (("evaluate",), "error: no command 'evaluate'; expected one of train, eval, bench, compare, data, plan, generate"),
+        (("evl",), "did you mean 'eval'?"),
+        (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, medusa, target; did you mean 'medusa'?"),
+        (("train", "medusa"), "error: no recipe; give a YAML file or one of: medusa-tiny (draftsmith train medusa --help lists the keys)"),
+        (("train", "medusa", "meduza-tiny"), "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-tiny"),
+        (("train", "medusa", "medusa-tiny", "train.step=3"), "error: unknown recipe key 'train.step'; the nearest is 'train.steps'"),
+    ):
+        done = command(*words)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and says in done.stderr
+    for words in ((), ("train",)):
+        done = command(*words)
+        assert done.returncode == 2 and done.stdout.count("usage: draftsmith") == 1 and done.stderr == ""
+
+
+def test_training_by_name_says_nothing_of_other_libraries(place, target_folder):
+    """Whatever is installed beside: PEFT, DeepSpeed, torchao and bitsandbytes warn when Accelerate and transformers import them."""
+    common = arguments(place, target_folder, f"train.output={place / 'named'}", "train.steps=1", "train.warmup_steps=0")[1:]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = command("train", "medusa", "medusa-tiny", *common, env=environment, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert all(re.match(r"(training|preparing) ", line) for line in done.stderr.splitlines()), done.stderr
+    assert not re.search("warning|Failed", done.stdout, re.IGNORECASE)
+    assert json.loads((place / "named" / "run.json").read_text())["argv"][:2] == ["medusa.py", "medusa-tiny"]
+    done = command("generate", "--drafter", place / "named" / "artifact", "--max-new-tokens", "4", TEXT[:30], env=environment)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_only_the_named_warnings_are_left_out(caplog):
+    quiet_libraries()
+    quiet_libraries()
+    for name, text in FOREIGN_WARNINGS.items():
+        logger = logging.getLogger(name)
+        logger.addHandler(caplog.handler)
+        try:
+            logger.warning("%s and more", text)
+            logger.warning("something else of %s", name)
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {f"something else of {name}" for name in FOREIGN_WARNINGS}
 
 
 def test_importing_sets_up_nothing():

@@ -249,11 +249,11 @@ def shipped(schema: type[Recipe] | None = None) -> list[str]:
     return [file.stem for file in files if schema is None or _parse(file).keys() <= keys(schema).keys()]
 
 
-def find(path: str | Path) -> Path:
+def find(path: str | Path, schema: type[Recipe] | None = None) -> Path:
     """The file of a recipe: `path` itself, or the shipped recipe of that name, with or without `.yaml`.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is neither. It lists the shipped recipes; with a schema, those that fit it.
     """
     file = Path(path)
     if file.is_file():
@@ -261,7 +261,7 @@ def find(path: str | Path) -> Path:
     in_package = RECIPES / f"{file.name.removesuffix('.yaml')}.yaml"
     if in_package.is_file() and file.parent in (Path("."), Path("recipes")):
         return in_package
-    raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {', '.join(shipped())}")
+    raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {', '.join(shipped(schema))}")
 
 
 def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool = False) -> R:
@@ -276,7 +276,7 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
     Raises:
         ValueError: in one line, for a missing file, an unknown key (naming the nearest) or a value of the wrong type.
     """
-    values, known = _flatten(_parse(find(path))), keys(schema)
+    values, known = _flatten(_parse(find(path, None if shared else schema))), keys(schema)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:

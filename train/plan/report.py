@@ -28,7 +28,7 @@ from draftsmith.data import corpus
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.memory import FILLED, GIB, Case, Machine, fitting
-from draftsmith.train.recipe import RECIPES, Recipe
+from draftsmith.train.recipe import Recipe
 
 SHORTEST = 512  # tokens of a row: none is made shorter than this
 USED = 0.4  # of a GPU's products a second: what training comes to
@@ -88,7 +88,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
     Raises ValueError where neither says it.
     """
     recipes.load(Recipe, path, [], shared=True)  # says what is wrong with the file
-    file = Path(path) if Path(path).is_file() else RECIPES / Path(path).name
+    file = recipes.find(path)
     named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
     scripts = sorted(
         one for one in Path(__file__).parents[1].glob("*.py") if re.search(r"^def build_untrained\(", one.read_text(encoding="utf-8"), re.M)
