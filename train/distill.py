@@ -131,7 +131,7 @@ def _check_replay(recipe: DistillRecipe) -> None:
         raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
     if section.new_tokens > recipe.data.seq_len // 2:
         raise ValueError(
-            f"distill.new_tokens={section.new_tokens} leaves little room for prompts in data.seq_len={recipe.data.seq_len}; "
+            f"distill.new_tokens={section.new_tokens} leaves few tokens for prompts in data.seq_len={recipe.data.seq_len}; "
             "make it half of that at most"
         )
 
