@@ -23,9 +23,9 @@ TEXT = "def parse_line(line):\n    return [part.strip() for part in line.split('
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, target_folder):
+def workspace(tmp_path_factory, target_folder):
     """A folder with text to train on, prompts, and a short run's artifact."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("workspace")
     (folder / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": TEXT[: 20 + i], "domain": "ab"[i % 2]}) + "\n" for i in range(8)))
     train(folder, target_folder)
@@ -62,8 +62,8 @@ def failing(capsys, main, words):
     return lines[0]
 
 
-def test_the_artifact_can_be_published_as_it_stands(place):
-    artifact = place / "run" / "artifact"
+def test_the_artifact_can_be_published_as_it_stands(workspace):
+    artifact = workspace / "run" / "artifact"
     names = {file.name for file in artifact.iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "recipe.yaml", "run.json", "tokenizer.json"} <= names
     assert not {name for name in names if name.endswith((".bin", ".pt", ".pkl"))}
@@ -73,24 +73,24 @@ def test_the_artifact_can_be_published_as_it_stands(place):
     assert json.loads((artifact / "config.json").read_text())["target"]["config_hash"]
 
 
-def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
+def test_a_recipe_may_say_the_tree(workspace, target_folder, tmp_path, capsys):
     for words, tree in (
         (("tree.depth=2", "tree.width=2", "tree.nodes=5"), {"depth": 2, "width": 2, "nodes": 5}),
         (("tree.width=1",), [[0], [0, 0]]),
     ):
         output = tmp_path / str(len(words))
-        train(place, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
+        train(workspace, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
         assert json.loads((output / "artifact" / "config.json").read_text())["tree"] == tree
         capsys.readouterr()
         exit_on_error(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
         assert "τ" in capsys.readouterr().err
-    words = arguments(place, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
+    words = arguments(workspace, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
     assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words)
 
 
-def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
-    artifact = place / "run" / "artifact"
-    words = [str(artifact), "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
+def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
+    artifact = workspace / "run" / "artifact"
+    words = [str(artifact), "--prompts", str(workspace / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
     exit_on_error(acceptance.main, words)
     report = json.loads(capsys.readouterr().out)
     assert report["answers"] == 8 and not report["divergences"]  # four prompts at two temperatures
@@ -110,10 +110,10 @@ def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
 
-def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, target_folder, capsys):
+def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(workspace, target_folder, capsys):
     texts = []
     for temperature in ("0", "0.9"):
-        for drafter in ("none", str(place / "run" / "artifact")):
+        for drafter in ("none", str(workspace / "run" / "artifact")):
             for tree in ("saved", "chain"):
                 words = ["--target", str(target_folder), "--drafter", drafter, "--temperature", temperature, "--seed", "5", "--tree", tree]
                 exit_on_error(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
@@ -121,15 +121,15 @@ def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, 
                 assert captured.err == ""
                 texts.append((temperature, captured.out))
     assert len(set(texts)) == 2
-    exit_on_error(generate.main, ["--drafter", str(place / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
+    exit_on_error(generate.main, ["--drafter", str(workspace / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
     captured = capsys.readouterr()
     assert re.fullmatch(r"8 tokens in \d rounds: τ \d\.\d\d, \d+ tokens/s\n", captured.err)
 
 
-def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
-    artifact = place / "run" / "artifact"
+def test_the_same_command_twice_reuses_the_run(workspace, target_folder, capsys):
+    artifact = workspace / "run" / "artifact"
     before = {file.name: file.read_bytes() for file in artifact.iterdir()}
-    train(place, target_folder)
+    train(workspace, target_folder)
     out = capsys.readouterr().out
     assert "resuming from" in out and "there already" in out
     assert {file.name: file.read_bytes() for file in artifact.iterdir()} == before  # measurements included
@@ -139,54 +139,54 @@ def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
     ("override", "says"),
     [
         ("train.stepz=3", "unknown recipe key 'train.stepz'; the nearest is 'train.steps'"),
-        ("data.train={place}/nothing.txt", "nothing.txt' not found"),
-        ("data.train={place}/empty.jsonl", "the source is empty or too short"),
-        ("data.train={place}/chats.jsonl", "there is no template, so `messages` cannot be rendered"),
-        ("data.train={place}/roles.jsonl", "roles.jsonl:1: `messages` 1 has the role None"),
+        ("data.train={workspace}/nothing.txt", "nothing.txt' not found"),
+        ("data.train={workspace}/empty.jsonl", "the source is empty or too short"),
+        ("data.train={workspace}/chats.jsonl", "there is no template, so `messages` cannot be rendered"),
+        ("data.train={workspace}/roles.jsonl", "roles.jsonl:1: `messages` 1 has the role None"),
         ("train.betas=[0.9", "override train.betas=[0.9: not a YAML value"),
         ("train.seed=-1", "greater than or equal to 0"),
         ("data.seq_len=999", "data.seq_len=999 is longer than the target's context of 128"),
-        ("target.path={place}/nowhere", "no folder"),
-        ("target.path={place}/pickled", "pickle"),
-        ("target.path={place}/mismatched", "has 258 entries, its model only 257 logits"),
-        ("target.path={place}/cut", "damaged or cut off"),
+        ("target.path={workspace}/nowhere", "no folder"),
+        ("target.path={workspace}/pickled", "pickle"),
+        ("target.path={workspace}/mismatched", "has 258 entries, its model only 257 logits"),
+        ("target.path={workspace}/cut", "damaged or cut off"),
     ],
 )
-def test_a_mistake_in_training_is_one_line_and_writes_nothing(place, target_folder, capsys, override, says):
-    (place / "empty.jsonl").write_text("")
-    (place / "chats.jsonl").write_text((json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n") * 20)
-    (place / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "x"}]}) + "\n")
+def test_a_mistake_in_training_is_one_line_and_writes_nothing(workspace, target_folder, capsys, override, says):
+    (workspace / "empty.jsonl").write_text("")
+    (workspace / "chats.jsonl").write_text((json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n") * 20)
+    (workspace / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "x"}]}) + "\n")
     for name in ("pickled", "mismatched", "cut"):
-        shutil.rmtree(place / name, ignore_errors=True)
-        shutil.copytree(target_folder, place / name)
-    (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
-    weights = (place / "cut" / "model.safetensors").read_bytes()
-    (place / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        shutil.rmtree(workspace / name, ignore_errors=True)
+        shutil.copytree(target_folder, workspace / name)
+    (workspace / "pickled" / "model.safetensors").rename(workspace / "pickled" / "pytorch_model.bin")
+    weights = (workspace / "cut" / "model.safetensors").read_bytes()
+    (workspace / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     from conftest import byte_tokenizer
 
     larger = byte_tokenizer()
     larger.add_tokens(["extra"])
-    larger.save_pretrained(place / "mismatched")
-    fresh = place / "fresh"
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={fresh}", override.format(place=place)))
+    larger.save_pretrained(workspace / "mismatched")
+    fresh = workspace / "fresh"
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={fresh}", override.format(workspace=workspace)))
     assert says in line
     assert not fresh.exists()
 
 
-def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
-    artifact = place / "run" / "artifact"
-    assert "no folder" in failing(capsys, acceptance.main, [place / "no" / "such"])
-    assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", place / "no.jsonl"])
+def test_mistakes_in_evaluating_and_generating(workspace, target_folder, capsys):
+    artifact = workspace / "run" / "artifact"
+    assert "no folder" in failing(capsys, acceptance.main, [workspace / "no" / "such"])
+    assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", workspace / "no.jsonl"])
     assert "the folder of a trained drafter" in failing(capsys, generate.main, ["--drafter", "medusa", "x"])
     for option, value in (("--limit", "0"), ("--nodes", "1"), ("--temperature", "-1"), ("--max-new-tokens", "1")):
         assert f"{option} {value}" in failing(capsys, acceptance.main, [artifact, f"{option}={value}"]).replace(".0", "")
-    long = place / "long.jsonl"
+    long = workspace / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 500, "id": "endless"}) + "\n")
     assert "'endless' has 500 tokens" in failing(capsys, acceptance.main, [artifact, "--prompts", long])
     assert "expected fewer than the context of 128" in failing(capsys, generate.main, ["--target", target_folder, "x" * 500])
     assert "got no tokens" in failing(capsys, generate.main, ["--target", target_folder, ""])
     assert "got temperature -1.0" in failing(capsys, generate.main, ["--target", target_folder, "--temperature=-1", "x"])
-    half = place / "half"
+    half = workspace / "half"
     shutil.copytree(artifact, half)
     (half / "model.safetensors").unlink()
     assert "no weights" in failing(capsys, acceptance.main, [half])
@@ -194,7 +194,7 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     del tensors["1.1.weight"]
     save_file(tensors, half / "model.safetensors", metadata={"format": "pt"})
     assert "1 missing tensors: 1.1.weight" in failing(capsys, acceptance.main, [half])
-    other = place / "other"
+    other = workspace / "other"
     shutil.copytree(target_folder, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
@@ -202,28 +202,28 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     assert str(other) in line and str(target_folder) in line
 
 
-def test_other_data_does_not_continue_a_run(place, target_folder, capsys):
-    copy, text = place / "again", place / "copy.txt"
-    shutil.copy(place / "text.txt", text)
-    train(place, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
+def test_other_data_does_not_continue_a_run(workspace, target_folder, capsys):
+    copy, text = workspace / "again", workspace / "copy.txt"
+    shutil.copy(workspace / "text.txt", text)
+    train(workspace, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
     text.write_text(text.read_text() + "and more")
     capsys.readouterr()
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}", f"data.train={text}"))
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={copy}", f"data.train={text}"))
     assert "was made with data=" in line and "give another train.output" in line
 
 
-def test_a_book_is_one_document_and_is_held_out_in_part(place, target_folder):
-    (place / "book.txt").write_text("It was a dark and stormy night. " * 200)
-    train(place, target_folder, f"train.output={place / 'book'}", f"data.train={place / 'book.txt'}")
-    assert (place / "book" / "artifact" / "model.safetensors").is_file()
+def test_a_book_is_one_document_and_is_held_out_in_part(workspace, target_folder):
+    (workspace / "book.txt").write_text("It was a dark and stormy night. " * 200)
+    train(workspace, target_folder, f"train.output={workspace / 'book'}", f"data.train={workspace / 'book.txt'}")
+    assert (workspace / "book" / "artifact" / "model.safetensors").is_file()
 
 
-def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
-    copy = place / "copy"
-    shutil.copytree(place / "run", copy)
+def test_a_broken_checkpoint_names_the_folder(workspace, target_folder, capsys):
+    copy = workspace / "copy"
+    shutil.copytree(workspace / "run", copy)
     state = next((copy / "checkpoints").glob("step-*")) / "state.json"
     state.write_text('{"step": ')
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}"))
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={copy}"))
     assert "step-00000004 cannot be read" in line and "to start again, or restore it" in line
 
 
@@ -306,16 +306,16 @@ def test_wrong_words_are_one_line():
         assert done.returncode == 2 and done.stdout.count("usage: draftsmith") == 1 and done.stderr == ""
 
 
-def test_training_by_name_says_nothing_of_other_libraries(place, target_folder):
+def test_training_by_name_says_nothing_of_other_libraries(workspace, target_folder):
     """Whatever is installed beside: PEFT, DeepSpeed, torchao and bitsandbytes warn when Accelerate and transformers import them."""
-    common = arguments(place, target_folder, f"train.output={place / 'named'}", "train.steps=1", "train.warmup_steps=0")[1:]
+    common = arguments(workspace, target_folder, f"train.output={workspace / 'named'}", "train.steps=1", "train.warmup_steps=0")[1:]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = command("train", "medusa", "medusa-tiny", *common, env=environment, cwd=place)
+    done = command("train", "medusa", "medusa-tiny", *common, env=environment, cwd=workspace)
     assert done.returncode == 0, done.stderr
     assert all(re.match(r"(training|preparing) ", line) for line in done.stderr.splitlines()), done.stderr
     assert not re.search("warning|Failed", done.stdout, re.IGNORECASE)
-    assert json.loads((place / "named" / "run.json").read_text())["argv"][:2] == ["medusa.py", "medusa-tiny"]
-    done = command("generate", "--drafter", place / "named" / "artifact", "--max-new-tokens", "4", TEXT[:30], env=environment)
+    assert json.loads((workspace / "named" / "run.json").read_text())["argv"][:2] == ["medusa.py", "medusa-tiny"]
+    done = command("generate", "--drafter", workspace / "named" / "artifact", "--max-new-tokens", "4", TEXT[:30], env=environment)
     assert done.returncode == 0 and done.stderr == ""
 
 
@@ -365,13 +365,13 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 
 
-def test_prompts_are_split_over_ranks_that_agree_on_the_tree(place, target_folder):
+def test_prompts_are_split_over_ranks_that_agree_on_the_tree(workspace, target_folder):
     """Two processes time the same forwards differently; one tree, one report, every prompt once."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]
     command += ["-m", "draftsmith.eval.acceptance", "--drafter", str(target_folder), "--target", str(target_folder)]
-    command += ["--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
+    command += ["--prompts", str(workspace / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=place)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=workspace)
     assert done.returncode == 0, done.stderr[:6000]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)
