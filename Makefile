@@ -1,13 +1,13 @@
-# Two commands: `make quickstart` and `make test`. Each sets up .venv first and uses again what is there.
+# Two commands: `make quickstart` and `make test`. Each sets up .venv first, or uses the one that is there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-# Without a GPU take the CPU build of torch: the other one brings several GB of CUDA libraries.
+# Without a GPU, install the CPU build of torch: the other build brings several GB of CUDA libraries.
 CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell uname -s))),,yes)
-# Two processes of one thread beat one of two on small matrices.
+# On small matrices two processes of one thread are faster than one process of two.
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -17,17 +17,17 @@ quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
-# A process per core, each of one thread; a file of tests stays together, since its fixtures are dear.
+# A process per core, each of one thread. The tests of a file run in one process, since its fixtures take long.
 test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Every fault that a training run must survive, tried: five to ten minutes on 2 cores. Some need root, and are skipped without it.
+# Inject every fault that a training run must survive: five to ten minutes on 2 cores. Faults that need root are skipped without it.
 test-faults: $(DEV)
 	$(BIN)/python tests/faults.py
 
-# Random rounds as CUDA graphs hold them, replayed on a CPU, against plain decoding: five minutes, or longer by hand.
+# Random rounds in the form that CUDA graphs capture, run on a CPU and compared with plain decoding: five minutes, or longer by hand.
 test-rounds: $(DEV)
 	$(BIN)/python tests/soak_rounds.py
 

@@ -1,6 +1,7 @@
 """Files that are complete or absent, whatever is killed, unplugged or full while they are written."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,32 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder under a temporary name, sync its files, and only then rename it to `path`.
+
+    Args:
+        path: the folder to create or replace. Until its successor is complete it stays as it was.
+        write: writes the content into the empty folder that it is given.
+
+    Raises:
+        OSError: the disk is full, the folder is read-only, and so on. Whatever `write` raises passes through.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        for inner in (*temporary.rglob("*"), temporary):
+            sync(inner)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(path.parent)
 

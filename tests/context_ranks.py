@@ -68,7 +68,7 @@ def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] 
     name, shape = SHAPES[recipe.eagle.version]
     drafter = make(target, name, steps=recipe.eagle.steps, **shape)
     rows = PackedDataset(corpus_of([min(length, seq_len) for length in LENGTHS], seq_len=seq_len), seq_len)
-    loop.fit(recipe, drafter, eagle.measure(recipe, target, context), rows, rows, {})
+    loop.fit(recipe, drafter, eagle.choose_objective(recipe, target, context), rows, rows, {})
     (output / f"seen-{rank}.json").write_text(json.dumps(seen))
     if rank == 0:
         save_file({name: tensor.detach().contiguous() for name, tensor in drafter.named_parameters()}, output / "weights.safetensors")

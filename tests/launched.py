@@ -27,7 +27,7 @@ METHODS = {
         distill.main,
         "distill-onpolicy-tiny",
         ["student.start=pruned", "student.layers=1", "train.tau_prompts=1", "train.tau_tokens=4", "tree.depth=2"]
-        + ["distill.on_policy=0.5", "distill.every=4", "distill.prompts=2", "distill.new_tokens=4"],
+        + ["distill.on_policy=0.5", "distill.refresh_every=4", "distill.prompts=2", "distill.new_tokens=4"],
     ),
 }
 

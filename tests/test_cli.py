@@ -1,6 +1,8 @@
 """What a person meets: training, evaluating and generating from the command line, and one clear line for every mistake."""
 
+import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval import acceptance, compare, generate
-from draftsmith.inference.errors import exit_on_error
+from draftsmith.eval import acceptance, generate
+from draftsmith.inference.errors import FOREIGN_WARNINGS, exit_on_error, quiet_libraries
 from draftsmith.train import cli, medusa, recipe, target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,9 +23,9 @@ TEXT = "def parse_line(line):\n    return [part.strip() for part in line.split('
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, target_folder):
+def workspace(tmp_path_factory, target_folder):
     """A folder with text to train on, prompts, and a short run's artifact."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("workspace")
     (folder / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": TEXT[: 20 + i], "domain": "ab"[i % 2]}) + "\n" for i in range(8)))
     train(folder, target_folder)
@@ -47,21 +49,21 @@ def arguments(folder, target_folder, *overrides):
 
 
 def train(folder, target_folder, *overrides):
-    exit_on_error(medusa.main, arguments(folder, target_folder, *overrides), "usage")
+    exit_on_error(medusa.main, arguments(folder, target_folder, *overrides))
 
 
-def failing(capsys, main, words, usage=None):
+def failing(capsys, main, words):
     """Run `main`, which must exit with 2 and one line on stderr; that line."""
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(main, [str(word) for word in words], usage)
+        exit_on_error(main, [str(word) for word in words])
     assert exit.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     return lines[0]
 
 
-def test_the_artifact_can_be_published_as_it_stands(place):
-    artifact = place / "run" / "artifact"
+def test_the_artifact_can_be_published_as_it_stands(workspace):
+    artifact = workspace / "run" / "artifact"
     names = {file.name for file in artifact.iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "recipe.yaml", "run.json", "tokenizer.json"} <= names
     assert not {name for name in names if name.endswith((".bin", ".pt", ".pkl"))}
@@ -71,24 +73,24 @@ def test_the_artifact_can_be_published_as_it_stands(place):
     assert json.loads((artifact / "config.json").read_text())["target"]["config_hash"]
 
 
-def test_a_recipe_may_say_the_tree(place, target_folder, tmp_path, capsys):
+def test_a_recipe_may_say_the_tree(workspace, target_folder, tmp_path, capsys):
     for words, tree in (
         (("tree.depth=2", "tree.width=2", "tree.nodes=5"), {"depth": 2, "width": 2, "nodes": 5}),
         (("tree.width=1",), [[0], [0, 0]]),
     ):
         output = tmp_path / str(len(words))
-        train(place, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
+        train(workspace, target_folder, f"train.output={output}", "train.steps=1", "train.warmup_steps=0", *words)
         assert json.loads((output / "artifact" / "config.json").read_text())["tree"] == tree
         capsys.readouterr()
         exit_on_error(generate.main, ["--drafter", str(output / "artifact"), "--show-accepted", "--max-new-tokens", "6", "def"])
         assert "τ" in capsys.readouterr().err
-    words = arguments(place, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
-    assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words, "usage")
+    words = arguments(workspace, target_folder, f"train.output={tmp_path / 'deep'}", "tree.depth=3")
+    assert "3 deep; medusa looks 2 ahead" in failing(capsys, medusa.main, words)
 
 
-def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
-    artifact = place / "run" / "artifact"
-    words = [str(artifact), "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
+def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
+    artifact = workspace / "run" / "artifact"
+    words = [str(artifact), "--prompts", str(workspace / "prompts.jsonl"), "--max-new-tokens", "12", "--nodes", "8", "--json"]
     exit_on_error(acceptance.main, words)
     report = json.loads(capsys.readouterr().out)
     assert report["answers"] == 8 and not report["divergences"]  # four prompts at two temperatures
@@ -108,10 +110,10 @@ def test_evaluation_writes_the_card_and_prints_json_alone(place, capsys):
     assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
 
-def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, target_folder, capsys):
+def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(workspace, target_folder, capsys):
     texts = []
     for temperature in ("0", "0.9"):
-        for drafter in ("none", str(place / "run" / "artifact")):
+        for drafter in ("none", str(workspace / "run" / "artifact")):
             for tree in ("saved", "chain"):
                 words = ["--target", str(target_folder), "--drafter", drafter, "--temperature", temperature, "--seed", "5", "--tree", tree]
                 exit_on_error(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
@@ -119,15 +121,15 @@ def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(place, 
                 assert captured.err == ""
                 texts.append((temperature, captured.out))
     assert len(set(texts)) == 2
-    exit_on_error(generate.main, ["--drafter", str(place / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
+    exit_on_error(generate.main, ["--drafter", str(workspace / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
     captured = capsys.readouterr()
     assert re.fullmatch(r"8 tokens in \d rounds: τ \d\.\d\d, \d+ tokens/s\n", captured.err)
 
 
-def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
-    artifact = place / "run" / "artifact"
+def test_the_same_command_twice_reuses_the_run(workspace, target_folder, capsys):
+    artifact = workspace / "run" / "artifact"
     before = {file.name: file.read_bytes() for file in artifact.iterdir()}
-    train(place, target_folder)
+    train(workspace, target_folder)
     out = capsys.readouterr().out
     assert "resuming from" in out and "there already" in out
     assert {file.name: file.read_bytes() for file in artifact.iterdir()} == before  # measurements included
@@ -137,54 +139,54 @@ def test_the_same_command_twice_reuses_the_run(place, target_folder, capsys):
     ("override", "says"),
     [
         ("train.stepz=3", "unknown recipe key 'train.stepz'; the nearest is 'train.steps'"),
-        ("data.train={place}/nothing.txt", "nothing.txt' not found"),
-        ("data.train={place}/empty.jsonl", "the source is empty or too short"),
-        ("data.train={place}/chats.jsonl", "there is no template, so `messages` cannot be rendered"),
-        ("data.train={place}/roles.jsonl", "roles.jsonl:1: `messages` 1 has the role None"),
+        ("data.train={workspace}/nothing.txt", "nothing.txt' not found"),
+        ("data.train={workspace}/empty.jsonl", "the source is empty or too short"),
+        ("data.train={workspace}/chats.jsonl", "there is no template, so `messages` cannot be rendered"),
+        ("data.train={workspace}/roles.jsonl", "roles.jsonl:1: `messages` 1 has the role None"),
         ("train.betas=[0.9", "override train.betas=[0.9: not a YAML value"),
         ("train.seed=-1", "greater than or equal to 0"),
         ("data.seq_len=999", "data.seq_len=999 is longer than the target's context of 128"),
-        ("target.path={place}/nowhere", "no folder"),
-        ("target.path={place}/pickled", "pickle"),
-        ("target.path={place}/mismatched", "has 258 entries, its model only 257 logits"),
-        ("target.path={place}/cut", "damaged or cut off"),
+        ("target.path={workspace}/nowhere", "no folder"),
+        ("target.path={workspace}/pickled", "pickle"),
+        ("target.path={workspace}/mismatched", "has 258 entries, its model only 257 logits"),
+        ("target.path={workspace}/cut", "damaged or cut off"),
     ],
 )
-def test_a_mistake_in_training_is_one_line_and_writes_nothing(place, target_folder, capsys, override, says):
-    (place / "empty.jsonl").write_text("")
-    (place / "chats.jsonl").write_text((json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n") * 20)
-    (place / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "x"}]}) + "\n")
+def test_a_mistake_in_training_is_one_line_and_writes_nothing(workspace, target_folder, capsys, override, says):
+    (workspace / "empty.jsonl").write_text("")
+    (workspace / "chats.jsonl").write_text((json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n") * 20)
+    (workspace / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "x"}]}) + "\n")
     for name in ("pickled", "mismatched", "cut"):
-        shutil.rmtree(place / name, ignore_errors=True)
-        shutil.copytree(target_folder, place / name)
-    (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
-    weights = (place / "cut" / "model.safetensors").read_bytes()
-    (place / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        shutil.rmtree(workspace / name, ignore_errors=True)
+        shutil.copytree(target_folder, workspace / name)
+    (workspace / "pickled" / "model.safetensors").rename(workspace / "pickled" / "pytorch_model.bin")
+    weights = (workspace / "cut" / "model.safetensors").read_bytes()
+    (workspace / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     from conftest import byte_tokenizer
 
     larger = byte_tokenizer()
     larger.add_tokens(["extra"])
-    larger.save_pretrained(place / "mismatched")
-    fresh = place / "fresh"
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={fresh}", override.format(place=place)))
+    larger.save_pretrained(workspace / "mismatched")
+    fresh = workspace / "fresh"
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={fresh}", override.format(workspace=workspace)))
     assert says in line
     assert not fresh.exists()
 
 
-def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
-    artifact = place / "run" / "artifact"
-    assert "no folder" in failing(capsys, acceptance.main, [place / "no" / "such"])
-    assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", place / "no.jsonl"])
+def test_mistakes_in_evaluating_and_generating(workspace, target_folder, capsys):
+    artifact = workspace / "run" / "artifact"
+    assert "no folder" in failing(capsys, acceptance.main, [workspace / "no" / "such"])
+    assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", workspace / "no.jsonl"])
     assert "the folder of a trained drafter" in failing(capsys, generate.main, ["--drafter", "medusa", "x"])
     for option, value in (("--limit", "0"), ("--nodes", "1"), ("--temperature", "-1"), ("--max-new-tokens", "1")):
         assert f"{option} {value}" in failing(capsys, acceptance.main, [artifact, f"{option}={value}"]).replace(".0", "")
-    long = place / "long.jsonl"
+    long = workspace / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 500, "id": "endless"}) + "\n")
     assert "'endless' has 500 tokens" in failing(capsys, acceptance.main, [artifact, "--prompts", long])
     assert "expected fewer than the context of 128" in failing(capsys, generate.main, ["--target", target_folder, "x" * 500])
     assert "got no tokens" in failing(capsys, generate.main, ["--target", target_folder, ""])
     assert "got temperature -1.0" in failing(capsys, generate.main, ["--target", target_folder, "--temperature=-1", "x"])
-    half = place / "half"
+    half = workspace / "half"
     shutil.copytree(artifact, half)
     (half / "model.safetensors").unlink()
     assert "no weights" in failing(capsys, acceptance.main, [half])
@@ -192,7 +194,7 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     del tensors["1.1.weight"]
     save_file(tensors, half / "model.safetensors", metadata={"format": "pt"})
     assert "1 missing tensors: 1.1.weight" in failing(capsys, acceptance.main, [half])
-    other = place / "other"
+    other = workspace / "other"
     shutil.copytree(target_folder, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
@@ -200,47 +202,135 @@ def test_mistakes_in_evaluating_and_generating(place, target_folder, capsys):
     assert str(other) in line and str(target_folder) in line
 
 
-def test_other_data_does_not_continue_a_run(place, target_folder, capsys):
-    copy, text = place / "again", place / "copy.txt"
-    shutil.copy(place / "text.txt", text)
-    train(place, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
+def test_other_data_does_not_continue_a_run(workspace, target_folder, capsys):
+    copy, text = workspace / "again", workspace / "copy.txt"
+    shutil.copy(workspace / "text.txt", text)
+    train(workspace, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
     text.write_text(text.read_text() + "and more")
     capsys.readouterr()
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}", f"data.train={text}"))
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={copy}", f"data.train={text}"))
     assert "was made with data=" in line and "give another train.output" in line
 
 
-def test_a_book_is_one_document_and_is_held_out_in_part(place, target_folder):
-    (place / "book.txt").write_text("It was a dark and stormy night. " * 200)
-    train(place, target_folder, f"train.output={place / 'book'}", f"data.train={place / 'book.txt'}")
-    assert (place / "book" / "artifact" / "model.safetensors").is_file()
+def test_a_book_is_one_document_and_is_held_out_in_part(workspace, target_folder):
+    (workspace / "book.txt").write_text("It was a dark and stormy night. " * 200)
+    train(workspace, target_folder, f"train.output={workspace / 'book'}", f"data.train={workspace / 'book.txt'}")
+    assert (workspace / "book" / "artifact" / "model.safetensors").is_file()
 
 
-def test_a_broken_checkpoint_names_the_folder(place, target_folder, capsys):
-    copy = place / "copy"
-    shutil.copytree(place / "run", copy)
+def test_a_broken_checkpoint_names_the_folder(workspace, target_folder, capsys):
+    copy = workspace / "copy"
+    shutil.copytree(workspace / "run", copy)
     state = next((copy / "checkpoints").glob("step-*")) / "state.json"
     state.write_text('{"step": ')
-    line = failing(capsys, medusa.main, arguments(place, target_folder, f"train.output={copy}"))
+    line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={copy}"))
     assert "step-00000004 cannot be read" in line and "to start again, or restore it" in line
 
 
-def test_help_and_unknown_words(capsys):
-    def command(*words):
-        return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *words], capture_output=True, text=True)
+# What a help page must not import, since each takes seconds or much of one.
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "matplotlib", "pandas", "numpy"}
+SCRIPTS = ("medusa", "eagle", "distill", "target")
+HELP_PAGES = [["--help"], ["train"], *(["train", name, "--help"] for name in SCRIPTS), *([name, "--help"] for name in cli.COMMANDS)]
 
-    with pytest.raises(SystemExit) as exit:
-        exit_on_error(medusa.main, ["--help"], recipe.usage(medusa.MedusaRecipe, medusa.__doc__))
-    printed = capsys.readouterr().out
-    assert exit.value.code == 0 and "medusa.heads" in printed and "train.output" in printed and "required" in printed
-    shown = command("--help")
-    assert shown.returncode == 0 and all(word in shown.stdout for word in (*cli.COMMANDS, "accelerate launch"))
-    unknown = command("evaluate")
-    assert unknown.returncode == 2 and "no command 'evaluate'; expected one of eval" in unknown.stderr
-    for main in (acceptance.main, compare.main, generate.main):
-        with pytest.raises(SystemExit) as exit:
-            main(["--help"])
-        assert exit.value.code == 0 and "usage: draftsmith" in capsys.readouterr().out
+
+def command(*words, **keywords):
+    """Run `draftsmith` with these words in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "draftsmith.train.cli", *map(str, words)], capture_output=True, text=True, **keywords)
+
+
+def imported_by_help(run, words):
+    """(the page, heavy modules that were imported) of a process that executes `run` with these words as its arguments."""
+    script = (
+        f"import json, runpy, sys\nsys.argv = {words}\n"
+        f"try: runpy.{run}\nexcept SystemExit: pass\n"
+        f"print(json.dumps(sorted({HEAVY} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    page, _, modules = done.stdout.rstrip("\n").rpartition("\n")
+    return page, json.loads(modules)
+
+
+@pytest.mark.parametrize("words", HELP_PAGES, ids=" ".join)
+def test_help_imports_nothing_heavy(words):
+    page, modules = imported_by_help("run_module('draftsmith.train.cli', run_name='__main__')", ["draftsmith", *words])
+    assert "usage: draftsmith" in page and modules == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_answers_help_before_its_imports(name):
+    page, modules = imported_by_help(f"run_path('{ROOT / 'train' / name}.py', run_name='__main__')", [f"train/{name}.py", "--help"])
+    assert f"usage: draftsmith train {name}" in page and modules == []
+
+
+def test_help_has_a_heading_for_each_section_and_a_text_for_each_key(tmp_path):
+    assert sorted(cli.methods()) == sorted(SCRIPTS)
+    for name, (schema, own) in {"medusa": (medusa.MedusaRecipe, "medusa"), "target": (target.TargetRecipe, "architecture")}.items():
+        page = cli.usage(schema, name, "about")
+        for section in ("target", "data", "features", "tree", "train", own):
+            assert re.search(rf"^{section}: [a-z].+", page, re.MULTILINE)
+        for key, field in recipe.keys(schema).items():
+            assert field.description, f"{key} has no text"
+            assert re.search(rf"^  {re.escape(key)} +\w", page.replace("`", "x"), re.MULTILINE)
+    plain = " ".join(page.split())
+    assert "{cosine, constant, wsd} (default: cosine)" in plain and "optimizer steps of the run (required)" in plain
+    for name in ("eagle", "distill"):
+        assert all(field.description for field in recipe.keys(schema_of(name)).values())
+
+
+def schema_of(name):
+    module = importlib.import_module(f"draftsmith.train.{name}")
+    return next(kind for kind in vars(module).values() if isinstance(kind, type) and recipe.Recipe in kind.__bases__)
+
+
+def test_a_new_method_appears_without_a_list(monkeypatch, tmp_path):
+    (tmp_path / "hydra.py").write_text('"""Train Hydra heads."""\n\nclass HydraRecipe(Recipe):\n    pass\n')
+    (tmp_path / "helper.py").write_text("class Helper:\n    pass\n")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "cli.py"))
+    assert list(cli.methods()) == ["hydra"]
+
+
+def test_wrong_words_are_one_line():
+    for words, says in (
+        (("evaluate",), "error: no command 'evaluate'; expected one of train, eval, bench, compare, data, plan, generate"),
+        (("evl",), "did you mean 'eval'?"),
+        (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, medusa, target; did you mean 'medusa'?"),
+        (("train", "medusa"), "error: no recipe; give a YAML file or one of: medusa-tiny (draftsmith train medusa --help lists the keys)"),
+        (("train", "medusa", "meduza-tiny"), "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-tiny"),
+        (("train", "medusa", "medusa-tiny", "train.step=3"), "error: unknown recipe key 'train.step'; the nearest is 'train.steps'"),
+    ):
+        done = command(*words)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and says in done.stderr
+    for words in ((), ("train",)):
+        done = command(*words)
+        assert done.returncode == 2 and done.stdout.count("usage: draftsmith") == 1 and done.stderr == ""
+
+
+def test_training_by_name_says_nothing_of_other_libraries(workspace, target_folder):
+    """Whatever is installed beside: PEFT, DeepSpeed, torchao and bitsandbytes warn when Accelerate and transformers import them."""
+    common = arguments(workspace, target_folder, f"train.output={workspace / 'named'}", "train.steps=1", "train.warmup_steps=0")[1:]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = command("train", "medusa", "medusa-tiny", *common, env=environment, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert all(re.match(r"(training|preparing) ", line) for line in done.stderr.splitlines()), done.stderr
+    assert not re.search("warning|Failed", done.stdout, re.IGNORECASE)
+    assert json.loads((workspace / "named" / "run.json").read_text())["argv"][:2] == ["medusa.py", "medusa-tiny"]
+    done = command("generate", "--drafter", workspace / "named" / "artifact", "--max-new-tokens", "4", TEXT[:30], env=environment)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_only_the_named_warnings_are_left_out(caplog):
+    quiet_libraries()
+    quiet_libraries()
+    for name, text in FOREIGN_WARNINGS.items():
+        logger = logging.getLogger(name)
+        logger.addHandler(caplog.handler)
+        try:
+            logger.warning("%s and more", text)
+            logger.warning("something else of %s", name)
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {f"something else of {name}" for name in FOREIGN_WARNINGS}
 
 
 def test_importing_sets_up_nothing():
@@ -268,20 +358,20 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     words += [f"train.output={tmp_path}", f"data.cache={tmp_path}", f"data.train={tmp_path}/text.txt", "data.seq_len=32"]
     words += ["train.steps=2", "train.warmup_steps=0", "train.eval_batches=1"]
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
-    exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words], "usage")
+    exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words])
     assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
     assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 
 
-def test_prompts_are_split_over_ranks_that_agree_on_the_tree(place, target_folder):
+def test_prompts_are_split_over_ranks_that_agree_on_the_tree(workspace, target_folder):
     """Two processes time the same forwards differently; one tree, one report, every prompt once."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]
     command += ["-m", "draftsmith.eval.acceptance", "--drafter", str(target_folder), "--target", str(target_folder)]
-    command += ["--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
+    command += ["--prompts", str(workspace / "prompts.jsonl"), "--max-new-tokens", "8", "--temperature", "0", "--nodes", "8", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=place)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=workspace)
     assert done.returncode == 0, done.stderr[:6000]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)

@@ -15,7 +15,8 @@ from draftsmith.eval import acceptance
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.train import data_cli, distill
-from draftsmith.train.distill import DistillSection, objective, survival
+from draftsmith.train.distill import DistillSection, along_chains, objective
+from draftsmith.train.losses.survival import chain
 from draftsmith.train.objective import supervised_tokens
 
 DEPTH = 3
@@ -36,9 +37,9 @@ def batch(vocab, length=24):
 def documents(data):
     for row in range(2):
         for number in range(2):
-            places = (data["document"][row] == number).nonzero().flatten()
-            if len(places):
-                yield data["input_ids"][row][places], data["loss_mask"][row][places]
+            positions = (data["document"][row] == number).nonzero().flatten()
+            if len(positions):
+                yield data["input_ids"][row][positions], data["loss_mask"][row][positions]
 
 
 DIVERGENCES = {
@@ -75,9 +76,9 @@ def test_the_objective_is_its_formula(loss, kind, temperature):
     for fast in (True, False):
         model = tiny(kind, seed=1).double().train()
         if fast:
-            found = objective(model, data, target=target, section=section, depth=DEPTH)
-            value, alphas, hits = found.sum, float(found.metrics["acceptance"]), int(found.metrics["top1"])
-            assert found.weight == data["loss_mask"].sum() == supervised_tokens(data)
+            loss_of_batch = objective(model, data, target=target, section=section, depth=DEPTH)
+            value, alphas, hits = loss_of_batch.sum, float(loss_of_batch.metrics["acceptance"]), int(loss_of_batch.metrics["top1"])
+            assert loss_of_batch.weight == data["loss_mask"].sum() == supervised_tokens(data)
         else:
             value, alphas, hits = by_hand(model, target, data, DIVERGENCES[loss], temperature)
         value.backward()
@@ -92,20 +93,24 @@ def test_the_objective_is_its_formula(loss, kind, temperature):
         assert gradient.abs().max() > 0
 
 
-def test_survival_is_counted_over_whole_chains():
+def test_survival_is_counted_over_complete_chains():
     data = batch(50)
     document = data["document"]
     weight = torch.zeros_like(document, dtype=torch.bool)
     weight[:, :-1] = data["loss_mask"][:, 1:] & (document[:, 1:] == document[:, :-1])
     overlap = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) * weight
-    products = []
+    survivals = []
     for row in range(2):
         for t in range(24 - DEPTH + 1):
             if weight[row, t : t + DEPTH].all() and len(document[row, t : t + DEPTH].unique()) == 1:
-                products.append(overlap[row, t : t + DEPTH].cumprod(0))
-    assert len(products) > 5
-    torch.testing.assert_close(survival(overlap.flatten(), weight.flatten(), document, DEPTH), torch.stack(products).mean(0))
-    assert survival(overlap.flatten(), weight.flatten() & False, document, DEPTH).sum() == 0
+                survivals.append(overlap[row, t : t + DEPTH].cumprod(0))
+    assert len(survivals) > 5
+    acceptance, weights = (along_chains(values.flatten(), document, DEPTH) for values in (overlap, weight))
+    accepted, anchors = chain(acceptance, weights)
+    assert anchors == len(survivals)
+    torch.testing.assert_close(accepted / anchors, torch.stack(survivals).mean(0))
+    accepted, anchors = chain(acceptance, torch.zeros_like(weights))
+    assert anchors == 0 and accepted.sum() == 0
 
 
 @pytest.mark.parametrize("rows", [40, 64])
@@ -116,14 +121,14 @@ def test_padding_of_either_vocabulary_is_left_out(rows):
     target, model = (LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=64, **sizes)).double() for size in (50, rows))
     data = batch(40)
     target = Target.wrap(target)
-    found = objective(model, data, target=target, section=DistillSection(loss="tv"), depth=DEPTH)
+    loss_of_batch = objective(model, data, target=target, section=DistillSection(loss="tv"), depth=DEPTH)
     slow = 0.0
     for ids, mask in documents(data):
         p, q = target.model(ids[None]).logits[0].softmax(-1), model(ids[None]).logits[0][:, :50].softmax(-1)
         both = min(50, rows)
         alpha = torch.minimum(p[:, :both], q[:, :both]).sum(-1)
         slow += float((1 - alpha)[:-1][mask[1:]].sum().detach())
-    assert float(found.sum.detach()) == pytest.approx(slow, rel=1e-6)
+    assert float(loss_of_batch.sum.detach()) == pytest.approx(slow, rel=1e-6)
     data["input_ids"][0, 3] = 49  # a special token that the smaller one has no row for
     assert objective(model, data, target=target, section=DistillSection(loss="tv"), depth=DEPTH).sum.isfinite()
 
@@ -201,8 +206,8 @@ def test_lora_of_a_sibling(tmp_path, words, target_folder):
     lora = [f"student.start={tmp_path / 'sibling'}", "student.layers=null", "student.lora=2", "train.lr=0.05"]
     shutil.copytree(target_folder, tmp_path / "sibling")
     folder = run(words, *lora)
-    whole = load_file(folder / "model.safetensors")
-    changed = [name for name in before if not torch.equal(whole[name].float(), before[name].bfloat16().float())]
+    merged = load_file(folder / "model.safetensors")
+    changed = [name for name in before if not torch.equal(merged[name].float(), before[name].bfloat16().float())]
     assert changed and all("proj" in name for name in changed)
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert adapter and all("lora" in name for name in adapter)
@@ -242,7 +247,7 @@ def test_stored_features_teach_the_same(tmp_path, words):
         (["student.kv_heads=1"], "student.kv_heads=1 says nothing"),
         (["tree.nodes=5"], "tree.nodes=5 is for a dynamic tree"),
         (["tree.depth=12"], "looks 8 ahead at most"),
-        (["distill.on_policy=0.5", "distill.new_tokens=20"], "leaves little room for prompts in data.seq_len=32"),
+        (["distill.on_policy=0.5", "distill.new_tokens=20"], "leaves few tokens for prompts in data.seq_len=32"),
         (["train.tau_prompts=1"], "lower it, or give shorter prompts: train.tau_file"),
     ],
 )
@@ -267,9 +272,9 @@ def test_the_start_is_made_once(words, monkeypatch):
         raise AssertionError("made again")
 
     monkeypatch.setattr(students, "pruned", again)
-    whole = load_file(first / "model.safetensors")
+    merged = load_file(first / "model.safetensors")
     more = load_file(run(words, "train.steps=4") / "model.safetensors")
-    assert any(not torch.equal(whole[name], more[name]) for name in whole)
+    assert any(not torch.equal(merged[name], more[name]) for name in merged)
     with pytest.raises(ValueError, match="holds the start of another student"):
         run(words, "train.steps=5", "student.layers=[1]")
     shutil.rmtree(first.parent / "checkpoints")

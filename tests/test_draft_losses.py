@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.train.losses import chunked as chunked_losses
 from draftsmith.train.losses import draft as draft_losses
-from draftsmith.train.losses.draft import LOSSES, chain, chunked_draft_loss, feature_loss, mix
+from draftsmith.train.losses.draft import LOSSES, chunked_draft_loss, feature_loss, mix
+from draftsmith.train.losses.survival import chain
 
 M, V, D, H = 41, 29, 13, 7
 MIX = {"kl": 0.3, "tv": 0.2, "lk": 0.5}

@@ -37,7 +37,7 @@ def test_every_key_is_read_somewhere():
     for name in RECIPES:
         for key in recipe.keys(schema_of(name)):
             section, field = key.split(".")
-            reader = rf"\b(?:section|shape|self|recipe\.{section}|{section})\.{field}\b"
+            reader = rf"\b(?:section|sizes|self|recipe\.{section}|{section})\.{field}\b"
             assert re.search(reader, source), f"no code reads {key}"
             seen += 1
     assert seen > 50

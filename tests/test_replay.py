@@ -19,7 +19,7 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 from draftsmith.train import distill
 from draftsmith.train.engine import replay
-from draftsmith.train.engine.order import order_positions, sample_rows
+from draftsmith.train.engine.order import places_of, sample_rows
 from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected, distinct
 
 V, S, BATCH, EVERY = 1000, 48, 4, 5
@@ -42,50 +42,50 @@ def maker(generation_of, calls=None, repeats=lambda key: False):
     """Samples whose new tokens say which generation they are of: 200 + generation, then what differs."""
 
     def make(prompts, keys, seed):
-        made = []
+        group = []
         for prompt, key in zip(prompts, keys, strict=True):
             if calls is not None:
                 calls.append((seed, key))
             new = [300] * 20 if repeats(key) else [200 + generation_of(), *range(300, 310)]
-            made.append((prompt[:10] + new, [False] * len(prompt[:10]) + [True] * len(new)))
-        return made
+            group.append((prompt[:10] + new, [False] * len(prompt[:10]) + [True] * len(new)))
+        return group
 
     return make
 
 
-def buffer(folder, plan=None, makers=None, model=None, turns=False):
+def buffer(folder, plan=None, samplers=None, model=None, turns=False):
     base = PackedDataset(corpus(turns=turns), S, seed=7)
-    plan = plan or Plan({"samples": 0.5}, every=EVERY, keep=2, prompts=40, new_tokens=12, batch_size=BATCH)
+    plan = plan or Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=12, batch_size=BATCH)
     model = model or nn.Linear(2, 2, bias=False)
     nn.init.ones_(model.weight)
-    found = Replay(base, folder, plan, makers or {}, model, V)
-    if not makers:
-        found.makers = {kind: maker(lambda: found_step(found)) for kind in plan.shares}
-    return found
+    replayed = Replay(base, folder, plan, samplers or {}, model, V)
+    if not samplers:
+        replayed.samplers = {kind: maker(lambda: latest_generation(replayed)) for kind in plan.shares}
+    return replayed
 
 
-def found_step(replayed):
+def latest_generation(replayed):
     return max(int(path.name.removeprefix("step-")) for path in replayed.folder.glob("step-*")) // EVERY
 
 
 def run(replayed, first, last):
     """As the loop does: rows are fetched two steps ahead of the one whose weights are being made."""
     fetched = {}
-    replayed.renew(first, lambda: False)
+    replayed.refresh(first, lambda: False)
     for step in range(first, last):
         for ahead in range(step, min(step + 3, last)):
             if ahead not in fetched:
                 fetched[ahead] = replayed.batch(sample_rows(len(replayed), 7, ahead * BATCH, BATCH))
         rows = sample_rows(len(replayed), 7, step * BATCH, BATCH)
         assert replayed.weight(rows) == fetched[step]["loss_mask"].sum()
-        replayed.renew(step + 1, lambda: False)
+        replayed.refresh(step + 1, lambda: False)
     return fetched
 
 
 def test_places_are_the_inverse_of_the_order():
     rows = sample_rows(13, 5, 20, 40)
-    assert torch.equal(order_positions(rows, 13, 5), torch.arange(20, 60))
-    assert not torch.equal(order_positions(rows, 13, 6), torch.arange(20, 60))
+    assert torch.equal(places_of(rows, 13, 5), torch.arange(20, 60))
+    assert not torch.equal(places_of(rows, 13, 6), torch.arange(20, 60))
 
 
 def test_rows_come_from_generations_of_earlier_steps_only(tmp_path):
@@ -95,7 +95,7 @@ def test_rows_come_from_generations_of_earlier_steps_only(tmp_path):
         now = step // EVERY
         for ids in batch["input_ids"]:
             generations = {int(token) - 200 for token in ids if 200 <= token < 300}
-            seen |= {now - one for one in generations}
+            seen |= {now - generation for generation in generations}
             assert generations <= (set(range(max(0, now - 2), now)) if now else {0})
             assert len(generations) <= 1
     assert seen == {0, 1, 2}  # 0 only in the first steps
@@ -113,9 +113,11 @@ class Named:
 
 
 def test_shares_are_what_the_plan_says(tmp_path):
-    plan = Plan({"samples": 0.5, "rejections": 0.2}, every=EVERY, keep=2, prompts=GROUP, new_tokens=12, batch_size=BATCH)
+    plan = Plan(
+        {"samples": 0.5, "rejections": 0.2}, refresh_every=EVERY, keep_generations=2, prompts=GROUP, new_tokens=12, batch_size=BATCH
+    )
     replayed = buffer(tmp_path, plan)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     sources = [source for source, _ in replayed._sources(sample_rows(len(replayed), 7, 0, 20))]
     assert len(set(map(id, sources))) == 3
     many = Replay(replayed.base, tmp_path, plan, {}, nn.Linear(1, 1), V)
@@ -126,10 +128,10 @@ def test_shares_are_what_the_plan_says(tmp_path):
 
 
 def test_prompts_end_before_an_answer_or_anywhere_in_a_text(tmp_path):
-    talks = buffer(tmp_path, turns=True)
-    starts = {len(ids): None for ids in talks._prompts(0)}
-    beginnings = {tuple(talks.corpus.sample(n)[0][: int(length) // 2].tolist()) for n, length in enumerate(talks.corpus.lengths)}
-    fitting = [tuple(prompt) for prompt in talks._prompts(0)]
+    chats = buffer(tmp_path, turns=True)
+    starts = {len(ids): None for ids in chats._prompts(0)}
+    beginnings = {tuple(chats.corpus.sample(n)[0][: int(length) // 2].tolist()) for n, length in enumerate(chats.corpus.lengths)}
+    fitting = [tuple(prompt) for prompt in chats._prompts(0)]
     assert len(starts) > 3 and sum(prompt in beginnings for prompt in fitting) > 30
     texts = buffer(tmp_path)._prompts(0)
     assert len({len(prompt) for prompt in texts}) > 8 and max(map(len, texts)) <= S - 12 and min(map(len, texts)) >= 1
@@ -137,38 +139,38 @@ def test_prompts_end_before_an_answer_or_anywhere_in_a_text(tmp_path):
 
 
 def test_a_stop_between_groups_costs_nothing(tmp_path):
-    whole = buffer(tmp_path / "whole")
-    whole.renew(0, lambda: False)
+    uninterrupted = buffer(tmp_path / "uninterrupted")
+    uninterrupted.refresh(0, lambda: False)
     calls = []
     cut = buffer(tmp_path / "cut")
-    cut.makers = {"samples": maker(lambda: 0, calls)}
+    cut.samplers = {"samples": maker(lambda: 0, calls)}
     answers = iter([False, True])
-    cut.renew(0, lambda: next(answers, True))
+    cut.refresh(0, lambda: next(answers, True))
     assert [key for _, key in calls] == list(range(GROUP)) and not cut.buffer
-    cut.renew(0, lambda: False)
+    cut.refresh(0, lambda: False)
     assert [key for _, key in calls] == list(range(40))
-    files = [sorted((tmp_path / name / "step-00000000").iterdir()) for name in ("whole", "cut")]
+    files = [sorted((tmp_path / name / "step-00000000").iterdir()) for name in ("uninterrupted", "cut")]
     assert [file.name for file in files[0]] == [file.name for file in files[1]] and len(files[0]) == 4
     assert [file.read_bytes() for file in files[0]][:3] == [file.read_bytes() for file in files[1]][:3]
-    cut.renew(0, lambda: False)
+    cut.refresh(0, lambda: False)
     assert len(calls) == 40
 
 
 def test_other_weights_make_a_generation_anew(tmp_path):
     calls, model = [], nn.Linear(2, 2)
-    replayed = buffer(tmp_path, model=model, makers={"samples": maker(lambda: 0, calls)})
-    replayed.renew(0, lambda: False)
+    replayed = buffer(tmp_path, model=model, samplers={"samples": maker(lambda: 0, calls)})
+    replayed.refresh(0, lambda: False)
     with torch.no_grad():
         model.weight.add_(1)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert len(calls) == 80
 
 
 @pytest.mark.parametrize("when", range(1, 5))
-def test_a_fault_at_each_write_leaves_whole_files(tmp_path, monkeypatch, when):
+def test_a_fault_at_each_write_leaves_complete_files(tmp_path, monkeypatch, when):
     """Of the four files of a generation: what was written before is used again, nothing is half there."""
     calls, real, count = [], durable.sync, 0
-    replayed = buffer(tmp_path, makers={"samples": maker(lambda: 0, calls)})
+    replayed = buffer(tmp_path, samplers={"samples": maker(lambda: 0, calls)})
 
     def failing(path):
         nonlocal count
@@ -180,12 +182,12 @@ def test_a_fault_at_each_write_leaves_whole_files(tmp_path, monkeypatch, when):
     with monkeypatch.context() as patched:
         patched.setattr(durable, "sync", failing)
         with pytest.raises(OSError, match="no space"):
-            replayed.renew(0, lambda: False)
+            replayed.refresh(0, lambda: False)
     assert not list(tmp_path.rglob("*.part"))
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert len(calls) == 40 + (min(GROUP, 40 - GROUP * (when - 2)) if when > 1 else 0)
     (tmp_path / "step-00000000" / f"samples-{GROUP:06d}.safetensors").write_bytes(b"spoilt")
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert load_file(tmp_path / "step-00000000" / f"samples-{GROUP:06d}.safetensors")
 
 
@@ -193,33 +195,33 @@ def test_what_a_run_was_trained_on_must_be_there(tmp_path):
     run(buffer(tmp_path), 0, 12)
     (tmp_path / "step-00000005" / "samples-000000.safetensors").unlink()
     with pytest.raises(ValueError, match="lacks samples that this run was trained on; restore it"):
-        buffer(tmp_path).renew(12, lambda: False)
+        buffer(tmp_path).refresh(12, lambda: False)
 
 
 def test_generations_too_close_are_refused(tmp_path):
-    plan = Plan({"samples": 0.5}, every=3, keep=2, prompts=4, new_tokens=12, batch_size=BATCH)
-    with pytest.raises(ValueError, match=r"distill\.every=3"):
+    plan = Plan({"samples": 0.5}, refresh_every=3, keep_generations=2, prompts=4, new_tokens=12, batch_size=BATCH)
+    with pytest.raises(ValueError, match=r"distill\.refresh_every=3"):
         buffer(tmp_path, plan)
 
 
 def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
-    plan = Plan({"samples": 0.5}, every=EVERY, keep=2, prompts=40, new_tokens=20, batch_size=BATCH)
-    some = buffer(tmp_path / "a", plan, makers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
-    some.renew(0, lambda: False)
-    said = capsys.readouterr().out
-    assert "samples after step 0: 26 of 40 samples are of use, 14 repeat themselves" in said and "degenerates" not in said
-    held = some.buffer["samples", 0].corpus
-    assert len(held) == 26 and 300 in held.ids and not (held.ids.unfold(0, 2, 1) == 300).all(1).any()
-    every = buffer(tmp_path / "b", plan, makers={"samples": maker(lambda: 0, repeats=lambda key: True)})
-    every.renew(0, lambda: False)
-    said = capsys.readouterr().out
-    assert "40 repeat themselves; the student degenerates" in said and "rows of the data take their place" in said
-    rows = sample_rows(len(every), 7, 0, 40)
-    assert all(torch.equal(every.batch(rows)[name], every.base.batch(rows)[name]) for name in ("input_ids", "loss_mask"))
-    every.renew(1, lambda: False)
+    plan = Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=20, batch_size=BATCH)
+    third = buffer(tmp_path / "a", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
+    third.refresh(0, lambda: False)
+    report = capsys.readouterr().out
+    assert "samples after step 0: 26 of 40 samples are of use, 14 repeat themselves" in report and "degenerates" not in report
+    corpus_of_third = third.buffer["samples", 0].corpus
+    assert len(corpus_of_third) == 26 and 300 in corpus_of_third.ids and not (corpus_of_third.ids.unfold(0, 2, 1) == 300).all(1).any()
+    all_repeat = buffer(tmp_path / "b", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: True)})
+    all_repeat.refresh(0, lambda: False)
+    report = capsys.readouterr().out
+    assert "40 repeat themselves; the student degenerates" in report and "rows of the data take their place" in report
+    rows = sample_rows(len(all_repeat), 7, 0, 40)
+    assert all(torch.equal(all_repeat.batch(rows)[name], all_repeat.base.batch(rows)[name]) for name in ("input_ids", "loss_mask"))
+    all_repeat.refresh(1, lambda: False)
     assert not capsys.readouterr().out  # it is said once
     fine = buffer(tmp_path / "c")
-    fine.renew(0, lambda: False)
+    fine.refresh(0, lambda: False)
     assert not capsys.readouterr().out
 
 
@@ -231,7 +233,7 @@ def test_distinct():
 def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):
     replayed = buffer(tmp_path)
     replayed.vocab_size = 300  # the student's head has rows of padding past it
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert replayed.buffer == {("samples", 0): None}
 
 
@@ -239,7 +241,7 @@ def test_rows_of_one_sample_each_stay_so(tmp_path):
     """A target that cannot keep packed documents apart must not be given any."""
     replayed = buffer(tmp_path)
     replayed.base = PackedDataset(corpus(), S, seed=7, one_sample_each=True)
-    replayed.renew(0, lambda: False)
+    replayed.refresh(0, lambda: False)
     assert replayed.buffer["samples", 0].one_sample_each
     assert replayed.batch(sample_rows(len(replayed), 7, 0, 60))["document"].max() == 0
 
@@ -248,38 +250,38 @@ def test_a_damaged_file_is_named(tmp_path):
     run(buffer(tmp_path), 0, 12)
     (tmp_path / "step-00000005" / "samples-000000.safetensors").write_bytes(b"spoilt")
     with pytest.raises(ValueError, match="step-00000005 cannot be read"):
-        buffer(tmp_path).renew(12, lambda: False)
+        buffer(tmp_path).refresh(12, lambda: False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_corrections_are_where_the_target_spoke_against_a_draft(temperature):
     target, student = (Target.wrap(tiny("llama", seed)) for seed in (0, 1))
     with torch.no_grad():  # a drafter that is right now and then
-        for one, other in zip(student.model.parameters(), target.model.parameters(), strict=True):
-            one.copy_(other + 0.02 * torch.randn(one.shape, generator=torch.Generator().manual_seed(0)))
+        for parameter, other_parameter in zip(student.model.parameters(), target.model.parameters(), strict=True):
+            parameter.copy_(other_parameter + 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     drafter = DraftModel(student, StaticTree.chain(3))
     prompts = [[5, 6, 7], [9, 3], [1, 2, 3, 4]]
     sampling = Sampling(temperature, seed=4, rule="rejection")
     answers = Decoder(target, drafter, slots=3).generate(prompts, sampling, 30)
-    made = replay.rejections(target, drafter, temperature, 30)(prompts, [0, 1, 2], 4)
+    sampled = replay.rejections(target, drafter, temperature, 30)(prompts, [0, 1, 2], 4)
     kinds = set()
-    for prompt, answer, (ids, mask) in zip(prompts, answers, made, strict=True):
+    for prompt, answer, (ids, mask) in zip(prompts, answers, sampled, strict=True):
         assert ids == prompt + answer.tokens and mask[len(prompt) :] == corrected(answer) and not any(mask[: len(prompt)])
-        place = len(prompt)
+        position = len(prompt)
         for step in answer.rounds:
             for offset in range(step.length):
-                bears = mask[place + offset]
+                supervised = mask[position + offset]
                 drafted = step.size > 1 and offset == step.accepted - 1 < step.size - 1
-                assert bears == drafted
-                kinds.add((bears, offset))
-                if bears and not temperature:  # what the drafter would have said there is another token
-                    here = torch.tensor([ids[: place + offset]])
-                    assert int(student.logits(student.forward(here).hidden[0, -1]).argmax()) != ids[place + offset]
+                assert supervised == drafted
+                kinds.add((supervised, offset))
+                if supervised and not temperature:  # what the drafter would have said there is another token
+                    prefix = torch.tensor([ids[: position + offset]])
+                    assert int(student.logits(student.forward(prefix).hidden[0, -1]).argmax()) != ids[position + offset]
                 elif offset < step.accepted - 1 and not temperature:
-                    here = torch.tensor([ids[: place + offset]])
-                    assert int(student.logits(student.forward(here).hidden[0, -1]).argmax()) == ids[place + offset]
-            place += step.length
-    assert {bears for bears, _ in kinds} == {True, False} and len(kinds) > 3
+                    prefix = torch.tensor([ids[: position + offset]])
+                    assert int(student.logits(student.forward(prefix).hidden[0, -1]).argmax()) == ids[position + offset]
+            position += step.length
+    assert {supervised for supervised, _ in kinds} == {True, False} and len(kinds) > 3
 
 
 def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path, target_folder, monkeypatch):
@@ -299,11 +301,11 @@ def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path
         "student.layers=1",
         "distill.on_policy=0.5",
         "distill.rejections=0.2",
-        "distill.every=4",
+        "distill.refresh_every=4",
         "distill.prompts=20",
         "distill.new_tokens=12",
     ]
-    distill.main([*words, f"train.output={tmp_path / 'whole'}"])
+    distill.main([*words, f"train.output={tmp_path / 'uninterrupted'}"])
     real, calls = replay.samples, []
 
     def interrupted(student, temperature, new_tokens):
@@ -324,5 +326,5 @@ def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path
     assert len(list((tmp_path / "cut" / "replay" / "step-00000004").glob("*.safetensors"))) == 1  # of four
     distill.main([*words, f"train.output={tmp_path / 'cut'}"])
     assert len(calls) == 6  # three generations of two groups: none twice
-    whole, cut = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    uninterrupted, cut = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("uninterrupted", "cut"))
+    assert uninterrupted.keys() == cut.keys() and all(torch.equal(uninterrupted[name], cut[name]) for name in uninterrupted)

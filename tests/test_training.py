@@ -120,7 +120,7 @@ def test_medusa_training_stops_and_goes_on_to_the_last_bit(tmp_path, target_fold
     text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
     words = [str(ROOT / "recipes" / "medusa-tiny.yaml"), f"target.path={target_folder}", f"data.train={text}", f"data.cache={tmp_path}"]
     words += ["data.seq_len=32", "train.steps=5", "train.warmup_steps=1", "train.eval_batches=1", "medusa.heads=2"]
-    medusa.main([*words, f"train.output={tmp_path / 'whole'}"])
+    medusa.main([*words, f"train.output={tmp_path / 'uninterrupted'}"])
     calls = 0
 
     def interrupted(drafter, data, **rest):
@@ -136,5 +136,5 @@ def test_medusa_training_stops_and_goes_on_to_the_last_bit(tmp_path, target_fold
             medusa.main([*words, f"train.output={tmp_path / 'cut'}"])
     assert exit.value.code == 128 + signal.SIGINT and not (tmp_path / "cut" / "artifact").exists()
     medusa.main([*words, f"train.output={tmp_path / 'cut'}"])
-    whole, cut = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    uninterrupted, cut = (load_file(tmp_path / name / "artifact" / "model.safetensors") for name in ("uninterrupted", "cut"))
+    assert uninterrupted.keys() == cut.keys() and all(torch.equal(uninterrupted[name], cut[name]) for name in uninterrupted)

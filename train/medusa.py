@@ -1,30 +1,21 @@
 """Train Medusa heads (Cai et al. 2024, https://arxiv.org/abs/2401.10774) on a frozen target.
 
-accelerate launch train/medusa.py recipes/medusa-tiny.yaml
+draftsmith train medusa medusa-tiny
 accelerate launch train/medusa.py recipes/medusa-tiny.yaml target.path=Qwen/Qwen3-0.6B data.train=chats.jsonl
 """
 
 import sys
-from functools import partial
-from typing import Any, cast
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
-from draftsmith.inference.errors import exit_on_error
-from draftsmith.models.drafter import new_drafter
-from draftsmith.models.medusa import MedusaModel
-from draftsmith.models.target import Target
-from draftsmith.train import loop, publish, setup
-from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
-from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
-from draftsmith.train.recipe import Recipe, Section, load, usage
+from draftsmith.train.cli import prepare_script
+from draftsmith.train.recipe import Recipe, Section, load
 
 
 class MedusaSection(Section):
-    heads: int = Field(default=4, ge=1, description="K: how many tokens ahead; head k predicts token t+2+k")
+    """the heads and their loss"""
+
+    heads: int = Field(default=4, ge=1, description="K, number of heads; head k = 0 … K−1 at position t predicts token t+2+k")
     layers: int = Field(default=1, ge=1, description="residual blocks of each head")
     share_head: bool = Field(default=False, description="use the target's output layer instead of one for each head")
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of head k in the loss is decay^k")
@@ -37,18 +28,37 @@ class MedusaRecipe(Recipe):
     medusa: MedusaSection = MedusaSection()
 
 
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    prepare_script(MedusaRecipe, __doc__)
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.medusa import MedusaModel
+from draftsmith.models.target import Target
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
+
+
 def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: MedusaSection) -> Loss:
     """Σ_k decay^k · [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
 
-    h [B,S,H] is the target's hidden state after its final norm, p_s its distribution of the token after position s.
+    h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s.
     """
     heads = range(section.heads)
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
     states = [drafter.hidden_of(k, hidden) for k in heads]
     outputs = [drafter.output(k) for k in heads]
-    tokens = [_ahead(batch["input_ids"], k + 2) for k in heads]
+    tokens = [_shifted(batch["input_ids"], k + 2) for k in heads]
     document = batch["document"]
-    weights = [_ahead(batch["loss_mask"], k + 2) & (_ahead(document, k + 2) == document.flatten()) for k in heads]
+    weights = [_shifted(batch["loss_mask"], k + 2) & (_shifted(document, k + 2) == document.flatten()) for k in heads]
     parts = []
     if section.distill > 0:
         shifts = [k + 1 for k in heads]
@@ -57,32 +67,32 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
         parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
     weight = supervised_tokens(batch)
-    # Head k has k + 1 fewer tokens to predict in a row than `weight` counts: scaled, hits / weight is its share of them.
+    # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
     hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / weights[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
     return Loss(total, weight, hits)
 
 
-def _ahead(rows: Tensor, count: int) -> Tensor:
-    """rows [B,S] moved `count` positions to the left, zeros behind, flattened: [B·S]."""
-    return F.pad(rows[:, count:], (0, count)).flatten()
+def _shifted(values: Tensor, count: int) -> Tensor:
+    """values [B,S] moved `count` positions to the left with zeros behind, flattened to [B·S]."""
+    return F.pad(values[:, count:], (0, count)).flatten()
 
 
 def check(recipe: MedusaRecipe) -> None:
-    """Whether the keys go together, before anything is loaded. Raises ValueError, naming the keys."""
+    """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     if recipe.train.context_parallel > 1:
         raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and hold little "
-            "of a row: leave it out, and lower train.micro_batch_size or data.seq_len instead"
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and need little "
+            "memory for a long sequence: leave it out, and lower train.micro_batch_size or data.seq_len instead"
         )
 
 
 def architecture(section: MedusaSection) -> dict[str, Any]:
-    """The heads' sizes."""
+    """The sizes of the heads."""
     return {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
 
 
 def build_untrained(recipe: MedusaRecipe, target: Target) -> tuple[MedusaModel, Objective]:
-    """Untrained heads and their objective, also for a target without values (`draftsmith plan`)."""
+    """Untrained heads and their objective. `draftsmith plan` calls it with a target on the meta device."""
     check(recipe)
     heads = new_drafter("medusa", target, **architecture(recipe.medusa))
     return cast(MedusaModel, heads), partial(objective, target=target, section=recipe.medusa)
@@ -94,12 +104,13 @@ def main(arguments: list[str]) -> None:
     check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
     drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
-    facts = setup.fingerprint(target, train)
-    watched = setup.monitors(recipe, target, drafter)
-    accelerator, steps = loop.fit(recipe, drafter, partial(objective, target=target, section=section), train, valid, facts, **watched)
+    fingerprint = setup.fingerprint(target, train)
+    monitors = setup.monitors(recipe, target, drafter)
+    measure = partial(objective, target=target, section=section)
+    accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
     if accelerator.is_main_process:
         publish.publish_drafter(recipe, drafter, target, steps)
 
 
 if __name__ == "__main__":
-    exit_on_error(main, sys.argv[1:], usage(MedusaRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:])

@@ -1,4 +1,7 @@
-"""Recipes: flat YAML a person can read, `key=value` overrides, and a schema that stops the run at the first wrong word."""
+"""Recipes: flat YAML a person can read, `key=value` overrides, and a schema that stops the run at the first wrong word.
+
+Nothing heavy is imported here, so that the command line can print a recipe's keys at once.
+"""
 
 import difflib
 import json
@@ -9,18 +12,20 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.conversations import Source
-from draftsmith.data.prepare import CorpusPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from draftsmith.data.prepare import Plan
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-
 
 T = TypeVar("T")
 # A key that may differ between a checkpoint and the run that continues it: it changes no step already taken.
@@ -28,52 +33,58 @@ Changeable = Annotated[T, "changeable"]
 
 
 class Section(BaseModel):
+    """A section of a recipe. In a subclass, the docstring is the section's heading in --help and `description` the text of a key."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class TargetSection(Section):
-    path: str = Field(default="tiny", description="Hugging Face id or folder of the frozen target; `tiny` is the one shipped here")
-    revision: str | None = Field(default=None, description="branch, tag or commit on the Hub")
+    """the frozen model to draft for"""
+
+    path: str = Field(default="tiny", description="Hugging Face id or folder of the model; `tiny` is shipped with this package")
+    revision: str | None = Field(default=None, description="branch, tag or commit on the Hub; unset: the default branch")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU"
+        default="auto", description="precision of its weights; auto: float32 on a CPU, bfloat16 on a GPU"
     )
     parallel: Changeable[Literal["none", "layers", "shard", "tensor"]] = Field(
         default="none",
-        description="for a target that no one GPU holds: layers over the GPUs of a single process; shard (FSDP2: weights cut over all "
-        "processes, gathered layer by layer) or tensor (each multiplies by its part) under accelerate launch",
+        description="how to split a target that is too large for one GPU. layers: layers over the GPUs of a single process. Under accelerate "
+        "launch, shard: FSDP2, the weights are split over all processes and gathered layer by layer; tensor: each process multiplies "
+        "by its part of each matrix",
     )
     quantise: Literal["bnb-int8", "bnb-nf4", "ao-int8", "ao-fp8"] | None = Field(
-        default=None, description="quantise its linear layers as they are read (bitsandbytes, torchao), all but the output head"
+        default=None,
+        description="quantise all linear layers but the output head while loading, with bitsandbytes (bnb) or torchao (ao); unset: no",
     )
-    trust_remote_code: bool = Field(default=False, description="run model code from the Hub; off unless you ask for it")
+    trust_remote_code: bool = Field(default=False, description="run model code from the Hub")
 
 
 class DataSection(Section):
+    """the conversations or texts to train on"""
+
     train: str | tuple[Source, ...] = Field(
         default="stdlib",
-        description="`stdlib`, a .jsonl, .json, .txt (also .gz), .parquet or .arrow file, a folder of them or a Hub data set; or a list of "
+        description="`stdlib`; a .jsonl, .json, .txt (also .gz), .parquet or .arrow file; a folder of them; a Hub data set; or a list of "
         "{path, split, subset, domain, weight}",
     )
     valid: str | tuple[Source, ...] | None = Field(
-        default=None, description="held-out data, as `train`; when absent, a fixed 1 in 20 of the rows of `train`"
+        default=None, description="held-out data, in the same forms as `train`; unset: a fixed 1 in 20 of the examples of `train`"
     )
     seq_len: int = Field(default=256, ge=8, description="tokens of a training sequence")
-    pack: bool = Field(default=True, description="several samples in a sequence, none seeing another; false: one each, padded")
-    template: str | None = Field(
-        default=None, description="Jinja file with a chat template, in place of the tokenizer's own or where it has none"
-    )
-    last_turn: bool = Field(default=False, description="only the last assistant turn of a conversation bears loss")
-    exclude: tuple[str, ...] = Field(default=(), description="files of evaluation prompts: rows that contain one are dropped")
-    near: float = Field(
+    pack: bool = Field(default=True, description="put several examples into a sequence, isolated from each other; false: one each, padded")
+    template: str | None = Field(default=None, description="Jinja file with a chat template; unset: the tokenizer's own")
+    last_turn: bool = Field(default=False, description="supervise only the last assistant turn of a conversation")
+    exclude: tuple[str, ...] = Field(default=(), description="files of evaluation prompts; examples that contain such a prompt are dropped")
+    near_duplicate: float = Field(
         default=0.8,
         gt=0,
         le=1,
-        description="of two rows whose runs of five words overlap by this (Jaccard) one is dropped; 1: only the same",
+        description="drop one of two examples whose sets of five-word runs have at least this Jaccard similarity; 1: only equal ones",
     )
-    num_proc: Changeable[int | None] = Field(default=None, ge=1, description="processes that tokenise; when absent, one for each core")
+    num_proc: Changeable[int | None] = Field(default=None, ge=1, description="processes that tokenise; unset: one for each core")
     cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data")
 
-    def give_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def give_template(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
         if self.template is None:
             return
@@ -82,95 +93,110 @@ class DataSection(Section):
             raise ValueError(f"data.template {self.template!r} not found; give a file with a Jinja chat template")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
 
-    def plan(self) -> CorpusPlan:
-        """What `data/prepare.py` makes of it."""
-        train, valid = ((Source(path=one),) if isinstance(one, str) else one or () for one in (self.train, self.valid))
-        return CorpusPlan(train, valid, self.seq_len, self.last_turn, self.exclude, self.near)
+    def plan(self) -> "Plan":
+        """The corpora that this section asks `data/prepare.py` for."""
+        from draftsmith.data.prepare import Plan  # late: it imports torch, which reading a recipe does not need
+
+        return Plan(_sources(self.train), _sources(self.valid), self.seq_len, self.last_turn, self.exclude, self.near_duplicate)
+
+
+def _sources(value: str | tuple[Source, ...] | None) -> tuple[Source, ...]:
+    if isinstance(value, str):
+        return (Source(path=value),)
+    return value or ()
 
 
 class FeaturesSection(Section):
-    """Where the target's features come from."""
+    """the target's hidden states, which drafters are trained on"""
 
     mode: Literal["online", "offline", "cache"] = Field(
-        default="online", description="online: run the target; offline: read the store; cache: read it, and store what it lacks"
+        default="online", description="online: run the target in each step; offline: read the store; cache: read it and add what it lacks"
     )
-    store: str | None = Field(default=None, description="folder of the feature store, for `draftsmith data capture` and the other modes")
-    precision: Literal["float32", "bfloat16", "fp8", "int8"] = Field(default="bfloat16", description="of a new store")
+    store: str | None = Field(default=None, description="folder of the feature store; `draftsmith data capture` fills it; unset: none")
+    precision: Literal["float32", "bfloat16", "fp8", "int8"] = Field(default="bfloat16", description="number format of a new store")
     taps: tuple[int, ...] = Field(
-        default=(), description="decoder layers, from 0, whose outputs a new store keeps beside the last hidden state"
+        default=(), description="decoder layers, counted from 0, whose outputs a new store holds besides the last hidden state"
     )
-    batch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward of the target while capturing")
-    allow_missing: bool = Field(default=False, description="leave out samples whose features are lost, rather than stop")
+    batch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward of the target while features are captured")
+    allow_missing: bool = Field(default=False, description="leave out examples whose features are lost, instead of stopping")
 
 
 class TreeSection(Section):
-    """The artifact's draft tree until `draftsmith eval` chooses one for the machine; nothing said: the method's own."""
+    """the draft tree stored with the drafter, until `draftsmith eval` chooses one for the machine"""
 
-    depth: int | None = Field(
-        default=None, ge=1, description="K of the artifact's draft tree, until eval chooses one; unset: the method's tree"
+    depth: int | None = Field(default=None, ge=1, description="K, tokens drafted ahead; unset: the method's default")
+    width: int | None = Field(
+        default=None, ge=1, description="children of a node; 1: a chain; more: a dynamic tree; unset: the method's default"
     )
-    width: int | None = Field(default=None, ge=1, description="children of a node; 1 is a chain, more a dynamic tree")
-    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, the root included")
+    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, with the root; unset: the method's default")
 
 
 class TrainSection(Section):
-    output: Changeable[str] = Field(description="folder for checkpoints, metrics and the artifact")
-    steps: Changeable[int] = Field(ge=1)
+    """the training loop"""
+
+    output: Changeable[str] = Field(description="folder for checkpoints, metrics and the trained drafter (`artifact`)")
+    steps: Changeable[int] = Field(ge=1, description="optimizer steps of the run")
     batch_size: int = Field(ge=1, description="sequences of one optimizer step, over all ranks and accumulation")
     micro_batch_size: Changeable[int | None] = Field(
-        default=None, ge=1, description="sequences of one forward on one rank; when absent, all that fall to it"
+        default=None, ge=1, description="sequences of one forward on one rank; unset: all of the rank's share"
     )
     context_parallel: Changeable[int] = Field(
         default=1,
         ge=1,
-        description="G: ranks that share each row, by position (EAGLE): what its steps hold is divided by G, the target's forward is not",
+        description="ranks that share each sequence by position (EAGLE only): divides the memory of the drafter's steps, not the target's",
     )
-    lr: float = Field(gt=0)
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    lr: float = Field(gt=0, description="highest learning rate, reached after warmup_steps")
+    schedule: Literal["cosine", "constant", "wsd"] = Field(
+        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear decay over the last quarter"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, description="the last learning rate, as a fraction of lr")
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = Field(default=1.0, gt=0, description="norm that gradients are clipped to")
-    precision: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="auto: bf16 where a probe finds it faster")
-    compile: Changeable[bool] = Field(
-        default=False, description="compile the target's layers: a minute at the start, less in each step, most on a GPU"
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay, of matrices only")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the gradient's mean and square")
+    clip: float = Field(default=1.0, gt=0, description="norm to which gradients are clipped")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="precision of the forward pass; auto: bf16 where it proves faster on this machine"
     )
-    kernels: Changeable[bool] = Field(default=False, description="losses by Triton's kernels; no GPU has run them yet")
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    compile: Changeable[bool] = Field(
+        default=False, description="compile the target's layers: a minute at the start, faster steps, most on a GPU"
+    )
+    kernels: Changeable[bool] = Field(default=False, description="compute losses with Triton kernels; needs a GPU, untried on one so far")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the initial weights, the order of examples and all random draws")
     eval_every: Changeable[int] = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
-    eval_batches: Changeable[int] = Field(default=8, ge=1)
-    save_every: Changeable[int] = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and when interrupted only")
-    keep: Changeable[int] = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    eval_batches: Changeable[int] = Field(default=8, ge=1, description="batches of an evaluation")
+    save_every: Changeable[int] = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and on interruption only")
+    keep: Changeable[int] = Field(default=2, ge=1, description="how many of the newest checkpoints stay on disk")
     resume: Changeable[Literal["auto", "never"]] = Field(
-        default="auto", description="auto: go on from the newest whole checkpoint in output; never: refuse a folder that holds one"
+        default="auto", description="auto: continue from the newest complete checkpoint in output; never: refuse a folder that has one"
     )
     watchdog_minutes: Changeable[float] = Field(
-        default=60.0, ge=0, description="without progress before the run ends with status 75, saying where it stood; 0: never"
+        default=60.0, ge=0, description="minutes without progress after which the run reports its threads and exits with 75; 0: never"
     )
     max_nonfinite_steps: Changeable[int] = Field(
-        default=5, ge=1, description="steps on end left out, since their loss or gradient was not finite, before the run stops"
+        default=5, ge=1, description="stop after this many steps in a row were skipped because a loss or gradient was not finite"
     )
-    log_every: Changeable[int] = Field(default=10, ge=1)
-    normalise: Literal["valid", "all"] = Field(
-        default="valid", description="divide a step's loss by its loss-bearing tokens, or by all its positions as EAGLE's code does"
+    log_every: Changeable[int] = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
+    normalise: Literal["supervised", "all"] = Field(
+        default="supervised", description="divide a step's loss by its supervised tokens, or by all its positions as EAGLE's code does"
     )
     tau_prompts: int = Field(
         default=0,
         ge=0,
-        description="prompts of each domain decoded at each evaluation, for τ itself; the artifact has the weights best by it",
+        description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
+        "published; 0: τ is not measured",
     )
-    tau_file: str | None = Field(default=None, description="prompts for it; unset: the shipped ones")
-    tau_tokens: int = Field(default=48, ge=1, description="new tokens of each")
-    tau_temperature: float = Field(default=0.0, ge=0, description="at which they are decoded")
+    tau_file: str | None = Field(default=None, description="file with these prompts; unset: the shipped ones")
+    tau_tokens: int = Field(default=48, ge=1, description="new tokens decoded for each of these prompts")
+    tau_temperature: float = Field(default=0.0, ge=0, description="sampling temperature while τ is measured")
     patience: Changeable[int] = Field(
-        default=0, ge=0, description="evaluations without a better τ before the run ends; 0: it does not end early"
+        default=0, ge=0, description="end the run after this many evaluations without a better τ; 0: do not end it early"
     )
     trackers: Changeable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = Field(
-        default=(), description="where metrics.jsonl goes as well; wandb stays offline without a key, trackio on this machine"
+        default=(), description="also send metrics to these; wandb stays offline without a key, trackio stays on this machine"
     )
     profile: Changeable[str | None] = Field(
-        default=None, description="`10:15`: trace steps 10 to 15, both included, as metrics.jsonl numbers them, into output"
+        default=None,
+        description="`10:15` traces steps 10 to 15, both included and numbered as in metrics.jsonl, into output; unset: no trace",
     )
 
     @field_validator("profile", mode="before")
@@ -189,7 +215,7 @@ class TrainSection(Section):
 
 
 class Recipe(Section):
-    """The sections that every method shares; a method's script adds its own."""
+    """The sections that all methods share. A method's script adds its own."""
 
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
@@ -199,9 +225,9 @@ class Recipe(Section):
 
     @property
     def needs_target_layers(self) -> bool:
-        """Whether training runs or copies the target's decoder layers; else its input embeddings and output head are enough.
+        """Whether training runs or copies the target's decoder layers; otherwise its embeddings and output head are enough.
 
-        A method that asks for them in other cases overrides it.
+        A method that needs them in other cases overrides this.
         """
         return self.features.mode != "offline" or self.train.tau_prompts > 0
 
@@ -209,15 +235,15 @@ class Recipe(Section):
 R = TypeVar("R", bound=Recipe)
 
 
+def sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The sections of a recipe, by name."""
+    kinds = {name: field.annotation for name, field in schema.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
 def keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Every `section.key` of a recipe, with what is known of it."""
-    found = {}
-    for name, field in schema.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= {f"{name}.{key}": inner for key, inner in keys(field.annotation).items()}
-        else:
-            found[name] = field
-    return found
+    """Every `section.key` of a recipe, with its field."""
+    return {f"{name}.{key}": field for name, section in sections(schema).items() for key, field in section.model_fields.items()}
 
 
 def changeable_keys(schema: type[BaseModel]) -> set[str]:
@@ -225,29 +251,40 @@ def changeable_keys(schema: type[BaseModel]) -> set[str]:
     return {key for key, field in keys(schema).items() if "changeable" in field.metadata}
 
 
-def usage(schema: type[Recipe], text: str | None) -> str:
-    """A script's --help: its docstring and every key of its recipe."""
-    lines = []
-    for key, field in keys(schema).items():
-        default = "required" if field.is_required() else f"default {field.default}"
-        lines.append(f"  {key:28} {field.description + '; ' if field.description else ''}{default}")
-    return "\n".join([(text or "").strip(), "", "Keys of the recipe, each of which can follow it as key=value:", *lines])
+def shipped(schema: type[Recipe] | None = None) -> list[str]:
+    """Names of the recipes in this package; with a schema, of those whose keys all belong to it."""
+    files = sorted(file for file in RECIPES.glob("*.yaml") if not file.stem.startswith("accelerate-"))
+    return [file.stem for file in files if schema is None or _parse(file).keys() <= keys(schema).keys()]
+
+
+def find(path: str | Path, schema: type[Recipe] | None = None) -> Path:
+    """The file of a recipe: `path` itself, or the shipped recipe of that name, with or without `.yaml`.
+
+    Raises:
+        ValueError: there is neither. It lists the shipped recipes; with a schema, those that fit it.
+    """
+    file = Path(path)
+    if file.is_file():
+        return file
+    in_package = RECIPES / f"{file.name.removesuffix('.yaml')}.yaml"
+    if in_package.is_file() and file.parent in (Path("."), Path("recipes")):
+        return in_package
+    raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {', '.join(shipped(schema))}")
 
 
 def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool = False) -> R:
-    """The recipe at `path` (a file, or the name of one that is shipped) with `key=value` overrides applied.
+    """Read a recipe and apply overrides.
 
-    shared: take what all methods share, and leave other sections, the method's own, unread.
+    Args:
+        schema: the recipe class of the method.
+        path: a file, or the name of a shipped recipe (see `find`).
+        overrides: `section.key=value` texts, later ones winning.
+        shared: read only the sections in `schema`, and ignore the others; with `Recipe` those that all methods share.
 
-    Raises ValueError, in one line, for a missing file, an unknown key (naming the nearest) and a value of the wrong type.
+    Raises:
+        ValueError: in one line, for a missing file, an unknown key (naming the nearest) or a value of the wrong type.
     """
-    file = Path(path)
-    if not file.is_file() and (RECIPES / file.name).is_file() and file.parent in (Path("."), Path("recipes")):
-        file = RECIPES / file.name
-    if not file.is_file():
-        shipped = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml") if not recipe.stem.startswith("accelerate-")))
-        raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {shipped}")
-    values, known = _flatten(_parse(file)), keys(schema)
+    values, known = _flatten(_parse(find(path, None if shared else schema))), keys(schema)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -269,7 +306,7 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
 
 
 def save(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe and what it ran on: `recipe.yaml`, `run.json` (argv, git commit, versions)."""
+    """Write the resolved recipe (`recipe.yaml`) and what it ran on (`run.json`: argv, git commit, versions, machine) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(_flatten(recipe.model_dump(mode="json")), sort_keys=False))
     git = shutil.which("git")
@@ -287,7 +324,7 @@ def save(recipe: Recipe, folder: Path) -> None:
 
 
 def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
-    """What `text` means on the command line: text stays text where the key wants text."""
+    """The value that `text` stands for on the command line. Where the key takes text, it stays text."""
     field = known.get(key)
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if str in kinds and not text.startswith("["):
@@ -339,9 +376,9 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+        *path, name = key.split(".")
+        inner = nested
+        for section in path:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
     return nested

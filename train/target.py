@@ -1,17 +1,46 @@
-"""Train a small target from text: the one shipped here, or your own. A real run takes about an hour and a half on two CPU cores.
+"""Train a small language model from text: a target such as the shipped `tiny`, or a draft model for one.
 
+draftsmith train target target-tiny          (about an hour and a half on two CPU cores)
 accelerate launch train/target.py recipes/target-tiny.yaml
 """
+
+import sys
+
+from pydantic import Field
+
+from draftsmith.train.cli import prepare_script
+from draftsmith.train.recipe import Recipe, Section, load
+
+
+class ArchitectureSection(Section):
+    """the Llama that is trained"""
+
+    vocab_size: int = Field(ge=300, description="entries of the byte-level BPE tokenizer, which is trained first")
+    tokenizer: str | None = Field(
+        default=None, description="folder of a model, or `tiny`, whose tokenizer is used instead; unset: a tokenizer is trained"
+    )
+    hidden_size: int = Field(ge=1, description="hidden size of the model")
+    intermediate_size: int = Field(ge=1, description="inner size of the MLP")
+    num_layers: int = Field(ge=1, description="decoder layers")
+    num_heads: int = Field(ge=1, description="query heads")
+    num_kv_heads: int = Field(ge=1, description="key and value heads")
+    compile: bool = Field(default=False, description="torch.compile the model: a minute at the start, a third faster after")
+
+
+class TargetRecipe(Recipe):
+    architecture: ArchitectureSection
+
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    prepare_script(TargetRecipe, __doc__)
 
 import math
 import os
 import platform
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,7 +48,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from draftsmith.data import prepare
 from draftsmith.data.conversations import SEPARATOR
 from draftsmith.data.packing import TokenStream
-from draftsmith.inference import machine
+from draftsmith.inference import durable, machine
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.progress import Bar
 from draftsmith.models.student import scale_residuals
@@ -28,26 +57,10 @@ from draftsmith.train import loop
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.objective import Batch, Loss
-from draftsmith.train.recipe import Recipe, Section, load, usage
-
-
-class ArchitectureSection(Section):
-    vocab_size: int = Field(ge=300, description="entries of the byte-level BPE that is trained first")
-    tokenizer: str | None = Field(default=None, description="folder of a model, or `tiny`, whose tokenizer serves: no other is trained")
-    hidden_size: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    compile: bool = Field(default=False, description="torch.compile the model; a minute at the start, a third faster after")
-
-
-class TargetRecipe(Recipe):
-    architecture: ArchitectureSection
 
 
 def objective(model: LlamaForCausalLM, batch: Batch) -> Loss:
-    """Next-token cross-entropy."""
+    """Σ_t CE(model(x_0 … x_t), x_{t+1}): next-token cross-entropy over the supervised tokens."""
     hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)  # [B·(S−1),H]
     tokens, mask = batch["input_ids"][:, 1:].flatten(), batch["loss_mask"][:, 1:].flatten()
     loss = chunked_cross_entropy(hidden, model.lm_head.weight, tokens, mask)
@@ -55,7 +68,7 @@ def objective(model: LlamaForCausalLM, batch: Batch) -> Loss:
 
 
 def train_tokenizer(size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `size` entries from `texts`; `<|endoftext|>` begins, ends and pads."""
+    """A byte-level BPE of `size` entries, trained on `texts`. `<|endoftext|>` is its first, last and padding token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,18 +83,18 @@ def train_tokenizer(size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with random weights; the same for the same seed."""
-    shape = recipe.architecture
+    """A Llama with random weights, the same for the same train.seed."""
+    sizes = recipe.architecture
     torch.manual_seed(recipe.train.seed)
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "train_tokenizer sets it"
     config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
         max_position_embeddings=recipe.data.seq_len,
         tie_word_embeddings=True,
         bos_token_id=end,
@@ -95,7 +108,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, valid: TokenStream, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Mean loss over all held-out rows, in bits per byte of the text that the predicted tokens stand for."""
+    """Mean loss over all held-out sequences, in bits per byte of the text of the predicted tokens."""
     nats = num_bytes = 0.0
     model.eval()
     with Bar("held-out text", len(valid)) as bar:
@@ -108,11 +121,17 @@ def bits_per_byte(model: LlamaForCausalLM, valid: TokenStream, tokenizer: PreTra
 
 
 def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float) -> None:
-    """README.md beside the weights: what they were trained on, for how long, how good they are, how to make them again."""
+    """Write README.md beside the weights: the data, the length of training, the quality, and how to repeat it."""
     tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     name = Path(recipe.train.output).name
+    about = f"A Llama of {size:.1f}M parameters that continues Python source"
+    if recipe.architecture.tokenizer:
+        about += f", with the tokenizer of `{recipe.architecture.tokenizer}`, to draft for it"
+    data = recipe.data.train
+    if data == "stdlib":
+        data = f"the source of the standard library of CPython {platform.python_version()}"
     lines = [
         "---",
         "license: apache-2.0",
@@ -121,12 +140,9 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
         "",
         f"# {name}",
         "",
-        f"A Llama of {size:.1f}M parameters that continues Python source"
-        + (f", with the tokenizer of `{recipe.architecture.tokenizer}`, to draft for it. " if recipe.architecture.tokenizer else ". ")
-        + "It knows nothing else, and what it writes is not to be run.",
+        f"{about}. It knows nothing else, and what it writes is not to be run.",
         "",
-        f"- Data: {'the source of the standard library of CPython ' + platform.python_version() if recipe.data.train == 'stdlib' else recipe.data.train}"
-        " (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
+        f"- Data: {data} (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
         f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, on {device}; stored as bf16.",
         f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
         f"- Make it again: `accelerate launch train/target.py recipes/{name}.yaml`, then copy `{recipe.train.output}/artifact`.",
@@ -134,23 +150,28 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer: copied or trained the first time, then read from `<output>/tokenizer`."""
+    folder, section = Path(recipe.train.output) / "tokenizer", recipe.architecture
+    if not folder.is_dir():
+        if section.tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(resolve_path(section.tokenizer))
+        else:
+            tokenizer = train_tokenizer(section.vocab_size, prepare.training_texts(recipe.data.plan()))
+        durable.replace_folder(folder, tokenizer.save_pretrained)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    recipe.data.give_template(tokenizer)
+    return tokenizer
+
+
 def main(arguments: list[str]) -> None:
     recipe = load(TargetRecipe, arguments[0], arguments[1:])
     if recipe.train.context_parallel > 1:
         raise ValueError("train.context_parallel is for EAGLE's steps; a target is trained without it")
-    output = Path(recipe.train.output)
     machine.threads()
-    saved = output / "tokenizer"
     data = recipe.data
     with processes.join().main_process_first():
-        if recipe.architecture.tokenizer and not saved.is_dir():
-            AutoTokenizer.from_pretrained(resolve_path(recipe.architecture.tokenizer)).save_pretrained(saved)
-        if not saved.is_dir():
-            texts = prepare.training_texts(data.plan())
-            train_tokenizer(recipe.architecture.vocab_size, texts).save_pretrained(part := output / "tokenizer.part")
-            part.rename(saved)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
-        data.give_template(tokenizer)
+        tokenizer = prepare_tokenizer(recipe)
         corpora = prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
     train, valid = (TokenStream(corpora[part], data.seq_len) for part in ("train", "valid"))
     model = build(recipe, tokenizer)
@@ -159,7 +180,7 @@ def main(arguments: list[str]) -> None:
     accelerator, _ = loop.fit(recipe, model, objective, train, valid, {"data": train.key})
     if not accelerator.is_main_process:
         return
-    artifact = output / "artifact"
+    artifact = Path(recipe.train.output) / "artifact"
     model.cpu().bfloat16()
     model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
     model.save_pretrained(artifact)
@@ -170,4 +191,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_error(main, sys.argv[1:], usage(TargetRecipe, __doc__))
+    exit_on_error(main, sys.argv[1:])

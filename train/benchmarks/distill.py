@@ -1,6 +1,6 @@
-"""Which divergence, on which text, makes the better drafter? Students of the tiny target, equal tokens, several seeds, differences paired.
+"""Which divergence, on which text, makes the better drafter? Students of `tiny` see equally many tokens; differences are paired by prompt.
 
-python -m draftsmith.train.benchmarks.distill train     # about an hour on one core; may be started twice at a time
+python -m draftsmith.train.benchmarks.distill train     # about an hour on one core; may run in two processes at once
 python -m draftsmith.train.benchmarks.distill table
 """
 
@@ -15,8 +15,7 @@ import torch
 
 from draftsmith.data import prompts, regenerate, stdlib
 from draftsmith.data.conversations import Conversation
-from draftsmith.eval.answers import target_texts
-from draftsmith.eval.comparison import paired_difference, rounds_along_texts
+from draftsmith.eval.compare import expected_rounds, paired, texts
 from draftsmith.eval.loading import encode
 from draftsmith.inference import machine
 from draftsmith.inference.draft_model import DraftModel
@@ -34,7 +33,13 @@ STUDENT = {"pruned": ("student.start=pruned", "student.layers=[0]"), "random": (
 
 
 class Cell(NamedTuple):
-    """What is trained: its loss, its rows (`text`: the corpus; `own`: the target's samples; `policy`: half the student's), its start."""
+    """A student of the comparison.
+
+    Attributes:
+        loss: the loss.
+        data: what it is trained on: `text`, the corpus; `own`, the target's samples; `policy`, the corpus and the student's samples, half and half.
+        start: `pruned` or `random`.
+    """
 
     loss: str
     data: str
@@ -42,23 +47,24 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """The grid, and the random starts."""
+    """All losses on all data, and two losses from a random start."""
     grid = [Cell(loss, data, "pruned") for loss in LOSSES for data in ("text", "own", "policy")]
     return grid + [Cell(loss, "text", "random") for loss in ("kl", "tv")]
 
 
 def name_of(cell: Cell, seed: int) -> str:
-    words = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in cell.loss)
-    return f"{words}.{cell.data}.{cell.start}.{seed}"
+    """The name of the folder in which a cell is trained."""
+    loss = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in cell.loss)
+    return f"{loss}.{cell.data}.{cell.start}.{seed}"
 
 
-def own_words(target: Target) -> Path:
-    """TEXTS beginnings from training modules, each continued by the target at T = 1."""
+def write_target_samples(target: Target) -> Path:
+    """A file with TEXTS excerpts of training modules, each continued by the target at T = 1."""
     out = FOLDER / "own.jsonl"
     modules = list(stdlib.modules("train"))
     generator = torch.Generator().manual_seed(0)
 
-    def beginnings() -> Iterator[Conversation]:
+    def excerpts() -> Iterator[Conversation]:
         for number in range(TEXTS):
             module, source = modules[int(torch.randint(len(modules), (), generator=generator))]
             lines = source.splitlines(keepends=True)
@@ -68,16 +74,16 @@ def own_words(target: Target) -> Path:
                 yield Conversation(f"{number:05d}:{module}:{start}", "code", text=text)
 
     settings = regenerate.Settings(temperature=1.0, max_new_tokens=190, prompt_tokens=64)
-    print(regenerate.with_decoder(beginnings(), out, target, settings, rows=32).report())
+    print(regenerate.with_decoder(excerpts(), out, target, settings, rows=32).report())
     return out
 
 
 def train(steps: int) -> None:
-    """Every cell and seed that nobody has begun; one that was stopped is begun again by deleting its folder's `begun`."""
+    """Train every cell and seed that no process has begun. To begin one again that was stopped, delete `begun` in its folder."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     own = FOLDER / "own.jsonl"
     if not own.is_file():
-        own_words(Target.load("tiny", dtype=torch.float32))
+        write_target_samples(Target.load("tiny", dtype=torch.float32))
     for seed in SEEDS:
         for cell in cells():
             folder = FOLDER / name_of(cell, seed)
@@ -87,35 +93,35 @@ def train(steps: int) -> None:
             except FileExistsError:
                 continue
             data = [f"data.train={own}"] if cell.data == "own" else []
-            policy = ["distill.on_policy=0.5", "distill.new_tokens=96", "distill.every=25"] if cell.data == "policy" else []
+            policy = ["distill.on_policy=0.5", "distill.new_tokens=96", "distill.refresh_every=25"] if cell.data == "policy" else []
             words = [f"train.output={folder}", f"train.seed={seed}", f"distill.loss={cell.loss}", *STUDENT[cell.start], *data, *policy]
             words += [f"train.steps={steps}", "train.save_every=0", "train.eval_every=0", "train.tau_prompts=0", "train.eval_batches=1"]
             distill.main(["recipes/distill-tiny.yaml", *words])
 
 
 def table() -> None:
-    """τ of each cell, seeds pooled, and its difference to `nll` on the corpus, greedy and at T = 1 (exact, `eval/expected.py`)."""
+    """Print τ of each cell, seeds pooled, and its difference to `nll` on the corpus, greedy and at T = 1. Both are exact (`eval/expected.py`)."""
     machine.threads()
     target = Target.load("tiny", dtype=torch.float32)
-    asked = [encode(target, prompt) for prompt in prompts.load(None)]
-    found: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in cells()}
+    encoded = [encode(target, prompt) for prompt in prompts.load(None)]
+    results: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in cells()}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, rule="rejection")
-        own = target_texts(target, asked, sampling, NEW_TOKENS)
+        own = texts(target, encoded, sampling, NEW_TOKENS)
         tokens = torch.tensor([float(len(text.tokens)) for text in own]) * len(SEEDS)  # [P]
         rounds: dict[Cell, torch.Tensor] = {}
-        for cell in found:
+        for cell in results:
             students = [Target.load(str(FOLDER / name_of(cell, seed) / "artifact"), dtype=torch.float32) for seed in SEEDS]
             drafters = [DraftModel(student, StaticTree.chain(DEPTH)) for student in students]
-            rounds[cell] = rounds_along_texts(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
-        first = rounds[next(iter(found))].sum(0)
+            rounds[cell] = expected_rounds(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
+        first = rounds[next(iter(results))].sum(0)
         for cell, taken in rounds.items():
             taus = tokens.sum() / len(SEEDS) / taken.sum(1)
-            difference = paired_difference(tokens, first, taken.sum(0))
-            found[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
-    (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in found.items()]))
+            difference = paired(tokens, first, taken.sum(0))
+            results[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
+    (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in results.items()]))
     print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")
-    for cell, both in found.items():
+    for cell, both in results.items():
         columns = (
             f"{tau:.3f} ({least:.3f} to {most:.3f}) | {delta:+.3f} ({low:+.3f} to {high:+.3f})"
             for tau, least, most, delta, low, high in both
@@ -124,11 +130,14 @@ def table() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("what", choices=["train", "table"])
-    options.add_argument("--steps", type=int, default=250, help="of 1,024 tokens, for each student (default 250)")
-    chosen = options.parse_args(arguments)
-    train(chosen.steps) if chosen.what == "train" else table()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["train", "table"], help="train the students, or compare those that are trained")
+    parser.add_argument("--steps", type=int, default=250, help="steps of 1,024 tokens for each student (default 250)")
+    options = parser.parse_args(arguments)
+    if options.action == "train":
+        train(options.steps)
+    else:
+        table()
 
 
 if __name__ == "__main__":

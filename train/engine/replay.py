@@ -1,11 +1,13 @@
-"""Rows that the student makes itself while it is trained, among those of the data: a replay buffer on disk.
+"""On-policy training: sequences that are sampled while the student is trained, mixed into those of the data from a buffer on disk.
 
 GKD and DistillSpec (https://arxiv.org/abs/2306.13649, https://arxiv.org/abs/2310.08461) train on what the student samples, so that it sees
-its own mistakes; rows of `rejections` are the target's text, with loss only where the target rejected a draft.
+its own mistakes. There are two kinds of sampled sequences: `samples` are the student's text; `rejections` are the target's text, supervised
+only where the target rejected a draft of the student.
 
-A generation is made with the weights after `every` steps, and again each so many; steps g·every … (g+1)·every − 1 read generations g−keep …
-g−1 (the first steps generation 0), all made long before they are read ahead. A generation is written group by group, each whole or not at all,
-under a digest of the weights: a run that is killed makes what is missing, and only that.
+A generation is one set of such sequences. Generation g is made with the weights after g · refresh_every steps. Steps
+g · refresh_every … (g+1) · refresh_every − 1 draw from generations g − keep_generations … g − 1 (the first steps from generation 0), so that
+a generation is complete long before its sequences are fetched ahead. It is written in groups of prompts, each file complete or absent, next
+to a digest of the weights: a run that was killed makes only what is missing.
 """
 
 import hashlib
@@ -32,31 +34,39 @@ from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import order_positions
 
-GROUP = 16  # prompts decoded together: what a kill may cost
-RUN = 4  # tokens of the runs that tell whether a sample repeats itself
-LEAST = 0.5  # distinct runs of a sample that does not
+GROUP = 16  # prompts that are decoded together, and so the most that a kill can cost
+NGRAM = 4  # tokens of the n-grams by which a repetitive sample is recognised
+MIN_DISTINCT = 0.5  # share of distinct n-grams below which a sample is repetitive
 
-Sample = tuple[list[int], list[bool]]  # token ids, and which of them bear loss
-Maker = Callable[[list[list[int]], list[int], int], list[Sample]]  # prompts, noise keys, seed -> a sample of each
+Sample = tuple[list[int], list[bool]]  # token ids, and which of them are supervised
+Sampler = Callable[[list[list[int]], list[int], int], list[Sample]]  # prompts, noise keys, seed -> a sample of each
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shares: of each kind among the rows · every: steps between generations · keep: generations that are read · prompts of each kind and
-    generation · new_tokens: at most, after each · batch_size: rows of an optimizer step."""
+    """What is sampled, and when.
+
+    Attributes:
+        shares: share of the training sequences that is replaced by each kind of sample.
+        refresh_every: steps between two generations.
+        keep_generations: newest generations that sequences are drawn from.
+        prompts: prompts of a generation, for each kind.
+        new_tokens: tokens sampled for each prompt, at most.
+        batch_size: sequences of an optimizer step.
+    """
 
     shares: dict[str, float]
-    every: int
-    keep: int
+    refresh_every: int
+    keep_generations: int
     prompts: int
     new_tokens: int
     batch_size: int
 
 
-def samples(student: Target, temperature: float, new_tokens: int) -> Maker:
-    """The student continues the prompts; all that it says bears loss."""
+def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
+    """The student continues the prompts; all tokens of its answers are supervised."""
 
-    def make(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
+    def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
         student.model.eval()
         answers = Decoder(student, slots=GROUP).generate(prompts, Sampling(temperature, seed=seed), new_tokens, requests=keys)
         return [
@@ -64,13 +74,13 @@ def samples(student: Target, temperature: float, new_tokens: int) -> Maker:
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
-    return make
+    return sample
 
 
-def rejections(target: Target, drafter: DraftModel, temperature: float, new_tokens: int) -> Maker:
-    """The target continues them, with the student drafting; the tokens that corrected a draft bear loss."""
+def rejections(target: Target, drafter: DraftModel, temperature: float, new_tokens: int) -> Sampler:
+    """The target continues the prompts with the student as its drafter; the tokens that replaced a rejected draft are supervised."""
 
-    def make(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
+    def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
         drafter.model.model.eval()
         sampling = Sampling(temperature, seed=seed, rule="rejection")
         answers = Decoder(target, drafter, slots=GROUP).generate(prompts, sampling, new_tokens, requests=keys)
@@ -78,144 +88,160 @@ def rejections(target: Target, drafter: DraftModel, temperature: float, new_toke
             (prompt + answer.tokens, [False] * len(prompt) + corrected(answer)) for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
-    return make
+    return sample
 
 
 def corrected(answer: Completion) -> list[bool]:
-    """Of the tokens of an answer that a chain drafted for, which the target put in a draft's place."""
-    found = []
+    """Mask of an answer's tokens with which the target corrected a rejected draft of a chain."""
+    mask = []
     for round in answer.rounds:
-        rejected = round.accepted < round.size  # of a chain of size − 1 drafts all but accepted − 1 failed
-        found += [False] * (round.length - 1) + [rejected and round.length == round.accepted]
-    return found
+        rejected = round.accepted < round.size  # a chain has size − 1 drafts, of which accepted − 1 passed
+        mask += [False] * (round.length - 1) + [rejected and round.length == round.accepted]
+    return mask
 
 
 class Replay:
-    """Rows of the data (`base`), a share of them replaced by rows of the buffer in `folder`; which, the row's number decides.
+    """The training data `base`, with a share of its sequences replaced by sampled ones. The number of a sequence decides which.
 
-    makers: one for each kind of Plan.shares · model: whose weights a generation belongs to.
+    Args:
+        base: the training data.
+        folder: of the buffer.
+        plan: what is sampled, and when.
+        samplers: one for each kind of `plan.shares`.
+        model: the model whose weights a generation belongs to.
+        vocab_size: V; samples with other tokens are left out.
 
     Raises:
-        ValueError: generations so close that their rows would be read ahead of them.
+        ValueError: generations follow each other so closely that their sequences would be fetched before they are made.
     """
 
-    def __init__(self, base: PackedDataset, folder: Path, plan: Plan, makers: dict[str, Maker], model: nn.Module, vocab_size: int) -> None:
-        if plan.every < 4:
-            raise ValueError(f"distill.every={plan.every}: expected 4 steps between generations at least, since rows are read ahead")
-        self.base, self.folder, self.plan, self.makers, self.model, self.vocab_size = base, folder, plan, makers, model, vocab_size
+    def __init__(
+        self, base: PackedDataset, folder: Path, plan: Plan, samplers: dict[str, Sampler], model: nn.Module, vocab_size: int
+    ) -> None:
+        if plan.refresh_every < 4:
+            raise ValueError(
+                f"distill.refresh_every={plan.refresh_every}: expected 4 steps between generations at least, since rows are read ahead"
+            )
+        self.base, self.folder, self.plan, self.samplers, self.model, self.vocab_size = base, folder, plan, samplers, model, vocab_size
         self.corpus, self.key = base.corpus, base.key
-        self.buffer: dict[tuple[str, int], PackedDataset | None] = {}  # None: nothing of it is of use
+        self.buffer: dict[tuple[str, int], PackedDataset | None] = {}  # None: no sample of this kind and generation is usable
 
     def __len__(self) -> int:
         return len(self.base)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
-        """As the data's own (`data/packing.py`)."""
+        """The sequences of these numbers, in the format of `PackedDataset.batch`."""
         parts = [source.batch(torch.tensor([row])) for source, row in self._sources(rows)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def weight(self, rows: Tensor) -> float:
-        """Loss-bearing tokens of these rows."""
+        """Supervised tokens of the sequences of these numbers."""
         return sum(source.weight(torch.tensor([row])) for source, row in self._sources(rows))
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Part of the interface of a data set; nothing is left to write."""
 
     def _sources(self, rows: Tensor) -> list[tuple[PackedDataset, int]]:
-        """For each row the rows that it is taken from, and its number there."""
+        """For the number of each sequence: the data set that it is taken from, and its number there."""
         steps = order_positions(rows, len(self.base), self.base.seed) // self.plan.batch_size
-        coins = uniform(self.base.seed, rows, torch.zeros_like(rows), torch.arange(3)[:, None]).tolist()
-        found = []
-        for row, step, kind_coin, age_coin, row_coin in zip(rows.tolist(), steps.tolist(), *coins, strict=True):
+        draws = uniform(self.base.seed, rows, torch.zeros_like(rows), torch.arange(3)[:, None]).tolist()
+        sources = []
+        for row, step, kind_draw, age_draw, row_draw in zip(rows.tolist(), steps.tolist(), *draws, strict=True):
             source, number = self.base, row
             for kind, share in self.plan.shares.items():
-                if 0 <= kind_coin < share:
-                    choice = self._generations(step)
-                    source = self.buffer.get((kind, choice[int(age_coin * len(choice))])) or self.base
-                    number = row if source is self.base else int(row_coin * len(source))
-                kind_coin -= share
-            found.append((source, number))
-        return found
+                if 0 <= kind_draw < share:
+                    generations = self._generations(step)
+                    generation = generations[int(age_draw * len(generations))]
+                    source = self.buffer.get((kind, generation)) or self.base
+                    number = row if source is self.base else int(row_draw * len(source))
+                kind_draw -= share
+            sources.append((source, number))
+        return sources
 
     def _generations(self, step: int) -> range:
-        now = step // self.plan.every
-        return range(max(0, now - self.plan.keep), max(1, now))
+        """The generations that a step draws from."""
+        current = step // self.plan.refresh_every
+        return range(max(0, current - self.plan.keep_generations), max(1, current))
 
-    def renew(self, step: int, hurry: Callable[[], bool], whole: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """After `step` steps: make the generation that is due, unless `hurry()` turns true between two groups, and read what rows need now.
+    def refresh(
+        self, step: int, stop_requested: Callable[[], bool], gathered: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Make the generation that is due after `step` steps, if one is, and load those that the next steps draw from.
 
-        whole: within it `model` has its weights.
+        Args:
+            step: number of steps taken.
+            stop_requested: asked between two groups; once it is true, the generation is left incomplete until the run continues.
+            gathered: a context within which `model` has its complete weights.
+
+        Raises:
+            ValueError: a generation that the run was trained on is missing or damaged.
         """
-        number, due = divmod(step, self.plan.every)
-        if due == 0:
-            with whole():
-                self._make(number, hurry)
+        number, rest = divmod(step, self.plan.refresh_every)
+        if rest == 0:
+            with gathered():
+                self._make(number, stop_requested)
             PartialState().wait_for_everyone()
             if any(len(self._files(kind, number)) < self._groups for kind in self.plan.shares):
-                return  # a rank was in haste: all are about to stop
-        wanted = {*self._generations(step), *self._generations(step + self.plan.every)}
-        self.buffer = {name: rows for name, rows in self.buffer.items() if name[1] in wanted}
+                return  # a rank was asked to stop, so all are about to
+        needed = {*self._generations(step), *self._generations(step + self.plan.refresh_every)}
+        self.buffer = {name: sequences for name, sequences in self.buffer.items() if name[1] in needed}
         for kind in self.plan.shares:
-            for one in sorted(wanted):
-                if (kind, one) not in self.buffer:
-                    self._read(kind, one)
+            for generation in sorted(needed):
+                if (kind, generation) not in self.buffer:
+                    self.buffer[kind, generation] = self._load(kind, generation)
 
-    def _make(self, number: int, hurry: Callable[[], bool]) -> None:
-        """Generation `number`, this rank's share of its groups."""
+    def _make(self, number: int, stop_requested: Callable[[], bool]) -> None:
+        """Write this rank's share of the groups of a generation."""
         state, folder = PartialState(), self._folder(number)
-        made_by = digest(self.model)
-        said = folder / "weights.json"
-        if state.is_main_process and not (said.is_file() and json.loads(said.read_text())["sha256"] == made_by):
-            shutil.rmtree(folder, ignore_errors=True)  # of other weights, or begun and not named yet
+        weights = digest(self.model)
+        record = folder / "weights.json"
+        if state.is_main_process and not (record.is_file() and json.loads(record.read_text())["sha256"] == weights):
+            shutil.rmtree(folder, ignore_errors=True)  # made with other weights, or stopped before the record was written
             folder.mkdir(parents=True)
-            durable.replace(said, lambda part: part.write_text(json.dumps({"sha256": made_by})))
+            durable.write_text(record, json.dumps({"sha256": weights}))
         state.wait_for_everyone()
         prompts = self._prompts(number)
         groups = [(kind, start) for kind in self.plan.shares for start in range(0, len(prompts), GROUP)]
-        mine = groups[state.process_index :: state.num_processes]
-        with Bar(f"samples after step {number * self.plan.every}", len(mine), show=state.is_main_process) as bar:
-            for done, (kind, start) in enumerate(mine):
+        own = groups[state.process_index :: state.num_processes]
+        with Bar(f"samples after step {number * self.plan.refresh_every}", len(own), show=state.is_main_process) as bar:
+            for done, (kind, start) in enumerate(own):
                 file = folder / f"{kind}-{start:06d}.safetensors"
-                if hurry():
+                if stop_requested():
                     return
-                if not _whole(file):
-                    some = prompts[start : start + GROUP]
-                    keys = list(range(start, start + len(some)))
-                    made = self.makers[kind](some, keys, self.base.seed + 1_000_003 * number)
-                    durable.replace(file, lambda part, made=made: save_file(_tensors(made), part))
+                if not _readable(file):
+                    group = prompts[start : start + GROUP]
+                    keys = list(range(start, start + len(group)))
+                    tensors = _tensors(self.samplers[kind](group, keys, self.base.seed + 1_000_003 * number))
+                    durable.replace(file, lambda part, tensors=tensors: save_file(tensors, part))
                 bar.update(done + 1)
 
-    def _read(self, kind: str, number: int) -> None:
+    def _load(self, kind: str, number: int) -> PackedDataset | None:
+        """The usable samples of a kind and generation as a data set; None where there are none."""
         files = self._files(kind, number)
         if len(files) < self._groups:
             raise ValueError(
                 f"{self._folder(number)} lacks samples that this run was trained on; restore it, or delete {self.folder.parent} to start again"
             )
         try:
-            read = [sample for file in files for sample in _samples(load_file(file))]
+            everything = [sample for file in files for sample in _samples(load_file(file))]
         except SafetensorError as error:
             raise ValueError(f"samples in {self._folder(number)} cannot be read ({error}); restore them, or begin again") from None
         # A padded row of the student's head, or a prompt that ended at once, has nothing to teach.
-        usable = [(ids, mask) for ids, mask in read if mask.any() and int(ids.max()) < self.vocab_size]
-        varied = [(ids, mask) for ids, mask in usable if distinct(ids[-self.plan.new_tokens :]) >= LEAST]
-        if len(varied) < len(read) and PartialState().is_main_process:
-            print(self._said(kind, number, read, usable, varied), flush=True)
-        found = None
-        if varied:
-            found = PackedDataset(
-                _corpus(varied, self.corpus),
-                self.base.seq_len,
-                one_sample_each=self.base.one_sample_each,
-                count_all_tokens=self.base.count_all_tokens,
-            )
-        self.buffer[kind, number] = found
+        usable = [(ids, mask) for ids, mask in everything if mask.any() and int(ids.max()) < self.vocab_size]
+        varied = [(ids, mask) for ids, mask in usable if distinct(ids[-self.plan.new_tokens :]) >= MIN_DISTINCT]
+        if len(varied) < len(everything) and PartialState().is_main_process:
+            print(self._report(kind, number, everything, usable, varied), flush=True)
+        if not varied:
+            return None
+        corpus = _corpus(varied, self.corpus)
+        return PackedDataset(corpus, self.base.seq_len, one_sample_each=self.base.one_sample_each, all_count=self.base.all_count)
 
-    def _said(self, kind: str, number: int, read: Sequence, usable: Sequence, varied: Sequence) -> str:
-        repeating = len(usable) - len(varied)
-        text = (
-            f"{kind} after step {number * self.plan.every}: {len(varied)} of {len(read)} samples are of use, {repeating} repeat themselves"
-        )
-        if repeating > len(read) // 2:
+    def _report(self, kind: str, number: int, everything: Sequence, usable: Sequence, varied: Sequence) -> str:
+        """One line on samples that are left out."""
+        repetitive = len(usable) - len(varied)
+        text = f"{kind} after step {number * self.plan.refresh_every}: {len(varied)} of {len(everything)} samples are of use, "
+        text += f"{repetitive} repeat themselves"
+        if repetitive > len(everything) // 2:
             text += "; the student degenerates: raise distill.sample_temperature, or lower its share for the first steps"
         return text if varied else text + "; rows of the data take their place"
 
@@ -227,52 +253,56 @@ class Replay:
         return sorted(self._folder(number).glob(f"{kind}-*.safetensors"))
 
     def _folder(self, number: int) -> Path:
-        return self.folder / f"step-{number * self.plan.every:08d}"
+        return self.folder / f"step-{number * self.plan.refresh_every:08d}"
 
     def _prompts(self, number: int) -> list[list[int]]:
-        """Beginnings of the data's samples: up to an assistant's turn, or anywhere in a text."""
+        """The prompts of a generation: random training examples, cut before an assistant's turn, or anywhere where they have no turns."""
         generator = torch.Generator().manual_seed(self.base.seed * 1_000_003 + number)
         picks = self.corpus.epoch_samples[torch.randint(len(self.corpus.epoch_samples), (self.plan.prompts,), generator=generator)]
-        found = []
-        for pick, coin in zip(picks.tolist(), torch.rand(len(picks), generator=generator).tolist(), strict=True):
+        draws = torch.rand(len(picks), generator=generator).tolist()
+        prompts = []
+        for pick, draw in zip(picks.tolist(), draws, strict=True):
             ids, mask = self.corpus.sample(pick)
-            room = max(1, min(len(ids), self.base.seq_len - self.plan.new_tokens))
+            longest = max(1, min(len(ids), self.base.seq_len - self.plan.new_tokens))
             turns = (mask[1:] & ~mask[:-1]).nonzero().flatten() + 1
-            cuts = turns[(turns > 1) & (turns <= room)]
-            cut = int(cuts[int(coin * len(cuts))]) if len(cuts) else 1 + int(coin * (room - 1))
-            found.append(ids[:cut].tolist())
-        return found
+            cuts = turns[(turns > 1) & (turns <= longest)]
+            cut = int(cuts[int(draw * len(cuts))]) if len(cuts) else 1 + int(draw * (longest - 1))
+            prompts.append(ids[:cut].tolist())
+        return prompts
 
 
 def distinct(ids: Tensor) -> float:
-    """Share of distinct runs of RUN tokens among those of ids [n]; 1 where there are few."""
-    if len(ids) < 4 * RUN:
+    """Share of distinct n-grams among those of ids [n]; 1 where there are too few to judge."""
+    if len(ids) < 4 * NGRAM:
         return 1.0
-    runs = ids.unfold(0, RUN, 1)
-    return len(runs.unique(dim=0)) / len(runs)
+    ngrams = ids.unfold(0, NGRAM, 1)
+    return len(ngrams.unique(dim=0)) / len(ngrams)
 
 
-def _tensors(made: list[Sample]) -> dict[str, Tensor]:
-    lengths = torch.tensor([len(ids) for ids, _ in made])
-    ids = torch.tensor([token for ids, _ in made for token in ids], dtype=torch.int32)
-    return {"ids": ids, "mask": torch.tensor([bears for _, mask in made for bears in mask]), "lengths": lengths}
+def _tensors(group: list[Sample]) -> dict[str, Tensor]:
+    """Samples as they are stored: ids and mask of all of them, one after another, and their lengths."""
+    lengths = torch.tensor([len(ids) for ids, _ in group])
+    ids = torch.tensor([token for ids, _ in group for token in ids], dtype=torch.int32)
+    return {"ids": ids, "mask": torch.tensor([supervised for _, mask in group for supervised in mask]), "lengths": lengths}
 
 
 def _samples(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `_tensors`: ids and mask of each sample."""
     lengths = tensors["lengths"].tolist()
     return list(zip(tensors["ids"].split(lengths), tensors["mask"].split(lengths), strict=True))
 
 
-def _corpus(made: list[tuple[Tensor, Tensor]], like: Corpus) -> Corpus:
-    lengths = torch.tensor([len(ids) for ids, _ in made])
+def _corpus(sampled: list[tuple[Tensor, Tensor]], like: Corpus) -> Corpus:
+    """A corpus of these samples, with the padding and sequence length of `like`."""
+    lengths = torch.tensor([len(ids) for ids, _ in sampled])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids, mask = (torch.cat(parts) for parts in zip(*made, strict=True))
-    domain = torch.zeros(len(made), dtype=torch.int16)
-    return Corpus(ids, mask, offsets, domain, torch.arange(len(made)), ("samples",), like.pad_id, like.seq_len, like.key, {})
+    ids, mask = (torch.cat(parts) for parts in zip(*sampled, strict=True))
+    domain = torch.zeros(len(sampled), dtype=torch.int16)
+    return Corpus(ids, mask, offsets, domain, torch.arange(len(sampled)), ("samples",), like.pad_id, like.seq_len, like.key, {})
 
 
-def _whole(file: Path) -> bool:
-    """Whether this file of a generation can be read; one that a dying disk spoilt is made again."""
+def _readable(file: Path) -> bool:
+    """Whether a group's file can be read. One that a failing disk has damaged is made again."""
     try:
         return file.is_file() and bool(load_file(file))
     except SafetensorError:
@@ -280,10 +310,10 @@ def _whole(file: Path) -> bool:
 
 
 def digest(model: nn.Module, trained: bool = True) -> str:
-    """SHA-256 of what is trained, or of what is not."""
-    found = hashlib.sha256()
+    """SHA-256 of the weights that are trained, or of those that are not."""
+    hash = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad == trained:
-            found.update(name.encode())
-            found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            hash.update(name.encode())
+            hash.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return hash.hexdigest()

@@ -48,7 +48,7 @@ from draftsmith.train.losses.chunked import (
 )
 from draftsmith.train.losses.mixture import ETA, EXPECTED, FLOOR, beta_of, mix
 
-__all__ = ["LOSSES", "Chain", "DraftLosses", "chain", "chunked_draft_loss", "feature_loss", "mix"]
+__all__ = ["LOSSES", "DraftLosses", "chunked_draft_loss", "feature_loss", "mix"]
 
 
 class DraftLosses(NamedTuple):
@@ -65,18 +65,6 @@ class DraftLosses(NamedTuple):
     sums: Tensor
     hits: Tensor
     overlap: Tensor
-
-
-class Chain(NamedTuple):
-    """Greedy chains over training positions.
-
-    Attributes:
-        accepted: [K] int64, the number of anchors whose steps 0..k all hit.
-        anchors: scalar int64, the number of anchors.
-    """
-
-    accepted: Tensor
-    anchors: Tensor
 
 
 def chunked_draft_loss(
@@ -164,20 +152,6 @@ def feature_loss(predicted: Tensor, actual: Tensor, weight: Tensor) -> Tensor:
     dtype = torch.float64 if predicted.dtype == torch.float64 else torch.float32
     gap = F.smooth_l1_loss(predicted.to(dtype), actual.detach().to(dtype), reduction="none")
     return (gap.mean(-1) * weight).sum()
-
-
-def chain(hits: Tensor, weights: Tensor) -> Chain:
-    """Length of each greedy chain of drafts along the text: row t of every step belongs to the chain of anchor t.
-
-    Anchors are the rows that are supervised (weight > 0) in every step. Survival is S_k = accepted[k] / anchors, and the simulated
-    τ = 1 + Σ S_k; an OOV token is a miss.
-
-    Args:
-        hits: [K,M] bool.
-        weights: [K,M], 0 for pairs past the last row.
-    """
-    anchors = (weights > 0).all(0)
-    return Chain((hits.cumprod(0).bool() & anchors).sum(1), anchors.sum())
 
 
 @dataclass(eq=False)

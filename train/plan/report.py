@@ -28,7 +28,7 @@ from draftsmith.data import corpus
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
-from draftsmith.train.recipe import RECIPES, Recipe
+from draftsmith.train.recipe import Recipe
 
 SHORTEST = 512  # tokens of a row: the advice makes no row shorter than this
 EFFICIENCY = 0.4  # the fraction of a GPU's peak FLOP/s that training reaches
@@ -103,7 +103,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
         ValueError: neither identifies one script.
     """
     recipes.load(Recipe, path, [], shared=True)  # says what is wrong with the file
-    file = Path(path) if Path(path).is_file() else RECIPES / Path(path).name
+    file = recipes.find(path)
     named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
     scripts = sorted(
         script

@@ -1,0 +1,54 @@
+"""How far a chain of drafts would survive along the text: a measure of training that needs no decoding.
+
+S_k is the probability that the first k drafts of a chain are accepted, and the simulated τ = 1 + Σ_k S_k. Decoding tells the true τ.
+
+Letters: K draft steps · M positions (batch and sequence flattened).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+
+
+class Chain(NamedTuple):
+    """The chains of a batch.
+
+    Attributes:
+        accepted: [K], Σ over anchors of the probability that steps 0 … k are all accepted; int64 where acceptance is bool.
+        anchors: scalar int64, the number of chains.
+    """
+
+    accepted: Tensor
+    anchors: Tensor
+
+
+def chain(acceptance: Tensor, weights: Tensor) -> Chain:
+    """Count how far chains survive. Entry t of every step belongs to the chain that starts at position t.
+
+    Args:
+        acceptance: [K,M], bool or a probability: whether a step's draft is accepted. A token out of vocabulary is a miss.
+        weights: [K,M]. A position is an anchor where all K steps have weight > 0, so pairs past the last position must have 0.
+    """
+    anchors = (weights > 0).all(0)
+    return Chain((acceptance.cumprod(0) * anchors).sum(1), anchors.sum())
+
+
+def survival_metrics(acceptance: Tensor, weights: Tensor, tokens: Tensor, context: ContextParallel = SINGLE_RANK) -> dict[str, Tensor]:
+    """Simulated τ and survival of a batch, times `tokens`, the batch's weight by which the loop divides.
+
+    Args:
+        acceptance, weights: [K,M], as in `chain`; of this rank's positions under context parallelism.
+        tokens: scalar, the weight of the batch.
+        context: the ranks that share the sequences.
+
+    Returns:
+        `sim_tau` and `survival_1` … `survival_K`.
+    """
+    accepted, anchors = chain(acceptance, weights)
+    *accepted, anchors = context.total(torch.stack([*accepted, anchors])).unbind()
+    survival = torch.stack(accepted) / anchors.clamp(min=1) * tokens
+    metrics = {f"survival_{k}": share for k, share in enumerate(survival.unbind(), 1)}
+    return {"sim_tau": tokens + survival.sum(), **metrics}
