@@ -136,7 +136,7 @@ def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "lla
     """That the objective, its gradients and its simulated τ are those of the slow form; in float64, but for norms and RoPE."""
     target = Target.wrap(tiny(of).double())
     drafter = make(target, name, dtype=torch.float64, steps=steps).train()
-    rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_each=not packed)
+    rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_sample_each=not packed)
     batch = rows.batch(torch.arange(len(rows)))
     section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0)
     hand = ByHand(drafter)

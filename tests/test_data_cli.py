@@ -43,7 +43,13 @@ def arguments(target_folder, chats, folder, *overrides) -> list[str]:
         "train.log_every=1",
         "train.precision=fp32",
     ]
-    rest = [f"data.cache={folder}/cache", f"train.output={folder}/run", "data.seq_len=96", "data.near=1.0", "target.dtype=float32"]
+    rest = [
+        f"data.cache={folder}/cache",
+        f"train.output={folder}/run",
+        "data.seq_len=96",
+        "data.near_duplicate=1.0",
+        "target.dtype=float32",
+    ]
     return [RECIPE, f"target.path={target_folder}", f"data.train={chats}", template, *small, *rest, *overrides]
 
 
@@ -54,19 +60,19 @@ def losses(output: Path) -> list[float]:
 
 def test_training_from_a_store_is_training_online(target_folder, chats, tmp_path, capsys):
     online = arguments(target_folder, chats, tmp_path / "online")
-    exit_on_error(medusa.main, online, "usage")
+    exit_on_error(medusa.main, online)
     losses_of = {"online": losses(tmp_path / "online" / "run")}
     assert len(losses_of["online"]) >= 6
     for precision in ("float32", "fp8"):
         store = [f"features.store={tmp_path}/{precision}", f"features.precision={precision}"]
         exit_on_error(data_cli.main, ["capture", *arguments(target_folder, chats, tmp_path / "online"), *store])
         assert "GB free" in capsys.readouterr().err
-        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"], "usage")
+        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / precision), *store, "features.mode=offline"])
         losses_of[precision] = losses(tmp_path / precision / "run")
     assert losses_of["float32"] == pytest.approx(losses_of["online"], rel=1e-6)
     assert losses_of["fp8"] == pytest.approx(losses_of["online"], rel=2e-2) and losses_of["fp8"] != losses_of["online"]
     cached = [f"features.store={tmp_path}/cached", "features.precision=float32", "features.mode=cache"]
-    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / "cache"), *cached], "usage")
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path / "cache"), *cached])
     assert losses(tmp_path / "cache" / "run") == pytest.approx(losses_of["online"], rel=1e-6)
     assert len(list((tmp_path / "cached").glob("*.safetensors"))) == 2  # of the training part and of the held-out one
     weights = [load_file(tmp_path / name / "run" / "artifact" / "model.safetensors") for name in ("online", "float32")]
@@ -80,7 +86,7 @@ def test_the_precision_of_the_features_goes_into_the_artifact(target_folder, cha
     bfloat16 = arguments(target_folder, chats, tmp_path, "target.dtype=bfloat16", store)
     bfloat16.remove("target.dtype=float32")
     exit_on_error(data_cli.main, ["capture", *bfloat16])
-    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), store, "features.mode=offline"], "usage")
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), store, "features.mode=offline"])
     assert "is in float32, this was made with it in bfloat16" in capsys.readouterr().err
     config = json.loads((tmp_path / "run" / "artifact" / "config.json").read_text())
     assert config["target"]["dtype"] == "bfloat16"
@@ -193,13 +199,13 @@ def test_modes_without_their_store_are_refused(target_folder, chats, tmp_path, c
         (["features.mode=offline", f"features.store={tmp_path}/none"], "no feature store in"),
     ):
         with pytest.raises(SystemExit):
-            exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides], "usage")
+            exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides])
         assert says in capsys.readouterr().err
     half = tmp_path / "half.jsonl"
     half.write_text("".join(chats.read_text().splitlines(keepends=True)[:40]))
     exit_on_error(data_cli.main, ["capture", *arguments(target_folder, half, tmp_path), f"features.store={tmp_path}/s"])
     overrides = ["features.mode=offline", f"features.store={tmp_path}/s"]
     with pytest.raises(SystemExit):
-        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides], "usage")
+        exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides])
     assert re.search(r"lacks \d+ of \d+ samples of this data; run `draftsmith data capture`", capsys.readouterr().err)
-    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides, "features.allow_missing=true"], "usage")
+    exit_on_error(medusa.main, [*arguments(target_folder, chats, tmp_path), *overrides, "features.allow_missing=true"])

@@ -68,14 +68,14 @@ def test_noise_is_a_function_of_sample_and_position(target, monkeypatch):
     drafter, section = make(target, "1").train(), EagleSection(version=1, noise=0.2)
     corpus = corpus_of(LENGTHS)
     noises, sums = {}, {}
-    for one_each in (False, True):
-        rows = PackedDataset(corpus, 32, one_each=one_each)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_each)))
+    for one_sample_each in (False, True):
+        rows = PackedDataset(corpus, 32, one_sample_each=one_sample_each)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(one_sample_each)))
         batch = rows.batch(order)
-        noise, sums[one_each] = noise_of(target, drafter, batch, section, monkeypatch)
-        noises[one_each] = by_sample(batch, noise)
+        noise, sums[one_sample_each] = noise_of(target, drafter, batch, section, monkeypatch)
+        noises[one_sample_each] = by_sample(batch, noise)
         later = rows.batch(order + len(rows))
-        noises[one_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
+        noises[one_sample_each, "later"] = by_sample(later, noise_of(target, drafter, later, section, monkeypatch)[0])
     assert noises[False].keys() == noises[True].keys() and len(noises[True]) == sum(LENGTHS)
     assert all((noises[False][key] - noises[True][key]).abs().max() < 1e-5 for key in noises[True])
     torch.testing.assert_close(sums[False], sums[True], rtol=1e-5, atol=0)

@@ -33,7 +33,14 @@ def words(target_folder, tmp_path_factory):
     text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
     prompts = ["for line in", "    yield", "def strip", "lines:\n"]
     asked.write_text("".join(json.dumps({"prompt": one, "domain": f"d{n % 2}"}) + "\n" for n, one in enumerate(prompts)))
-    common = [RECIPE, f"target.path={target_folder}", "target.dtype=float32", f"data.train={text}", f"data.cache={place}", "data.near=1.0"]
+    common = [
+        RECIPE,
+        f"target.path={target_folder}",
+        "target.dtype=float32",
+        f"data.train={text}",
+        f"data.cache={place}",
+        "data.near_duplicate=1.0",
+    ]
     common += [
         "data.seq_len=32",
         "train.steps=4",

@@ -46,7 +46,7 @@ def short(target: Path | str, folder: Path, output: Path, *more: str) -> list[st
         "target.dtype=float32",
         f"data.train={text}",
         f"data.cache={folder}",
-        "data.near=1.0",
+        "data.near_duplicate=1.0",
         "data.seq_len=32",
     ]
     train = [

@@ -19,7 +19,7 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 from draftsmith.train import distill
 from draftsmith.train.engine import replay
-from draftsmith.train.engine.order import places_of, sample_rows
+from draftsmith.train.engine.order import order_positions, sample_rows
 from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected, distinct
 
 V, S, BATCH, EVERY = 1000, 48, 4, 5
@@ -84,8 +84,8 @@ def run(replayed, first, last):
 
 def test_places_are_the_inverse_of_the_order():
     rows = sample_rows(13, 5, 20, 40)
-    assert torch.equal(places_of(rows, 13, 5), torch.arange(20, 60))
-    assert not torch.equal(places_of(rows, 13, 6), torch.arange(20, 60))
+    assert torch.equal(order_positions(rows, 13, 5), torch.arange(20, 60))
+    assert not torch.equal(order_positions(rows, 13, 6), torch.arange(20, 60))
 
 
 def test_rows_come_from_generations_of_earlier_steps_only(tmp_path):

@@ -204,7 +204,7 @@ def stores(tmp_path_factory):
             "target.dtype=float32",
             f"data.train={folder / 'text.txt'}",
             f"data.cache={folder}",
-            "data.near=1.0",
+            "data.near_duplicate=1.0",
             "data.seq_len=32",
             "features.mode=offline",
             f"features.store={folder / name}-store",

@@ -308,7 +308,7 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
         merged: Any = students.merged(model)
         merged.config.draftsmith = {
             "target": target.identity.to_dict(),
-            "tree": tree_config(drafter.shape),
+            "tree": tree_config(drafter.tree_spec),
             "confidence": recipe.distill.confidence,
             "training": training,
         }

@@ -23,7 +23,7 @@ from draftsmith.data.conversations import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from draftsmith.data.prepare import Plan
+    from draftsmith.data.prepare import CorpusPlan
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -93,11 +93,11 @@ class DataSection(Section):
             raise ValueError(f"data.template {self.template!r} not found; give a file with a Jinja chat template")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
 
-    def plan(self) -> "Plan":
+    def plan(self) -> "CorpusPlan":
         """The corpora that this section asks `data/prepare.py` for."""
-        from draftsmith.data.prepare import Plan  # late: it imports torch, which reading a recipe does not need
+        from draftsmith.data.prepare import CorpusPlan  # late: it imports torch, which reading a recipe does not need
 
-        return Plan(_sources(self.train), _sources(self.valid), self.seq_len, self.last_turn, self.exclude, self.near_duplicate)
+        return CorpusPlan(_sources(self.train), _sources(self.valid), self.seq_len, self.last_turn, self.exclude, self.near_duplicate)
 
 
 def _sources(value: str | tuple[Source, ...] | None) -> tuple[Source, ...]:

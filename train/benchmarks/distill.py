@@ -15,7 +15,8 @@ import torch
 
 from draftsmith.data import prompts, regenerate, stdlib
 from draftsmith.data.conversations import Conversation
-from draftsmith.eval.compare import expected_rounds, paired, texts
+from draftsmith.eval.answers import target_texts
+from draftsmith.eval.comparison import paired_difference, rounds_along_texts
 from draftsmith.eval.loading import encode
 from draftsmith.inference import machine
 from draftsmith.inference.draft_model import DraftModel
@@ -74,7 +75,7 @@ def write_target_samples(target: Target) -> Path:
                 yield Conversation(f"{number:05d}:{module}:{start}", "code", text=text)
 
     settings = regenerate.Settings(temperature=1.0, max_new_tokens=190, prompt_tokens=64)
-    print(regenerate.with_decoder(excerpts(), out, target, settings, rows=32).report())
+    print(regenerate.with_decoder(excerpts(), out, target, settings, slots=32).report())
     return out
 
 
@@ -107,17 +108,17 @@ def table() -> None:
     results: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in cells()}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, rule="rejection")
-        own = texts(target, encoded, sampling, NEW_TOKENS)
+        own = target_texts(target, encoded, sampling, NEW_TOKENS)
         tokens = torch.tensor([float(len(text.tokens)) for text in own]) * len(SEEDS)  # [P]
         rounds: dict[Cell, torch.Tensor] = {}
         for cell in results:
             students = [Target.load(str(FOLDER / name_of(cell, seed) / "artifact"), dtype=torch.float32) for seed in SEEDS]
             drafters = [DraftModel(student, StaticTree.chain(DEPTH)) for student in students]
-            rounds[cell] = expected_rounds(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
+            rounds[cell] = rounds_along_texts(target, drafters, own, DEPTH, sampling)[1]  # [seeds,P]
         first = rounds[next(iter(results))].sum(0)
         for cell, taken in rounds.items():
             taus = tokens.sum() / len(SEEDS) / taken.sum(1)
-            difference = paired(tokens, first, taken.sum(0))
+            difference = paired_difference(tokens, first, taken.sum(0))
             results[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
     (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in results.items()]))
     print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")

@@ -234,7 +234,9 @@ class Replay:
         if not varied:
             return None
         corpus = _corpus(varied, self.corpus)
-        return PackedDataset(corpus, self.base.seq_len, one_sample_each=self.base.one_sample_each, all_count=self.base.all_count)
+        return PackedDataset(
+            corpus, self.base.seq_len, one_sample_each=self.base.one_sample_each, count_all_tokens=self.base.count_all_tokens
+        )
 
     def _report(self, kind: str, number: int, everything: Sequence, usable: Sequence, varied: Sequence) -> str:
         """One line on samples that are left out."""
