@@ -304,17 +304,14 @@ def with_server(
     "none", so that a call comes as text. A text without a prompt is cut by characters, 4 per token.
 
     Args:
-        conversations: what to answer.
-        out: the JSONL file.
+        conversations, out, settings, show: as for `with_decoder`.
         base_url: address of the API.
         model: the server's name of the target.
-        settings: how answers are drawn.
         concurrency: requests under way, at most.
         timeout: seconds of one request, at most.
         retries: how often a request is repeated, with longer waits each time (429, 5xx, no or broken answers; Retry-After is honoured).
         api_key_env: environment variable with the key.
         omit: fields that this server refuses (TGI: top_p at 1).
-        show: show a progress bar.
 
     Raises:
         ValueError: as `with_decoder`; a request that the server refuses, in its own words; a server that no longer answers.

@@ -249,7 +249,7 @@ def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tm
     assert "captured again" in capsys.readouterr().err and content(tmp_path / "s") == expected
 
 
-def test_too_little_room_is_said_before_the_first_byte(target, corpus, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_before_the_first_byte(target, corpus, tmp_path, monkeypatch):
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(capturing.shutil, "disk_usage", lambda folder: Usage(10, 9, 9000))
     with pytest.raises(OSError, match="0.00 GB free, the features need .* features.mode=online"):
@@ -316,7 +316,7 @@ def test_reading_ahead_keeps_the_order_and_the_errors():
         next(stream)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
     file = tmp_path / "f"
     durable.replace(file, lambda part: part.write_text("old"))
     with pytest.raises(KeyError):

@@ -148,7 +148,7 @@ def test_the_best_of_equals_is_the_first_also_between_blocks():
 
 @pytest.mark.parametrize("loss", [*LOSSES, EVERYTHING], ids=str)
 @pytest.mark.parametrize(("vocab", "size"), [(33, 33), (33, 20)])
-def test_tokens_that_neither_law_holds_might_as_well_not_be_there(vocab, size, loss):
+def test_tokens_outside_both_distributions_change_nothing(vocab, size, loss):
     """Logits of −inf on both sides: the losses are those of the vocabulary without them, which no 0 · inf spoils."""
     one = chunk(vocab, size, dtype=torch.float32)
     few = chunk(vocab, size, dtype=torch.float32)

@@ -260,11 +260,11 @@ class Replay:
     def _prompts(self, number: int) -> list[list[int]]:
         """The prompts of a generation: random training examples, cut before an assistant's turn, or anywhere where they have no turns."""
         generator = torch.Generator().manual_seed(self.base.seed * 1_000_003 + number)
-        picks = self.corpus.epoch_samples[torch.randint(len(self.corpus.epoch_samples), (self.plan.prompts,), generator=generator)]
-        draws = torch.rand(len(picks), generator=generator).tolist()
+        samples = self.corpus.epoch_samples[torch.randint(len(self.corpus.epoch_samples), (self.plan.prompts,), generator=generator)]
+        draws = torch.rand(len(samples), generator=generator).tolist()
         prompts = []
-        for pick, draw in zip(picks.tolist(), draws, strict=True):
-            ids, mask = self.corpus.sample(pick)
+        for number, draw in zip(samples.tolist(), draws, strict=True):
+            ids, mask = self.corpus.sample(number)
             longest = max(1, min(len(ids), self.base.seq_len - self.plan.new_tokens))
             turns = (mask[1:] & ~mask[:-1]).nonzero().flatten() + 1
             cuts = turns[(turns > 1) & (turns <= longest)]

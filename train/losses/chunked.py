@@ -116,9 +116,8 @@ def chunked_kl_heads(
     The K sums share one graph node: add them up before backward.
 
     Args:
-        draft_hidden: K tensors [M,H], with K `draft_heads`.
+        draft_hidden, weights: K tensors [M,H] with K `draft_heads`, and K tensors [M].
         target_hidden: [M,·], with `target_head`.
-        weights: K tensors [M].
         shifts: K numbers ≥ 0.
 
     Raises:

@@ -85,25 +85,20 @@ def chunked_draft_loss(
 ) -> DraftLosses:
     """Σ_k decay[k] · Σ_t weights[k,t] · loss(p_{t + shifts[k]}, q_{k,t}).
 
-    Gradients go to `hidden` and to the head's weight, or to the leaf tensors that a callable head uses. Softmax and sums are in fp32
-    (fp64 for fp64 inputs).
+    Gradients go to `hidden` and to the head, as in `chunked_cross_entropy`. Softmax and sums are in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden: [K,M,H], with `head`: weight [D,H], or a callable to logits [m,D].
-        target_hidden: [M,·], with `target_head` to logits [m,V].
+        hidden, target_hidden: [K,M,H] and [M,·], with `head` (weight [D,H], or a callable to logits [m,D]) and `target_head`.
         weights: [K,M] ≥ 0. A pair past the last row is dropped; a pair that crosses into another document must have weight 0.
         shifts: K numbers ≥ 0. Row t of step k is compared with the target's row t + shifts[k].
         target_ids: [D] int64, target ids in the order of the draft ids; None where D = V.
-        loss: what `mix` reads, or what it returns.
-        decay: K factors, 1 by default.
-        tokens: [M] int64, for nll: the token after each row of the target. Any value where no weight needs it.
-        temperature: T, see above.
-        top_k: see above; 0 is off.
-        budget: logits in one chunk, at most.
+        loss, decay: what `mix` reads or returns; K factors, 1 by default.
+        tokens: [M] int64, for nll: the token after each row of the target.
+        temperature, top_k, budget: see above; top_k 0 is off; logits in one chunk, at most.
 
     Raises:
-        ValueError: shapes, lengths or vocabularies that do not fit, a negative shift, an unknown loss or a share that is not above 0, nll
-            without tokens, a temperature that is not above 0, a negative top_k, or reverse_kl with top_k, which is infinite.
+        ValueError: shapes that do not fit, a loss, share, shift, temperature or top_k out of range, nll without tokens, or reverse_kl
+            with top_k, which is infinite.
     """
     shares, terms = _terms(loss)
     decay = [1.0] * len(hidden) if decay is None else decay
