@@ -13,7 +13,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import training_time_test
 from draftsmith.models.target import Target
 from draftsmith.train import distill, eagle, medusa, recipe
-from draftsmith.train.plan import memory, report, trace
+from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
 CPU = Machine(1, 1, GIB, cpu=True)
@@ -364,19 +364,19 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     (tmp_path / "l").mkdir()
     monkeypatch.chdir(tmp_path)
     path = llama(tmp_path / "l", 8).replace(str(tmp_path / "l"), "./l")
-    exit_on_error(report.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
+    exit_on_error(command.main, ["eagle3-llama3.1-8b.yaml", path, "--hours", "24", "train.steps=100"])
     text = capsys.readouterr().out
     table = [line for line in text.splitlines() if re.match(r"(launcher|ddp|fsdp2|zero)", line)]
     assert len(table) == 7 and all(len(line.rstrip()) <= 80 and line.rstrip().endswith(("fits", "yes")) for line in table)
     assert len(text.splitlines()) <= 26
     assert "accelerate launch --config_file recipes/accelerate-ddp.yaml --num_processes 8 train/eagle.py eagle3-llama3.1-8b.yaml" in text
     assert "predicted" in text and "tokens/s to end in 24 h" in text
-    exit_on_error(report.main, ["medusa-tiny.yaml", "--cpu", *OFFLINE])
+    exit_on_error(command.main, ["medusa-tiny.yaml", "--cpu", *OFFLINE])
     assert "embeddings and head alone" in capsys.readouterr().out
-    exit_on_error(report.main, ["medusa-tiny.yaml", "--cpu"])
+    exit_on_error(command.main, ["medusa-tiny.yaml", "--cpu"])
     text = capsys.readouterr().out
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
-    exit_on_error(report.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
+    exit_on_error(command.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
     assert training_time_test._Causal.__name__ == "_Causal"  # what stood in for it is gone
 
@@ -397,7 +397,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
 )
 def test_mistakes_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(report.main, words)
+        exit_on_error(command.main, words)
     assert exit.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
@@ -405,5 +405,5 @@ def test_mistakes_are_one_line(words, says, capsys):
 
 def test_an_unknown_flag_is_named(capsys):
     with pytest.raises(SystemExit) as exit:
-        exit_on_error(report.main, ["medusa-tiny.yaml", "--colour"])
+        exit_on_error(command.main, ["medusa-tiny.yaml", "--colour"])
     assert exit.value.code == 2 and "--colour" in capsys.readouterr().err

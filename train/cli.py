@@ -21,7 +21,7 @@ COMMANDS = {
     "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
-    "plan": ("draftsmith.train.plan.report", "say what a recipe needs, memory and time, before anything is loaded"),
+    "plan": ("draftsmith.train.plan.command", "say what a recipe needs, memory and time, before anything is loaded"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 HELP = ("-h", "--help", "help")
