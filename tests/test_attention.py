@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planting import PlantingDrafter, ask
+from planting import PlantingDrafter, round_context
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from zoo import CONFIGS, VOCAB, WINDOW, tiny
@@ -100,7 +100,7 @@ def test_nodes_see_their_path(name):
         drafter.answers, drafter.offset = {row: [] for row in range(4)}, dict.fromkeys(range(4), 0)
         for rows in ([0, 1, 2, 3], [0, 2], [1]):
             cache.select(rows)
-            tree = drafter.propose(ask(rows, [5] * len(rows)))
+            tree = drafter.propose(round_context(rows, [5] * len(rows)))
             attention = TreeAttention.tree(cache, tree)
             with tree_attention(target.model):
                 hidden = target.forward(tree.tokens, position_ids=attention.positions(), cache=cache, tree=attention).hidden

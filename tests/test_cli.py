@@ -347,6 +347,7 @@ def test_importing_sets_up_nothing():
         f"for name in {modules}: importlib.import_module(name)\n"
         "import torch\nassert not torch.distributed.is_initialized()\nnew = set(sys.modules) - before\n"
         "bad = {name for name in new if name.split('.')[0] in ('triton', 'wandb', 'deepspeed') or '.kernels.' in name and 'draftsmith' in name}\n"
+        "bad -= {'draftsmith.inference.kernels.reference'}  # plain torch\n"
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})

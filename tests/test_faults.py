@@ -193,7 +193,7 @@ FAULTS = {
     "the bonus token is dropped": (verify, "judge", drop_the_bonus, greedy),
     "index -1 is read as the last row": (verify, "judge", last_index_is_minus_one, greedy),
     "the bonus is read at the root": (verify, "judge", bonus_of_the_root, greedy),
-    "equal siblings both count": (DraftTree, "route", equal_siblings_both_count, greedy),
+    "equal siblings both count": (DraftTree, "walk_matrix", equal_siblings_both_count, greedy),
     "positions by index": (TreeAttention, "positions", positions_by_index, greedy),
     "window by index": (TreeAttention, "_allowed", window_by_index, functools.partial(greedy, "mistral")),
     "no window": (TreeAttention, "_allowed", no_window, functools.partial(greedy, "mistral")),

@@ -210,7 +210,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 def main(arguments: list[str]) -> None:
     """`draftsmith data`: run the command that the first argument names."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        print(f"usage: draftsmith data {{{','.join(COMMANDS)}}} ...\n\n{(__doc__ or '').strip()}")
         raise SystemExit(0 if arguments else 2)
     if arguments[0] not in COMMANDS:
         raise ValueError(f"no command `data {arguments[0]}`; expected one of {', '.join(COMMANDS)}")
