@@ -14,8 +14,8 @@ import torch
 from eagle_drafters import make
 from fault_forks import Run
 from launched import on_gloo
+from packed_data import corpus_of
 from safetensors.torch import save_file
-from test_data_packing import corpus_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import tiny

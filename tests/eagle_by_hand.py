@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eagle_drafters import allowed, make
-from test_data_packing import corpus_of
+from packed_data import corpus_of
 from zoo import tiny
 
 from draftsmith.data.packing import PackedDataset

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from test_lossless import PROMPTS, texts
+from decoding_cases import PROMPTS, texts
 from zoo import VOCAB
 
 from draftsmith.data.corpus import Corpus

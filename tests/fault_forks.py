@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed
 from safetensors.torch import load_file, save_file
-from test_loop import Numbers, new_model, new_recipe, objective
 from torch import Tensor
+from training_cases import Numbers, new_model, new_recipe, objective
 
 from draftsmith.inference import machine
 from draftsmith.inference.errors import exit_on_error

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from fault_forks import LIMIT, STEPS, Row, Run, at_step, run, same, saved, training, weights
-from test_loop import Numbers
+from training_cases import Numbers
 
 from draftsmith.train.engine import curves, processes
 from draftsmith.train.engine.watchdog import EXIT_NO_PROGRESS

@@ -11,8 +11,8 @@ import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
-from test_loop import Numbers, new_model, new_recipe, objective
 from torch.distributed.tensor import DTensor
+from training_cases import Numbers, new_model, new_recipe, objective
 
 from draftsmith.train import distill, eagle, loop, medusa
 from draftsmith.train.engine import processes, resume

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from test_draft_model import SHAPES, relative
-from test_lossless import PROMPTS, texts
+from decoding_cases import PROMPTS, SHAPES, relative, texts
 from zoo import tiny
 
 from draftsmith.inference import adaptive as module

@@ -9,8 +9,8 @@ import statistics
 import numpy
 import pytest
 import torch
+from commands import failing
 from safetensors.torch import load_file, save_file
-from test_cli import failing
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 

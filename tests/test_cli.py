@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import failing
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import acceptance, generate
@@ -50,16 +51,6 @@ def arguments(folder, target_folder, *overrides):
 
 def train(folder, target_folder, *overrides):
     exit_on_error(medusa.main, arguments(folder, target_folder, *overrides))
-
-
-def failing(capsys, main, words):
-    """Run `main`, which must exit with 2 and one line on stderr; that line."""
-    with pytest.raises(SystemExit) as exit:
-        exit_on_error(main, [str(word) for word in words])
-    assert exit.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1
-    return lines[0]
 
 
 def test_the_artifact_can_be_published_as_it_stands(workspace):

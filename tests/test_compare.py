@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_cli import failing
-from test_draft_model import relative
+from commands import failing
+from decoding_cases import relative
 from zoo import tiny
 
 from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading

@@ -5,9 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_draft_model import SHAPES, Checked, DepthPattern, relative
-from test_lossless import PROMPTS, texts
-from test_rules import GREEN, build_tree, p_value
+from decoding_cases import GREEN, PROMPTS, SHAPES, Checked, DepthPattern, build_tree, p_value, relative, texts
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import tiny

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training import Largest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from watching import Largest
 from zoo import tiny
 
 from draftsmith.eval import acceptance

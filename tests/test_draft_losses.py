@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import Largest
+from loss_cases import EVERYTHING, FINITE, MIX
 from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Largest
 
 from draftsmith.train.losses import chunked as chunked_losses
 from draftsmith.train.losses import draft as draft_losses
@@ -17,9 +18,6 @@ from draftsmith.train.losses.draft import LOSSES, chunked_draft_loss, feature_lo
 from draftsmith.train.losses.survival import chain
 
 M, V, D, H = 41, 29, 13, 7
-MIX = {"kl": 0.3, "tv": 0.2, "lk": 0.5}
-EVERYTHING = {name: 0.1 * i for i, name in enumerate([*LOSSES, "jsd(0.1)"], 1)}
-FINITE = {name: share for name, share in EVERYTHING.items() if name != "reverse_kl"}  # whatever top_k is
 CAP = 3.0
 
 

@@ -7,92 +7,16 @@ from collections import Counter
 import pytest
 import torch
 from conftest import byte_tokenizer
-from test_lossless import PROMPTS, texts
+from decoding_cases import PROMPTS, SHAPES, Checked, DepthPattern, relative, texts
 from zoo import VOCAB, tiny
 
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import tokenizer_check
 from draftsmith.models.target import Target
-
-SHAPES = {
-    "chain": StaticTree.chain(4),
-    "static": StaticTree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 1)]),
-    "dynamic": DynamicTree(4, 2, 14),
-}
-
-
-def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
-    """The target's weights with noise: a draft model that is often right and often wrong."""
-    model = tiny(name)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
-    if vocab != VOCAB:
-        model.resize_token_embeddings(vocab, mean_resizing=False)
-    return Target.wrap(model)
-
-
-class Checked(DraftModel):
-    """Compares every tree with a slow reference: a forward over the complete path of every node."""
-
-    def start(self, slots, prompts, out):
-        super().start(slots, prompts, out)
-        self.texts = getattr(self, "texts", {}) | {slot: list(prompt) for slot, prompt in zip(slots, prompts, strict=True)}
-        self.seen = getattr(self, "seen", Counter())
-
-    def propose(self, round):
-        pending = [len(self._state.pending[slot]) for slot in round.slots]
-        tree = super().propose(round)
-        tree.validate()
-        for b, slot in enumerate(round.slots):
-            assert self.texts[slot][-1] == int(round.last_tokens[b]) and len(self.texts[slot]) == int(round.positions[b]) + 1
-            self.seen[f"pending {min(pending[b], 3)}"] += 1
-            paths = []
-            for i in range(int(tree.size[b])):
-                parent = int(tree.parents[b, i])
-                paths.append([*paths[parent], int(tree.tokens[b, i])] if i else [])
-            children = {i: [j for j in range(1, len(paths)) if tree.parents[b, j] == i] for i in range(len(paths))}
-            for i, path in enumerate(paths):
-                if children[i]:
-                    hidden = self.model.forward(torch.tensor([self.texts[slot] + path])).hidden[0, -1]
-                    order = self.model.logits(hidden).argsort(descending=True).tolist()
-                    proposed = [int(tree.tokens[b, j]) for j in children[i]]
-                    assert proposed == order[: len(proposed)], (slot, path)
-        return tree
-
-    def accept(self, round, tree, verdict, out):
-        super().accept(round, tree, verdict, out)
-        for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
-            self.texts[slot] += result.tokens
-            self.seen[f"accepted {result.length - 1}"] += 1
-            self.seen["moved"] += not result.in_place
-            self.seen["no draft"] += tree.tokens.shape[1] == 1
-            # The cached and the pending tokens are always the complete text.
-            assert int(self._state.cache.length[slot]) + len(self._state.pending[slot]) == len(self.texts[slot])
-
-
-class DepthPattern:
-    """In place of AdaptiveDepth: no draft in some rounds, shallower drafts in others."""
-
-    def __init__(self):
-        self.round = 0
-
-    def bind(self, max_depth):
-        self.max_depth = max_depth
-
-    def drop(self, slots): ...
-
-    def learn(self, slots, results, seconds): ...
-
-    def depth(self, slots):
-        self.round += 1
-        return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.round % 8]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_targets import random_model, randomise, small_tokenizer
 from safetensors.torch import load_file, save_file
-from test_target import random_model, small_tokenizer
 
 from draftsmith.inference.expand import ranked
 from draftsmith.inference.tree import StaticTree
@@ -20,14 +20,6 @@ from draftsmith.models.target import Target
 @pytest.fixture(scope="module")
 def target():
     return Target.wrap(random_model("llama"), small_tokenizer(), name="small-llama")
-
-
-def randomise(drafter, std=0.15):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.normal_(std=std)
-    return drafter
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from decoding_cases import PROMPTS, texts
 from eagle_by_hand import SHORT
 from eagle_drafters import VARIANTS, allowed, make, random_lines, redraw, vocabulary
+from packed_data import corpus_of
+from random_targets import random_model
 from safetensors.torch import load_file, save_file
-from test_data_packing import corpus_of
-from test_lossless import PROMPTS, texts
-from test_target import random_model
 from zoo import VOCAB, tiny
 
 from draftsmith.data.packing import PackedDataset

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
+from decoding_cases import PROMPTS, texts
 from eagle_drafters import HOWS, NEW, TREES, VARIANTS, allowed, answers_of, fitted, lines_corpus, make, random_lines
 from eagle_rounds import played
-from test_lossless import PROMPTS, texts
-from test_verify import Watch
+from watching import Watch
 from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.data.packing import PackedDataset

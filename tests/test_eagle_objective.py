@@ -6,8 +6,8 @@ import pytest
 import torch
 from eagle_by_hand import agrees
 from eagle_drafters import VARIANTS, lines_corpus, make
-from test_data_packing import LENGTHS, corpus_of
-from test_training import Largest
+from packed_data import LENGTHS, corpus_of
+from watching import Largest
 from zoo import VOCAB, tiny
 
 from draftsmith.data.corpus import Corpus

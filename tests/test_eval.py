@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_draft_model import relative
+from decoding_cases import relative
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer
-from test_data_packing import LENGTHS, corpus_of
+from packed_data import LENGTHS, corpus_of
 from zoo import tiny
 
 from draftsmith.data import capture as capturing
@@ -174,7 +174,7 @@ KILLED = """
 import os, random, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from test_data_packing import corpus_of
+from packed_data import corpus_of
 from zoo import tiny
 from draftsmith.data import features
 from draftsmith.inference import durable

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from planting import round_context
+from random_targets import random_model
 from safetensors.torch import load_file, save_file
-from test_target import random_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference.drafter import NodeOutput

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_data_packing import LENGTHS, corpus_of
+from packed_data import LENGTHS, corpus_of
 from zoo import CONFIGS, VOCAB, tiny, with_heads_of_16
 
 from draftsmith.data.capture import capture
@@ -95,7 +95,7 @@ def test_a_target_on_two_devices_equals_one_on_one(kind):
 
 @pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
 def test_a_draft_model_equals_plain(shape):
-    from test_draft_model import SHAPES, relative
+    from decoding_cases import SHAPES, relative
 
     target, draft = Target.wrap(tiny("llama").to(DEVICE)), relative("llama", 0.005)
     draft = Target.wrap(draft.model.to(DEVICE))

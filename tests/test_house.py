@@ -161,3 +161,10 @@ def test_files_and_functions_stay_short():
 
 def test_train_holds_what_people_come_for():
     assert len(list((ROOT / "train").glob("*.py"))) <= 12
+
+
+def test_helpers_of_tests_are_modules_of_their_own():
+    files = {name: text for name, text in texts().items() if name.startswith("tests/") and name.endswith(".py")}
+    assert len(files) > 80
+    shared = [name for name, text in files.items() if re.search(r"^\s*(from|import) test_", text, re.M)]
+    assert not shared, shared

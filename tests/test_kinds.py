@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
+from decoding_cases import PROMPTS, SAMPLED, relative, texts
 from planting import PlantingDrafter
-from test_draft_model import relative
-from test_lossless import PROMPTS, SAMPLED, texts
-from test_verify import Watch
+from watching import Watch
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.adaptive import AdaptiveDepth

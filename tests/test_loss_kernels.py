@@ -6,13 +6,13 @@ import pytest
 import torch
 from hopper import compiled
 from interpreted import INTERPRETED
-from test_losses import Largest
+from watching import Largest
 
 pytest.importorskip("triton")
-from test_draft_losses import EVERYTHING, FINITE, MIX
-from test_kernel_verify import _one_way, _patched_once, _poisoned  # noqa: F401
-from test_loop import Numbers as Rows
-from test_loop import new_model, new_recipe, objective
+from kernel_fixtures import _one_way, _patched_once, _poisoned  # noqa: F401
+from loss_cases import EVERYTHING, FINITE, MIX
+from training_cases import Numbers as Rows
+from training_cases import new_model, new_recipe, objective
 
 from draftsmith.inference.kernels import active, missing, use
 from draftsmith.train import loop, setup

@@ -3,28 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Largest
 
 from draftsmith.train.losses import chunked
 from draftsmith.train.losses.chunked import chunk_rows, chunked_cross_entropy, chunked_kl, chunked_kl_heads
 
 CAP = 3.0
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the largest floating tensor that any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.seen = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.elements = max(self.elements, tensor.numel())
-                self.seen += 1
-        return out
 
 
 def problem(positions, vocab, hidden=7, dtype=torch.float64, seed=0):

@@ -5,7 +5,7 @@ Each time round by round, and with rounds replayed as graphs are; with `--kernel
 
 import pytest
 import taped
-import torch
+from decoding_cases import PROMPTS, SAMPLED, texts
 from planting import PlantingDrafter
 from zoo import CONFIGS, VOCAB, reference, tiny
 
@@ -16,9 +16,7 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
-LENGTHS = (1, 5, 19, 3, 11)
 NEW = 26
-SAMPLED = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=11)
 
 
 def pytest_generate_tests(metafunc):
@@ -33,18 +31,6 @@ def way(request, monkeypatch):
     if request.param != "eager":
         monkeypatch.setitem(Decoder.__init__.__kwdefaults__, "kernels", True)
     return request.param
-
-
-def make_prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in LENGTHS]
-
-
-PROMPTS = make_prompts()
-
-
-def texts(completions: list[Completion]) -> list[list[int]]:
-    return [completion.tokens for completion in completions]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

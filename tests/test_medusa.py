@@ -3,8 +3,7 @@
 import pytest
 import torch
 from planting import round_context
-from test_drafter import randomise
-from test_target import random_model
+from random_targets import random_model, randomise
 
 from draftsmith.inference.drafter import NodeOutput
 from draftsmith.inference.verify import Verdict

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import ROOT, metrics, short
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from zoo import tiny
 
@@ -16,7 +17,6 @@ from draftsmith.models import parallel
 from draftsmith.models.target import Target
 from draftsmith.train import distill, medusa
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("llama", "gemma3")
 COMPARED = {"loss", "top1_head1", "valid_loss", "valid_tau"}
 
@@ -33,35 +33,6 @@ def launch(script: Path, *arguments: object, config: str = "accelerate-cpu-2") -
         text=True,
         timeout=240,
     )
-
-
-def short(target: Path | str, folder: Path, output: Path, *more: str) -> list[str]:
-    """The command line of a short run of Medusa; its data are in `folder`."""
-    text, prompts = folder / "text.txt", folder / "prompts.jsonl"
-    if not text.exists():
-        text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
-        prompts.write_text(json.dumps({"prompt": "for line in", "domain": "d"}) + "\n")
-    data = [
-        f"target.path={target}",
-        "target.dtype=float32",
-        f"data.train={text}",
-        f"data.cache={folder}",
-        "data.near_duplicate=1.0",
-        "data.seq_len=32",
-    ]
-    train = [
-        "train.steps=3",
-        "train.batch_size=4",
-        "train.eval_batches=3",
-        "train.log_every=1",
-        "train.precision=fp32",
-        "train.warmup_steps=1",
-    ]
-    return [str(ROOT / "recipes" / "medusa-tiny.yaml"), *data, *train, f"train.output={output}", f"train.tau_file={prompts}", *more]
-
-
-def metrics(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_target import random_model
+from random_targets import random_model
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from draftsmith.models.drafter import load_drafter, new_drafter

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from commands import metrics, short
 from planting import PlantingDrafter
-from test_parallel import metrics, short
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import VOCAB, reference, tiny

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from decoding_cases import GREEN, RED, build_tree, p_value
 from torch import Tensor
 
 from draftsmith.inference import expand, rules, sampler, verify
@@ -20,7 +21,6 @@ from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import RULES, Sampling, gumbel, sample, uniform, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
 
-GREEN, RED = 1e-4, 1e-6
 KINDS = ("random", "equal", "orthogonal", "one-hot", "narrow", "mixed")
 # Parents and size: chains of 1, 2, 3; widths 2 and 3; two and three levels; a root of 3 children one of which has 2; padding.
 SHAPES = [
@@ -63,13 +63,6 @@ def pair(rng: random.Random, vocab: int, kind: str) -> tuple[list[int], list[int
 def normal(rows: list[list[int]]) -> Tensor:
     numbers = torch.tensor(rows, dtype=torch.float64)
     return numbers / numbers.sum(-1, keepdim=True)
-
-
-def build_tree(tokens: Tensor, parents: list[int], size: int, replacement: bool) -> DraftTree:
-    rows = len(tokens)
-    tree = DraftTree.build(tokens, torch.tensor(parents).expand(rows, -1), torch.full((rows,), size))
-    tree.replacement = replacement
-    return tree
 
 
 def draw_probability(tokens: Tensor, parents: list[int], size: int, q: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
@@ -347,23 +340,6 @@ def rounds(how: Sampling, shape: StaticTree, vocab: int = V, count: int = COUNT,
         lengths = verdict.length if lengths is None else lengths
         busy = (done < tokens).nonzero()[:, 0]
     return out[:, 1 : tokens + 1], lengths
-
-
-def p_value(observed: Tensor, distribution: Tensor) -> float:
-    """Pearson's test of the cells observed [count] against distribution [cells]. Rare cells are merged. An impossible cell gives 0."""
-    counts, expected = torch.bincount(observed, minlength=len(distribution)).double(), distribution.double() * len(observed)
-    if counts[expected == 0].sum() > 0:
-        return 0.0
-    cells, rare = [], (0.0, 0.0)
-    for cell in sorted(zip(expected.tolist(), counts.tolist(), strict=True)):
-        rare = (rare[0] + cell[0], rare[1] + cell[1])
-        if rare[0] >= 10:
-            cells, rare = [*cells, rare], (0.0, 0.0)
-    assert len(cells) >= 2 and len(observed) > 1000
-    cells[-1] = (cells[-1][0] + rare[0], cells[-1][1] + rare[1])
-    statistic = sum((count - mean) ** 2 / mean for mean, count in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def test_p_value():

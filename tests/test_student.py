@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from test_target import CONFIGS as SIZED
-from test_target import small_tokenizer
+from random_targets import CONFIGS as SIZED
+from random_targets import small_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Olmo2Config, Phi3Config, Qwen2Config
 from zoo import _COMMON, CONFIGS, VOCAB, tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from test_loop import Numbers, crashing, new_model, new_recipe, objective, run
+from training_cases import Numbers, crashing, new_model, new_recipe, objective, run
 
 from draftsmith.train import loop
 from draftsmith.train.engine import checkpoint

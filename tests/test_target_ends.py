@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import metrics
 from conftest import byte_tokenizer
+from random_targets import CONFIGS, random_model, small_tokenizer
 from safetensors.torch import load_file, save_file
-from test_parallel import metrics
-from test_target import CONFIGS, random_model, small_tokenizer
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, Qwen3Config
 
 from draftsmith.models import head, model_files, parallel

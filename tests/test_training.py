@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
+from watching import Largest
 from zoo import tiny
 
 from draftsmith.models.drafter import new_drafter
@@ -82,19 +81,6 @@ def test_the_objective_is_its_formula(name, share_head, distill):
     for parameter, gradient in slow_grads.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(fast_grads[parameter], gradient, rtol=2e-4, atol=2e-4 * float(gradient.abs().max()))
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returns while the mode is on."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        out = function(*arguments, **(keywords or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return out
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from planting import PlantingDrafter
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watch
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
@@ -162,23 +162,6 @@ class Guesser:
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None: ...
 
     def drop(self, slots: list[int]) -> None: ...
-
-
-class Watch(TorchDispatchMode):
-    """Counts what reads the device from the host, and shapes that depend on values."""
-
-    SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal", "aten::unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.syncs = 0, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        name = func._schema.name
-        if name.startswith(self.SYNCS):
-            self.syncs.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -1,0 +1,134 @@
+"""Prompts, samplings, trees and draft models that the tests of decoding share."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from zoo import VOCAB, tiny
+
+from draftsmith.inference.decoder import Completion
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import DraftTree, StaticTree
+from draftsmith.models.target import Target
+
+LENGTHS = (1, 5, 19, 3, 11)
+
+
+SAMPLED = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=11)
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in LENGTHS]
+
+
+PROMPTS = make_prompts()
+
+
+def texts(completions: list[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+SHAPES = {
+    "chain": StaticTree.chain(4),
+    "static": StaticTree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 1)]),
+    "dynamic": DynamicTree(4, 2, 14),
+}
+
+
+def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
+    """The target's weights with noise: a draft model that is often right and often wrong."""
+    model = tiny(name)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    if vocab != VOCAB:
+        model.resize_token_embeddings(vocab, mean_resizing=False)
+    return Target.wrap(model)
+
+
+class Checked(DraftModel):
+    """Compares every tree with a slow reference: a forward over the complete path of every node."""
+
+    def start(self, slots, prompts, out):
+        super().start(slots, prompts, out)
+        self.texts = getattr(self, "texts", {}) | {slot: list(prompt) for slot, prompt in zip(slots, prompts, strict=True)}
+        self.seen = getattr(self, "seen", Counter())
+
+    def propose(self, round):
+        pending = [len(self._state.pending[slot]) for slot in round.slots]
+        tree = super().propose(round)
+        tree.validate()
+        for b, slot in enumerate(round.slots):
+            assert self.texts[slot][-1] == int(round.last_tokens[b]) and len(self.texts[slot]) == int(round.positions[b]) + 1
+            self.seen[f"pending {min(pending[b], 3)}"] += 1
+            paths = []
+            for i in range(int(tree.size[b])):
+                parent = int(tree.parents[b, i])
+                paths.append([*paths[parent], int(tree.tokens[b, i])] if i else [])
+            children = {i: [j for j in range(1, len(paths)) if tree.parents[b, j] == i] for i in range(len(paths))}
+            for i, path in enumerate(paths):
+                if children[i]:
+                    hidden = self.model.forward(torch.tensor([self.texts[slot] + path])).hidden[0, -1]
+                    order = self.model.logits(hidden).argsort(descending=True).tolist()
+                    proposed = [int(tree.tokens[b, j]) for j in children[i]]
+                    assert proposed == order[: len(proposed)], (slot, path)
+        return tree
+
+    def accept(self, round, tree, verdict, out):
+        super().accept(round, tree, verdict, out)
+        for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
+            self.texts[slot] += result.tokens
+            self.seen[f"accepted {result.length - 1}"] += 1
+            self.seen["moved"] += not result.in_place
+            self.seen["no draft"] += tree.tokens.shape[1] == 1
+            # The cached and the pending tokens are always the complete text.
+            assert int(self._state.cache.length[slot]) + len(self._state.pending[slot]) == len(self.texts[slot])
+
+
+class DepthPattern:
+    """In place of AdaptiveDepth: no draft in some rounds, shallower drafts in others."""
+
+    def __init__(self):
+        self.round = 0
+
+    def bind(self, max_depth):
+        self.max_depth = max_depth
+
+    def drop(self, slots): ...
+
+    def learn(self, slots, results, seconds): ...
+
+    def depth(self, slots):
+        self.round += 1
+        return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.round % 8]
+
+
+GREEN, RED = 1e-4, 1e-6
+
+
+def build_tree(tokens: Tensor, parents: list[int], size: int, replacement: bool) -> DraftTree:
+    rows = len(tokens)
+    tree = DraftTree.build(tokens, torch.tensor(parents).expand(rows, -1), torch.full((rows,), size))
+    tree.replacement = replacement
+    return tree
+
+
+def p_value(observed: Tensor, distribution: Tensor) -> float:
+    """Pearson's test of the cells observed [count] against distribution [cells]. Rare cells are merged. An impossible cell gives 0."""
+    counts, expected = torch.bincount(observed, minlength=len(distribution)).double(), distribution.double() * len(observed)
+    if counts[expected == 0].sum() > 0:
+        return 0.0
+    cells, rare = [], (0.0, 0.0)
+    for cell in sorted(zip(expected.tolist(), counts.tolist(), strict=True)):
+        rare = (rare[0] + cell[0], rare[1] + cell[1])
+        if rare[0] >= 10:
+            cells, rare = [*cells, rare], (0.0, 0.0)
+    assert len(cells) >= 2 and len(observed) > 1000
+    cells[-1] = (cells[-1][0] + rare[0], cells[-1][1] + rare[1])
+    statistic = sum((count - mean) ** 2 / mean for mean, count in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))

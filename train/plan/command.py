@@ -1,0 +1,44 @@
+"""What a recipe needs, memory and time, before anything is loaded: of the target only its config is read.
+
+    draftsmith plan recipes/eagle3-llama3.1-8b.yaml                              # eight GPUs of 80 GiB
+    draftsmith plan recipes/eagle3-llama3.3-70b.yaml --gpus 4 --nodes 2 --gpu-memory 141 --hours 24
+    draftsmith plan recipes/medusa-tiny.yaml --cpu
+
+Recipe keys can follow as key=value. Memory is what PyTorch allocates in a step (train/plan/memory.py); 7 % of a GPU are left for CUDA, NCCL and gaps.
+Times are predicted from the FLOPs counted in the objective.
+"""
+
+import argparse
+import json
+
+
+def parser() -> argparse.ArgumentParser:
+    described = argparse.ArgumentParser("draftsmith plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described.add_argument("recipe", help="YAML file, or the name of one that is shipped")
+    described.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys")
+    described.add_argument("--gpus", type=int, default=8, help="of each machine (default 8)")
+    described.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
+    described.add_argument("--gpu-memory", type=float, default=80, metavar="GiB", help="of each GPU (default 80)")
+    described.add_argument("--cpu", action="store_true", help="one process without a GPU")
+    described.add_argument("--tflops", type=float, help="peak of one GPU, in 10^12 FLOP/s (default 989, an H100's in bf16)")
+    described.add_argument("--hours", type=float, help="that the run may take: says the tokens/s that this needs")
+    described.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
+    return described
+
+
+def main(arguments: list[str]) -> None:
+    options = parser().parse_intermixed_args(arguments)
+    from draftsmith.train.plan.memory import GIB, Machine  # late, so that --help is quick
+    from draftsmith.train.plan.report import report, show
+
+    for name in ("gpus", "nodes", "gpu_memory", "tflops", "hours"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
+    machine = Machine(options.gpus, options.nodes, options.gpu_memory * GIB, options.cpu)
+    tflops = options.tflops or (None if options.cpu else 989.0)
+    plan = report(options.recipe, options.overrides, machine, tflops, options.hours)
+    if options.json:
+        print(json.dumps(plan))
+    else:
+        show(plan)
