@@ -11,7 +11,7 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart test test-faults test-rounds lint set-up
+.PHONY: quickstart pictures test test-faults test-rounds lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart

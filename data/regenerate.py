@@ -29,6 +29,7 @@ from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.progress import Bar
+from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
@@ -249,10 +250,8 @@ class _Text:
             prompts, keys = [ids for _, ids in prompted], [_hash(state.source.id, len(state.reasons)) for state, _ in prompted]
             done = [Completion() for _ in prompted]
             for steps in decoder.stream(prompts, self.settings.sampling(), self.settings.max_new_tokens, requests=keys):
-                for step in steps:
-                    done[step.prompt_index].tokens += step.tokens
-                    done[step.prompt_index].reason = step.reason
-                    finished += step.finished
+                collect(steps, done)
+                finished += sum(step.finished for step in steps)
                 yield finished
             for (state, ids), completion in zip(prompted, done, strict=True):
                 before = ids if state.source.messages is None else []

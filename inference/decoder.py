@@ -21,7 +21,7 @@ from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusa
 from draftsmith.inference.kernels import missing, use
 from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.processors import History, Processor
-from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, finalise, make_requests
+from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, collect, finalise, make_requests
 from draftsmith.inference.rounds import EagerRound, EagerRunner, verify_round
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.scheduler import Scheduler
@@ -101,10 +101,7 @@ class Decoder:
         stream = self.stream(prompts, sampling, max_new_tokens, stop_ids, requests, processors)
         with tree_attention(self.target.model):  # nobody else runs between these rounds: set once
             for steps in stream:
-                for step in steps:
-                    completions[step.prompt_index].tokens += step.tokens
-                    completions[step.prompt_index].reason = step.reason
-                    completions[step.prompt_index].rounds.append(step.round)
+                collect(steps, completions)
         return completions
 
     def stream(
