@@ -17,6 +17,10 @@ quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
+# The pictures of the README; the survival plot is that of the quickstart's artifact.
+pictures: $(READY)
+	$(BIN)/python -m draftsmith.eval.pictures runs/quickstart/artifact
+
 # A process per core, each of one thread. The tests of a file run in one process, since its fixtures take long.
 test: $(DEV)
 	$(BIN)/ruff check .
