@@ -3,11 +3,10 @@
 import pytest
 import torch
 from hopper import compiled
-from interpreted import INTERPRETED
 from torch import Tensor
 
 pytest.importorskip("triton")
-
+from kernel_fixtures import _one_way, _poisoned  # noqa: F401
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache
@@ -20,20 +19,6 @@ TOLERANCE = {
     torch.float16: {"rtol": 4e-3, "atol": 4e-3},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_way(request):
-    """A process has Triton with the interpreter or without."""
-    if INTERPRETED == ("gpu" in request.keywords):
-        pytest.skip("TRITON_INTERPRET decides which tests run")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    """What torch.empty gives is NaN."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(float("nan")))
 
 
 def case(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from planting import PlantingDrafter
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AlternatingCodebooksLogitsProcessor,
     ForcedBOSTokenLogitsProcessor,
@@ -37,6 +36,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 from transformers.models.higgs_audio_v2 import generation_higgs_audio_v2
+from watching import Watch
 from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
@@ -424,23 +424,6 @@ def test_an_error_of_the_processor_is_its_own():
 # Host syncs
 
 
-class SyncCounter(TorchDispatchMode):
-    """Counts host synchronisations and shapes that depend on values."""
-
-    SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal", "aten::unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.syncs = 0, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        name = func._schema.name
-        if name.startswith(self.SYNCS):
-            self.syncs.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("processors", [[], [OrderBias()]], ids=["penalty", "processor"])
 def test_the_penalty_needs_no_host_sync(processors, monkeypatch):
     """Apply and commit of the penalty stay on the device. The user's processors need one transfer besides the verdict's own."""
@@ -452,14 +435,14 @@ def test_the_penalty_needs_no_host_sync(processors, monkeypatch):
     transfers = []
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
-    with SyncCounter() as counter:
+    with Watch() as counter:
         history.apply(round, tree, logits)
         applied = len(transfers)
         history.commit(round, tree, verdict)
     assert counter.syncs == [] and counter.calls > 10
     assert (applied, len(transfers)) == ((1, 2) if processors else (0, 0))
     assert history._seen.sum(1).tolist() == [6, 0, 2]
-    with SyncCounter() as counter:
+    with Watch() as counter:
         torch.ones(3)[0].item(), torch.ones(3).nonzero()
     assert counter.syncs == ["aten::_local_scalar_dense", "aten::nonzero"], "the counter counts"
 
