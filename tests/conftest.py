@@ -62,9 +62,8 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-@pytest.fixture(scope="session")
-def target_folder(tmp_path_factory) -> Path:
-    """A random Llama over bytes, as `save_pretrained` leaves it."""
+def save_byte_target(folder: Path) -> None:
+    """Write a random Llama over bytes, as `save_pretrained` leaves it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -74,7 +73,13 @@ def target_folder(tmp_path_factory) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)
-    folder = tmp_path_factory.mktemp("target")
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory) -> Path:
+    """The folder of `save_byte_target`."""
+    folder = tmp_path_factory.mktemp("target")
+    save_byte_target(folder)
     return folder

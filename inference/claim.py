@@ -1,0 +1,90 @@
+"""A folder that a command writes into: the mark that says whose it is, and the lock that keeps a second run out.
+
+The rule for every command: it deletes and overwrites only what carries its own mark, and never writes through a link.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference import durable
+from draftsmith.inference.reading import read_json
+
+MARK = ".draftsmith.json"
+
+
+@contextmanager
+def claim(folder: Path, kind: str, names: tuple[str, ...], key: str) -> Iterator[None]:
+    """Hold `folder` for this process: create and mark it, or check its mark. Within the context no other process can claim it.
+
+    Only one process of a run calls this. The lock ends with the process, however that ends.
+
+    Args:
+        folder: is created if it does not exist. It may be a link to a folder.
+        kind: what the folder is to hold, such as "training run".
+        names: files and folders that the command will replace in it. A folder without a mark may hold other things, but none of these.
+        key: the recipe's key or the option that named the folder, for errors.
+
+    Raises:
+        ValueError: the folder is of another kind, holds files of somebody else under these names, or another process has claimed it.
+        OSError: it cannot be created or written.
+    """
+    check_own(folder, kind, names, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / MARK
+    if not mark.exists():
+        durable.write_text(mark, json.dumps({"kind": kind}) + "\n")
+    descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = (_read(mark) or {}).get("holder", "another process")
+            raise ValueError(f"{key}={folder}: {holder} is writing there; wait for it, end it, or give another folder") from None
+        # In place, since a lock belongs to the file that was opened.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps({"kind": kind, "holder": _this_process()}) + "\n").encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_own(folder: Path, kind: str, names: tuple[str, ...], key: str) -> None:
+    """Raises ValueError if `claim` would refuse the folder for what it is or holds; writes nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{key}={folder} is a file; give a folder")
+    mark = _read(folder / MARK)
+    if mark is not None:
+        if mark.get("kind") != kind:
+            raise ValueError(f"{key}={folder} holds a {mark.get('kind')}, not a {kind}; give another folder")
+        return
+    foreign = sorted(name for name in names if os.path.lexists(folder / name))
+    if foreign:
+        raise ValueError(
+            f"{key}={folder} holds {', '.join(foreign)}, which no {kind} of Draftsmith wrote ({MARK} is missing); give another folder"
+        )
+
+
+def is_own(folder: Path, kind: str) -> bool:
+    """Whether the folder carries the mark of this kind."""
+    return (_read(folder / MARK) or {}).get("kind") == kind
+
+
+def _read(mark: Path) -> dict[str, Any] | None:
+    """The mark's content; None where there is no mark, {} where it is being written or damaged."""
+    if not mark.is_file() or mark.is_symlink():
+        return None
+    try:
+        return read_json(mark)
+    except ValueError:
+        return {}
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} ({Path(sys.argv[0]).name})"

@@ -1,0 +1,69 @@
+"""Files that others wrote, read with errors that name the file, the key, and what was expected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+LIMIT = 1 << 28  # most bytes of a JSON file; a tokenizer of 256k entries has 3e7
+
+
+def read_json(path: Path, expected: type = dict) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        path: the file.
+        expected: the type that the content must have.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, nested too deep, another type than `expected`, or larger than 256 MiB. It names the file.
+        OSError: the file cannot be read.
+    """
+    if path.stat().st_size > LIMIT:
+        raise ValueError(f"{path}: {path.stat().st_size:,} bytes of JSON; expected at most {LIMIT:,}")
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start}); write it anew or restore it") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg}); write it anew or restore it") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deep to be read; write it anew or restore it") from None
+    if type(value) is not expected:
+        raise ValueError(f"{path}: expected {KINDS[expected]}, got {describe(value)}")
+    return value
+
+
+def field(content: dict[str, Any], key: str, kinds: type | tuple[type, ...], source: Path | str) -> Any:
+    """`content[key]`, which must be of one of these kinds. An integer passes as a number; true and false pass as neither.
+
+    Args:
+        content: an object that was read from `source`.
+        key: must be there, unless type(None) is among the kinds.
+        kinds: the types that the value may have.
+        source: the file, for errors.
+
+    Raises:
+        ValueError: the key is missing or has another kind. It names file and key.
+    """
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    value = content.get(key)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return value
+    expected = " or ".join(KINDS[kind] for kind in kinds)
+    got = describe(value) if key in content else "nothing"
+    raise ValueError(f"{source}: `{key}` should be {expected}, got {got}; correct it or restore the file")
+
+
+def describe(value: object) -> str:
+    """A value for an error line: its kind, and where it is short the value itself."""
+    text = json.dumps(value, ensure_ascii=True, default=repr) if not isinstance(value, (dict, list)) else ""
+    return f"{KINDS.get(type(value), type(value).__name__)}{f' ({text})' if 0 < len(text) <= 40 else ''}"
