@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, interleaved, ranks, trees
+from draftsmith.eval import cost, interleaved, lossless, ranks, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
-from draftsmith.eval.lossless import first_divergence
 from draftsmith.eval.positions import position_records
 from draftsmith.eval.records import KEYED_RULES, Divergence, PositionRecord, Report, RoundRecord, distinct_ngrams
 from draftsmith.eval.summary import acceptance
@@ -111,6 +110,7 @@ def _measure(
     label = f"{temperature:g}"
     report.overall[label] = acceptance(rounds, drafter.max_depth)
     report.answers += sum(outcome.checked for outcome in outcomes)
+    report.checked_tokens += sum(outcome.checked_tokens for outcome in outcomes)
     report.divergences += [outcome.divergence for outcome in outcomes if outcome.divergence]
     report.compared += sum(outcome.equals_transformers is not None for outcome in outcomes)
     report.like_transformers += sum(bool(outcome.equals_transformers) for outcome in outcomes)
@@ -185,6 +185,7 @@ class Outcome:
         rounds: of decoding with the drafter.
         tokens: of the answer.
         checked: whether the rule promises plain decoding's tokens.
+        checked_tokens: how many were compared, up to the first that differs.
         divergence: from plain decoding's answer, where that is checked.
         equals_transformers: whether plain decoding's answer equals that of transformers; None where transformers did not answer.
     """
@@ -192,6 +193,7 @@ class Outcome:
     rounds: list[RoundRecord]
     tokens: list[int]
     checked: bool
+    checked_tokens: int
     divergence: Divergence | None
     equals_transformers: bool | None
 
@@ -237,9 +239,10 @@ def _decode(
                 timing.tokens[name] += sum(len(answer.tokens) for answer in turn.answers)
             for name in decoders:
                 verifying[name] += [round.verify_s for answer in timed[name].answers for round in answer.rounds]
+            divergences = _divergences(target, drafter, batch, timed, sampling, settings, context)
             for number, prompt in enumerate(batch):
                 answers = {name: turn.answers[number] for name, turn in timed.items()}
-                outcomes[prompt.index] = outcome = _outcome(target, prompt, answers, sampling)
+                outcomes[prompt.index] = outcome = _outcome(prompt, answers, sampling, divergences[number])
                 committed += sum(record.committed for record in outcome.rounds)
                 rounds += len(outcome.rounds)
             bar.update(len(outcomes), f"tau {committed / rounds:.2f}")
@@ -249,15 +252,42 @@ def _decode(
     return [gathered[prompt.index] for prompt in prompts], timing
 
 
-def _outcome(target: Target, prompt: EncodedPrompt, answers: dict[str, Completion], sampling: Sampling) -> Outcome:
+def _divergences(
+    target: Target,
+    drafter: Any,
+    batch: list[EncodedPrompt],
+    timed: dict[str, interleaved.TimedAnswers],
+    sampling: Sampling,
+    settings: Settings,
+    context: int,
+) -> list[Divergence | None]:
+    """Where each answer of a batch diverges from plain decoding's, None where it does not. A batch with a divergence is decoded again to judge it."""
+    pairs = [(plain.tokens, drafted.tokens) for plain, drafted in zip(timed["plain"].answers, timed["drafted"].answers, strict=True)]
+    if not _checked(sampling) or all(plain == drafted for plain, drafted in pairs):
+        return [None] * len(batch)
+    options: dict[str, Any] = {"slots": settings.slots, "context": context, "kernels": settings.kernels}
+    prompts, requests = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
+    again = [
+        lossless.decode_again(target, each, prompts, requests, sampling, settings.max_new_tokens, **options) for each in (None, drafter)
+    ]
+    return [
+        lossless.first_divergence(target, prompt.prompt.id, prompt.ids, plain, drafted, sampling, prompt.index, recorded)
+        for prompt, (plain, drafted), recorded in zip(batch, pairs, zip(*again, strict=True), strict=True)
+    ]
+
+
+def _checked(sampling: Sampling) -> bool:
+    """Whether the answers must be plain decoding's. Rejection is lossless too, but only in distribution."""
+    return sampling.greedy or sampling.rule in KEYED_RULES
+
+
+def _outcome(prompt: EncodedPrompt, answers: dict[str, Completion], sampling: Sampling, divergence: Divergence | None) -> Outcome:
     plain, drafted = answers["plain"].tokens, answers["drafted"]
-    # Rejection is lossless too, but only in distribution.
-    checked = sampling.greedy or sampling.rule in KEYED_RULES
-    divergence = None
-    if checked:
-        divergence = first_divergence(target, prompt.prompt.id, prompt.ids, plain, drafted.tokens, sampling, prompt.index)
+    compared = divergence.index + 1 if divergence else len(plain)
     equals = answers["transformers"].tokens == plain if "transformers" in answers else None
-    return Outcome(_round_records(prompt.prompt, drafted, sampling), drafted.tokens, checked, divergence, equals)
+    checked = _checked(sampling)
+    rounds = _round_records(prompt.prompt, drafted, sampling)
+    return Outcome(rounds, drafted.tokens, checked, compared if checked else 0, divergence, equals)
 
 
 def _round_records(prompt: Prompt, completion: Completion, sampling: Sampling) -> list[RoundRecord]:

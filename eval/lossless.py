@@ -1,9 +1,16 @@
-"""Does an answer equal plain decoding's? Where it does not: is the difference a tie within measured noise, or a bug?
+"""Does an answer equal plain decoding's? Where it does not: is that rounding, or a bug?
 
-Two forwards of different width round differently, so that two nearly equal scores may change their order. Any other difference is a bug.
+Forwards of different width and batch round differently, so that two nearly equal scores may change their order; in half precision this
+happens about once in a hundred tokens. The margin of the two scores alone cannot tell: a bug, too, shows first where the scores are close.
+So answers that diverge are decoded again, and the hidden states that each token was drawn from are compared with those of independent
+forwards over the same text. Rounding leaves them within the spread of these forwards; a wrong mask, position or KV row does not.
 
-Letters: V target vocabulary.
+Letters: V target vocabulary · H hidden size · S positions · R reference forwards.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +18,83 @@ from torch import Tensor
 from draftsmith.eval.records import Divergence
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
 from draftsmith.inference.sampler import Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target
+
+REGION = 48  # positions before the divergence that are compared: enough for a median, few enough for narrow forwards
+SHAPES = ((1, 2), (1, 5), (1, 16), (2, 16))  # rows and width of the reference forwards, besides one of the model's own attention
+
+
+class Recorder:
+    """A drafter that keeps the target's hidden state of each committed token, and leaves all else to the drafter that it wraps."""
+
+    capturable = False  # the states go to the host
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self._running: dict[int, list[Tensor]] = {}
+        self._by_prompt: dict[tuple[int, ...], list[list[Tensor]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._running[slot] = []
+            self._by_prompt.setdefault(tuple(prompt), []).append(self._running[slot])
+        self._drafter.start(slots, prompts, out)
+
+    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
+        states = out.along(verdict.path).hidden
+        for slot, row, length in zip(round.slots, states, verdict.length.tolist(), strict=True):
+            self._running[slot].append(row[:length].clone())
+        self._drafter.accept(round, tree, verdict, out)
+
+    def take(self, prompt: Sequence[int]) -> Tensor:
+        """[S,H]: row i is the state that token i of the answer to `prompt` was drawn from. Equal prompts are taken in their order."""
+        return torch.cat(self._by_prompt[tuple(prompt)].pop(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An answer that was decoded again: its tokens, and the hidden state [S,H] that each was drawn from."""
+
+    tokens: list[int]
+    hidden: Tensor
+
+
+def decode_again(
+    target: Target, drafter: Any, prompts: list[list[int]], requests: list[int], sampling: Sampling, max_new_tokens: int, **options: Any
+) -> list[Recorded]:
+    """The answers to a batch of prompts, with their hidden states. drafter: None is plain decoding; options: of the `Decoder`."""
+    recorder: Any = Recorder(Plain() if drafter is None else drafter)
+    answers = Decoder(target, recorder, graphs=False, **options).generate(prompts, sampling, max_new_tokens, requests=requests)
+    return [Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def first_difference(plain: list[int], answer: list[int]) -> int | None:
+    """Index of the first token that differs, the shorter length where one is the beginning of the other, None where they are equal."""
+    if plain == answer:
+        return None
+    differing = (i for i, (a, b) in enumerate(zip(plain, answer, strict=False)) if a != b)
+    return next(differing, min(len(plain), len(answer)))
 
 
 def first_divergence(
-    target: Target, name: str, prompt: list[int], plain: list[int], answer: list[int], sampling: Sampling, request: int
+    target: Target,
+    name: str,
+    prompt: list[int],
+    plain: list[int],
+    answer: list[int],
+    sampling: Sampling,
+    request: int,
+    recorded: tuple[Recorded, Recorded] | None = None,
 ) -> Divergence | None:
-    """The first token where `answer` differs from `plain`, judged by two forwards of different width; None where they are equal.
+    """The first token where `answer` differs from `plain`, with what tells a tie from a bug; None where they are equal.
 
     Args:
         target: the model of both answers.
@@ -29,27 +104,101 @@ def first_divergence(
         answer: the answer to compare.
         sampling: how both were sampled.
         request: the noise key of both.
+        recorded: both answers decoded again. They count only where they repeat the given ones up to the divergence.
     """
-    if plain == answer:
+    index = first_difference(plain, answer)
+    if index is None:
         return None
-    index = next((i for i, (a, b) in enumerate(zip(plain, answer, strict=False)) if a != b), None)
-    if index is None:  # one answer is a prefix of the other, which no tie explains
-        return Divergence(name, min(len(plain), len(answer)), -1, -1, float("inf"), 0.0)
-    wide, narrow = _logits(target, prompt + plain[:index])
-    position = torch.tensor([len(prompt) + index], device=target.device)
-    scores = [_scores(logits, sampling, request, position) for logits in (wide, narrow)]
-    noise = (wide - narrow).abs().max().item() / (sampling.temperature or 1.0)
-    gaps = [(score[plain[index]] - score[answer[index]]).abs() for score in scores]
-    # A gap is infinite where only one of the tokens is in the kept set: then what counts is how far its logit is from the set's boundary.
-    margin = min((gap.item() for gap in gaps if torch.isfinite(gap)), default=_boundary(wide, plain[index], answer[index], sampling))
-    return Divergence(name, index, plain[index], answer[index], margin, noise)
+    if index == min(len(plain), len(answer)):  # no rounding cuts an answer short
+        return Divergence(name, index, -1, -1, float("inf"), 0.0)
+    text = prompt + plain[:index]
+    first = max(0, len(text) - REGION)
+    states = reference_states(target, text, first)
+    position = torch.tensor([len(text)], device=target.device)
+    tokens = plain[index], answer[index]
+    margin, noise = _margin(target, states, *tokens, sampling, request, position)
+    spread = _spread(states, target.dtype)
+    pairs = zip(recorded or (), (plain, answer), tokens, strict=False)
+    repeated = [(again, token) for again, given, token in pairs if again.tokens[: index + 1] == given[: index + 1]]
+    if len(repeated) < 2:
+        return Divergence(name, index, *tokens, margin, noise)
+    excess, own_best = 0.0, True
+    centre = states.float().mean(0)
+    for again, token in repeated:
+        own = again.hidden[: index + 1][-(len(text) - first) :].float().to(centre.device)
+        excess = max(excess, (_distance(own, centre[-len(own) :]) / spread[-len(own) :]).max().item())
+        own_best &= _is_best(target, again.hidden[index], token, sampling, request, position)
+    return Divergence(name, index, *tokens, margin, noise, excess, own_best)
+
+
+@torch.inference_mode()
+def reference_states(target: Target, text: list[int], first: int) -> Tensor:
+    """Hidden states [R,S,H] of text[first:], each from forwards of other widths and batches, and one of the model's own attention."""
+    ids = torch.tensor([text], device=target.device)
+    states = [target.forward(ids).hidden[0, first:]]
+    with tree_attention(target.model):
+        states += [_in_chunks(target, ids, first, rows, width) for rows, width in SHAPES]
+    return torch.stack([each.to(states[0].device) for each in states])
+
+
+def _in_chunks(target: Target, ids: Tensor, first: int, rows: int, width: int) -> Tensor:
+    """Hidden states [S,H] of ids[0,first:], in forwards of `rows` equal rows and of `width` tokens after one of all tokens before."""
+    cache, states = TreeCache(rows, ids.shape[1] + width, target.device), []
+    starts = [*([0] if first else []), *range(first, ids.shape[1], width)]
+    for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
+        chunk = TreeAttention.causal(cache, end - start)
+        part = ids[:, start:end].expand(rows, -1)
+        states.append(target.forward(part, position_ids=chunk.positions(), cache=cache, tree=chunk).hidden[0])
+        cache.advance([end - start] * rows)
+    return torch.cat(states)[first:]
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """[...]: the relative distance of states a from b [...,H]."""
+    return (a - b).norm(dim=-1) / b.norm(dim=-1)
+
+
+def _spread(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S]: the largest relative distance between two of the states [R,S,H], at least its median over S and one rounding step of `dtype`."""
+    states = states.float()
+    pairs = torch.stack([_distance(a, b) for i, a in enumerate(states) for b in states[:i]]).amax(0)
+    return pairs.clamp(min=max(pairs.median().item(), torch.finfo(dtype).eps))
+
+
+def _margin(
+    target: Target, states: Tensor, plain: int, answer: int, sampling: Sampling, request: int, position: Tensor
+) -> tuple[float, float]:
+    """The distance of two tokens' scores by the mean of the references, in float32, and how far rounding may move it."""
+    logits = target.float32_logits(states[:, -1])  # [R,V]
+    scores = _scores(logits.mean(0), sampling, request, position)
+    gap = (scores[plain] - scores[answer]).abs().item()
+    if gap == float("inf"):  # one of the two is not in the kept set: what counts is how far its logit is from the set's boundary
+        gap = _boundary(logits.mean(0), plain, answer, sampling)
+    gaps = logits[:, plain] - logits[:, answer]
+    moved = (gaps - gaps.mean()).abs().max().item()
+    return gap, (moved + _rounding(logits[:, [plain, answer]], target.dtype)) / (sampling.temperature or 1.0)
+
+
+def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
+    """One step of `dtype` at the magnitude of these logits: what rounding both of two logits may move their difference by."""
+    return torch.finfo(dtype).eps * 2.0 ** logits.abs().max().log2().floor().item()
+
+
+def _is_best(target: Target, state: Tensor, token: int, sampling: Sampling, request: int, position: Tensor) -> bool:
+    """Whether `token` is what sampling draws from its own hidden state [H], up to the rounding of the logits."""
+    logits = target.float32_logits(state)
+    scores = _scores(logits, sampling, request, position)
+    best = int(scores.argmax())
+    allowed = 2 * _rounding(logits[[best, token]], target.dtype) / (sampling.temperature or 1.0)
+    gap = (scores[best] - scores[token]).item()
+    return (gap if gap < float("inf") else _boundary(logits, best, token, sampling)) <= allowed
 
 
 def _scores(logits: Tensor, sampling: Sampling, request: int, position: Tensor) -> Tensor:
     if sampling.greedy:
         return logits
-    noise = gumbel(sampling.seed, torch.tensor([request], device=logits.device), position, logits.shape[-1])[0]
-    return warp(logits, sampling) + noise
+    noise = gumbel(sampling.seed, torch.tensor([request], device=position.device), position, logits.shape[-1])[0]
+    return warp(logits, sampling) + noise.to(logits.device)
 
 
 def _boundary(logits: Tensor, first: int, second: int, sampling: Sampling) -> float:
@@ -57,17 +206,3 @@ def _boundary(logits: Tensor, first: int, second: int, sampling: Sampling) -> fl
     lowest = logits[inside].min()
     highest = logits[~inside].max() if (~inside).any() else logits.min()
     return max(abs((logits[first] - lowest).item()), abs((logits[second] - highest).item()))
-
-
-@torch.inference_mode()
-def _logits(target: Target, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """The next token's logits [V] in float32, twice: with the last token in one wide forward, and alone after a cached prefix."""
-    ids = torch.tensor([tokens], device=target.device)
-    with tree_attention(target.model):
-        cache = TreeCache(1, len(tokens) + 1, target.device)
-        chunk = TreeAttention.causal(cache, len(tokens))
-        wide = target.forward(ids, position_ids=chunk.positions(), cache=cache, tree=chunk).hidden[0, -1]
-        cache.advance([len(tokens) - 1])
-        node = TreeAttention.tree(cache, DraftTree.root(ids[:, -1]))
-        narrow = target.forward(ids[:, -1:], position_ids=node.positions(), cache=cache, tree=node).hidden[0, -1]
-        return target.logits(wide).float(), target.logits(narrow).float()

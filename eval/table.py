@@ -44,7 +44,10 @@ def lossless(report: Report) -> str:
         text += f"; at T > 0 rule {rule} is lossless in distribution, which no single answer shows"
     if report.divergences:
         ties = len(report.divergences) - len(bugs)
-        text += f"; {ties} differ at a tie within measured noise, {len(bugs)} for no such reason"
+        text += (
+            f"; {ties} diverge where rounding decides, {len(bugs)} for no such reason: "
+            f"{report.divergences_per_1000:.1f} divergences per 1,000 tokens"
+        )
     if bugs:
         text += " (NOT LOSSLESS)"
     if report.compared:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference import durable
+from draftsmith.inference.durable import write_text
 from draftsmith.inference.reading import read_json
 
 MARK = ".draftsmith.json"
@@ -39,7 +39,7 @@ def claim(folder: Path, kind: str, names: tuple[str, ...], key: str) -> Iterator
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / MARK
     if not mark.exists():
-        durable.write_text(mark, json.dumps({"kind": kind}) + "\n")
+        write_text(mark, json.dumps({"kind": kind}) + "\n")
     descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
     try:
         try:

@@ -20,6 +20,9 @@ from draftsmith.models.model_files import model_file, read_tensors, stored_tenso
 __all__ = ["Head", "end_modules", "load_ends"]
 
 
+CHUNK = 1 << 14  # rows of the head that are in float32 at a time
+
+
 class Head:
     """A model's own logits [...,V] of hidden states [...,H], scaling and soft-capping after the output head included.
 
@@ -66,6 +69,18 @@ class Head:
         own, bare = self._full(hidden).double(), self.module(hidden).double()
         scale = float((own * bare).sum() / (bare * bare).sum())
         return 1.0 if abs(scale - 1) < 0.01 else scale  # soft-capping alone: 1, but for rounding
+
+    @torch.no_grad()
+    def in_float32(self, hidden: Tensor) -> Tensor:
+        """The logits [...,V] of hidden [...,H] in float32 whatever the weights' dtype, without the rounding of the head's own arithmetic."""
+        hidden, bias = hidden.to(self.weight.device, torch.float32), getattr(self.module, "bias", None)
+        logits = torch.cat([nn.functional.linear(hidden, rows.float()) for rows in self.weight.split(CHUNK)], -1)
+        if bias is not None:
+            logits += bias
+        logits *= self.scale
+        if cap := getattr(self._shell.config.get_text_config(), "final_logit_softcapping", None):
+            logits = cap * (logits / cap).tanh()
+        return logits
 
     def _full(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(1, hidden.shape[:-1].numel(), hidden.shape[-1])

@@ -321,6 +321,10 @@ class Target:
         with self._packing.on() if self._packing else nullcontext():
             return self._head(hidden)
 
+    def float32_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> logits [...,V] in float32 whatever the weights' dtype: the arbiter of near ties."""
+        return self._head.in_float32(hidden)
+
     @property
     def head_scale(self) -> float:
         """What `logits` multiplies the bare head's output by (Cohere, Granite), soft-capping aside; 1.0 for most models."""
