@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_slots(parser)
     options.add_adaptive_depth(parser, False)
     options.add_kernels(parser)
+    options.add_exact(parser)
     options.add_json(parser)
     return parser
 
@@ -66,12 +67,13 @@ def main(arguments: list[str]) -> None:
     settings = Settings(
         max_new_tokens=chosen.max_new_tokens,
         temperatures=temperatures,
-        max_nodes=chosen.nodes or 64,
+        max_nodes=chosen.nodes or chosen.exact or 64,
         choose=tree if tree in CHOSEN_TREES else "",
         rule=chosen.rule or "target-sample",
         slots=chosen.slots,
         adaptive_depth=chosen.adaptive_depth,
         kernels=chosen.kernels,
+        exact=chosen.exact,
     )
     loading.check_rule(settings.rule, drafter)
     report, rounds, records = evaluate_drafter(target, drafter, prompts, settings)
@@ -85,7 +87,14 @@ def main(arguments: list[str]) -> None:
         else:
             table.print_report(report)
         # The card is for what the artifact does by itself, losslessly.
-        as_deployed = tree == "best" and chosen.slots == 1 and chosen.confidence is None and not chosen.adaptive_depth and not report.lossy
+        as_deployed = (
+            tree == "best"
+            and chosen.slots == 1
+            and not chosen.exact
+            and chosen.confidence is None
+            and not chosen.adaptive_depth
+            and not report.lossy
+        )
         ours = Path(name).is_dir() and (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None)
         if as_deployed and ours:
             card.write_measurements(Path(name), report, rounds, records)

@@ -14,6 +14,7 @@ from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.positions import position_records
 from draftsmith.eval.records import KEYED_RULES, Divergence, PositionRecord, Report, RoundRecord, distinct_ngrams
 from draftsmith.eval.summary import acceptance
+from draftsmith.inference import exact
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -40,6 +41,7 @@ class Settings:
         slots: prompts decoded at a time.
         adaptive_depth: draft only as deep as pays.
         kernels: decode with Triton kernels.
+        exact: nodes of each forward, for rounds in which rounding cannot make answers diverge (`inference/exact.py`); None for ordinary rounds.
     """
 
     max_new_tokens: int
@@ -50,6 +52,7 @@ class Settings:
     slots: int = 1
     adaptive_depth: bool = False
     kernels: bool = False
+    exact: int | None = None
 
 
 def evaluate_drafter(
@@ -63,6 +66,8 @@ def evaluate_drafter(
     Raises:
         ValueError: prompts that do not fit the context, or too few to choose a tree.
     """
+    if settings.exact:
+        exact.check(target, settings.exact, settings.max_nodes if settings.choose else drafter.max_nodes)
     encoded = encode_prompts(target, prompts, settings.max_new_tokens)
     choosing, reported = _halves(encoded) if settings.choose else ([], encoded)
     context = statistics.median_low([len(prompt.ids) for prompt in encoded]) + settings.max_new_tokens // 2
@@ -134,6 +139,7 @@ def _settings(target: Target, drafter: Any, prompts: int, settings: Settings) ->
         "slots": settings.slots,
         "rule": settings.rule,
         "adaptive_depth": settings.adaptive_depth,
+        "exact": settings.exact,
         "ranks": ranks.count(),
     }
     if isinstance(drafter, DraftModel):
@@ -203,7 +209,7 @@ class Timing:
     """Totals over the prompts of this rank.
 
     Attributes:
-        seconds: by "plain", "drafted" and, where it took part, "transformers".
+        seconds: by "plain", "drafted" and, where they took part, "transformers" and, beside exact rounds, "ordinary" plain decoding.
         tokens: likewise.
         c: verifying seconds of a mean round over those of a mean plain round; None with several slots, where rounds of different batch
             sizes would be compared. Rounds differ in size (a look-up may propose nothing), so only means say what they cost.
@@ -221,8 +227,13 @@ def _decode(
     share = ranks.share(prompts)
     context = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
     common: dict[str, Any] = {"slots": settings.slots, "context": context, "timed": True, "kernels": settings.kernels}
-    adaptive = AdaptiveDepth() if settings.adaptive_depth else None
-    decoders = {"plain": Decoder(target, **common), "drafted": Decoder(target, drafter, adaptive=adaptive, **common)}
+    adaptive, nodes = AdaptiveDepth() if settings.adaptive_depth else None, settings.exact
+    decoders = {
+        "plain": Decoder(target, exact=nodes, **common),
+        "drafted": Decoder(target, drafter, adaptive=adaptive, exact=nodes, **common),
+    }
+    if nodes:
+        decoders["ordinary"] = Decoder(target, **common)
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
     if sampling.greedy and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
@@ -265,13 +276,15 @@ def _divergences(
     pairs = [(plain.tokens, drafted.tokens) for plain, drafted in zip(timed["plain"].answers, timed["drafted"].answers, strict=True)]
     if not _checked(sampling) or all(plain == drafted for plain, drafted in pairs):
         return [None] * len(batch)
-    options: dict[str, Any] = {"slots": settings.slots, "context": context, "kernels": settings.kernels}
+    options: dict[str, Any] = {"slots": settings.slots, "context": context, "kernels": settings.kernels, "exact": settings.exact}
     prompts, requests = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
     again = [
         lossless.decode_again(target, each, prompts, requests, sampling, settings.max_new_tokens, **options) for each in (None, drafter)
     ]
     return [
-        lossless.first_divergence(target, prompt.prompt.id, prompt.ids, plain, drafted, sampling, prompt.index, recorded)
+        lossless.first_divergence(
+            target, prompt.prompt.id, prompt.ids, plain, drafted, sampling, prompt.index, recorded, bool(settings.exact)
+        )
         for prompt, (plain, drafted), recorded in zip(batch, pairs, zip(*again, strict=True), strict=True)
     ]
 
@@ -320,6 +333,8 @@ def _speed(timing: Timing, records: list[RoundRecord], tau: float) -> dict[str, 
         "plain_tokens_per_s": rates["plain"],
         "drafted_tokens_per_s": rates["drafted"],
     }
+    if "ordinary" in seconds:
+        speed["price_of_exact"] = rates["ordinary"] / rates["plain"]
     if timing.c is not None:
         speed["c"] = timing.c
         speed["drafting"] = sum(record.draft_s for record in records) / sum(record.verify_s for record in records) * timing.c

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_confidence(parser)
     options.add_adaptive_depth(parser, True)
     options.add_kernels(parser)
+    options.add_exact(parser)
     parser.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
     return parser
 
@@ -135,7 +136,7 @@ def main(arguments: list[str]) -> None:
     messages = ({"role": "user", "content": text},) if chosen.chat else ()
     ids = loading.encode(target, Prompt("prompt", "all", text, messages))
     adaptive = AdaptiveDepth() if chosen.adaptive_depth else None
-    decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels)
+    decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels, exact=chosen.exact)
     totals = Totals()
     for piece, drafted in text_pieces(target, stream_tokens(decoder, ids, sampling, chosen.max_new_tokens, totals)):
         sys.stdout.write(f"{GREEN}{piece}{PLAIN}" if chosen.show_accepted and drafted else piece)

@@ -93,6 +93,7 @@ def first_divergence(
     sampling: Sampling,
     request: int,
     recorded: tuple[Recorded, Recorded] | None = None,
+    exact: bool = False,
 ) -> Divergence | None:
     """The first token where `answer` differs from `plain`, with what tells a tie from a bug; None where they are equal.
 
@@ -105,12 +106,15 @@ def first_divergence(
         sampling: how both were sampled.
         request: the noise key of both.
         recorded: both answers decoded again. They count only where they repeat the given ones up to the divergence.
+        exact: both ran in exact rounds, in which rounding explains nothing.
     """
     index = first_difference(plain, answer)
     if index is None:
         return None
     if index == min(len(plain), len(answer)):  # no rounding cuts an answer short
         return Divergence(name, index, -1, -1, float("inf"), 0.0)
+    if exact:
+        return Divergence(name, index, plain[index], answer[index], float("inf"), 0.0)
     text = prompt + plain[:index]
     first = max(0, len(text) - REGION)
     states = reference_states(target, text, first)

@@ -19,6 +19,7 @@ RANGES = {
     "depth": (1, 64),
     "width": (1, 64),
     "slots": (1, 1 << 12),
+    "exact": (2, 256),
     "rows": (1, 1 << 12),
     "max_new_tokens": (1, 1 << 20),
     "limit": (1, 1 << 20),
@@ -85,6 +86,15 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
 def add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="decode with Triton kernels and one CUDA graph a round; no GPU has run them yet"
+    )
+
+
+def add_exact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exact",
+        type=int,
+        metavar="NODES",
+        help="verify in forwards of exactly this many nodes, plain decoding too, so that no answer diverges in half precision; slower",
     )
 
 

@@ -8,6 +8,7 @@ query heads per KV head. Layers read max_length + M keys.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class TreeAttention:
         self.all_visible = all_visible or self.span == 1
         self._masks: dict[Any, Tensor | None] = {}
         self._words = words
+        self.by_position: Any = None  # `exact.KeysByPosition` in exact rounds
         # The kernel reads complete buffers, and the cache returns those in the forward that this is made for.
         self.use_kernel = cache.full_buffers = visible is not None and active() and max(self.nodes, self.span) <= MAX_NODES
 
@@ -187,6 +189,9 @@ def tree_attention_forward(
         return _by_kernel(tree_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
     assert key.shape[2] == tree_attention.max_length + tree_attention.span, "keys must come from the TreeCache of the same forward"
     manual = softcap is not None or s_aux is not None
+    if tree_attention.by_position is not None:
+        scored = partial(_scored, scaling=scaling, softcap=softcap, sinks=s_aux, nodes=1) if manual else None
+        return tree_attention.by_position.attend(query, key, value, scaling, sliding_window, scored), None
     packed = groups > 1 and (manual or nodes < _PACK_BELOW or query.is_cuda)
     mask = tree_attention.mask(sliding_window, groups if packed else 1, query.dtype, query.device)
     if packed:

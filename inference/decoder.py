@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.inference import exact as exact_rounds
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.attention import MAX_NODES, tree_attention
 from draftsmith.inference.cache import TreeCache
@@ -49,9 +50,11 @@ class Decoder:
         kernels: use the Triton kernels for attention, drafting, verification and commit.
         graphs: with kernels, run each round as one CUDA graph (four, if timed) where that is possible; `refusal` says why not. Calls with
             the same sampling, seed included, use the graphs again.
+        exact: the nodes of every forward of a round, plain decoding's too. Decoders of the same `exact` and the same `context` give the
+            same answers in any dtype, whatever their drafters, one slot at a time (`inference/exact.py`).
 
     Raises:
-        ValueError: an architecture that cannot be tree-verified, or sizes below one.
+        ValueError: an architecture that cannot be tree-verified, sizes below one, or rounds that cannot be exact.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class Decoder:
         adaptive: AdaptiveDepth | None = None,
         kernels: bool = False,
         graphs: bool = True,
+        exact: int | None = None,
     ) -> None:
-        for name, value in (("slots", slots), ("context", context), ("chunk", chunk)):
+        for name, value in (("slots", slots), ("context", context), ("chunk", chunk), ("exact", exact)):
             if value is not None and value < 1:
                 raise ValueError(f"got {name} {value}; expected at least 1; correct it")
         if context is not None and context > target.max_positions:
@@ -79,13 +83,22 @@ class Decoder:
             raise ValueError(f"kernels: {reason}")
         if kernels and self.drafter.max_nodes > MAX_NODES:
             raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MAX_NODES} at most; cut the tree")
-        self.slots, self.context, self.chunk = slots, context, chunk
+        if exact is not None:
+            self._check_exact(exact, slots, kernels)
+        self.slots, self.context, self.chunk, self.exact = slots, context, chunk, exact
         self.timed = timed and target.device.type == "cuda"
         self.adaptive = adaptive
         self.kernels, self.graphs = kernels, graphs
         self.counters = Counters()
         self._reusable = _Reusable()
         self._busy = False
+
+    def _check_exact(self, nodes: int, slots: int, kernels: bool) -> None:
+        if slots > 1 or kernels:
+            raise ValueError(
+                f"exact={nodes}: got {'kernels' if kernels else f'{slots} slots'}; expected one slot and no kernels; leave it out"
+            )
+        exact_rounds.check(self.target, nodes, self.drafter.max_nodes)
 
     def generate(
         self,
@@ -163,7 +176,8 @@ class Decoder:
             if graphs:
                 runner = self._graph_runner(cache, addresses, sampling)
             else:
-                runner = EagerRunner(self.target, self.drafter, cache, sampling, history, self._clock)
+                exact = (self.exact, limits.context) if self.exact else None
+                runner = EagerRunner(self.target, self.drafter, cache, sampling, history, self._clock, exact)
             prefill = Prefill(self.target, self.drafter, cache, self.chunk, history, self.counters)
             yield from self._decode(scheduler, prefill, runner, limits)
         finally:
@@ -233,7 +247,7 @@ class Decoder:
     def _bind(self, context: int, graphs: bool) -> tuple[TreeCache, Any]:
         """Bind the drafter -> a cache of `context` positions, an earlier call's if it is large enough, and what the drafter says a graph reads."""
         reusable, drafter = self._reusable, self.drafter
-        capacity = context + drafter.max_nodes
+        capacity = context + (self.exact or drafter.max_nodes)
         if graphs:
             capacity += drafter.max_depth + 1  # a slot may run one round past its end
         key = self.target.dtype, self.target.device

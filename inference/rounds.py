@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, NodeOutput, RoundContext, Target
+from draftsmith.inference.exact import KeysByPosition, padded
 from draftsmith.inference.kernels import active
 from draftsmith.inference.processors import History
 from draftsmith.inference.sampler import Sampling
@@ -47,6 +48,7 @@ class EagerRunner:
         sampling: how tokens are drawn.
         history: committed tokens, if penalties or processors need them.
         clock: seconds; it synchronises the device if the parts of a round are to be timed.
+        exact: the nodes of each forward and the keys of each node, where rounds are exact (`inference/exact.py`).
     """
 
     asynchronous = False  # a round has ended when `enqueue` returns
@@ -61,8 +63,10 @@ class EagerRunner:
         sampling: Sampling,
         history: History | None,
         clock: Callable[[], float],
+        exact: tuple[int, int] | None = None,
     ) -> None:
         self.target, self.drafter, self.cache, self.sampling, self.history, self.clock = target, drafter, cache, sampling, history, clock
+        self.exact = exact
         self._assigned: dict[int, tuple[int, int]] = {}  # slot -> last committed token, noise key
         self._batch: _Batch | None = None
         self._root_tree: DraftTree | None = None
@@ -119,16 +123,21 @@ class EagerRunner:
         return replace(self._root_tree, tokens=last_tokens[:, None])
 
     def _verify(self, round: RoundContext, tree: DraftTree) -> tuple[NodeOutput, Verdict]:
-        attention = TreeAttention.tree(self.cache, tree)
+        nodes = tree.tokens.shape[1]
+        wide = padded(tree, self.exact[0]) if self.exact else tree
+        attention = TreeAttention.tree(self.cache, wide)
+        if self.exact:
+            attention.by_position = KeysByPosition(attention, self.exact[1])
         positions = attention.positions()
         if self.cache.max_length + round.depth >= self.target.max_positions:
             # Nodes past the last position yield only tokens past the limit, but their index must exist.
             positions = positions.clamp(max=self.target.max_positions - 1)
-        out = self.target.forward(tree.tokens, position_ids=positions, cache=self.cache, tree=attention, taps=self.drafter.taps)
-        logits = self.target.logits(out.hidden)
+        out = self.target.forward(wide.tokens, position_ids=positions, cache=self.cache, tree=attention, taps=self.drafter.taps)
+        logits = self.target.logits(out.hidden)[:, :nodes]
         if self.history:
             logits = self.history.apply(round, tree, logits)
-        return NodeOutput(out.hidden, out.taps), verify_round(tree, logits, round, self.history is not None)
+        taps = None if out.taps is None else out.taps[:, :nodes]
+        return NodeOutput(out.hidden[:, :nodes], taps), verify_round(tree, logits, round, self.history is not None)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Tries every fault that a training run must survive: `make test-faults`, or `python tests/faults.py [--quick]`.
+"""Tries every fault that a run must survive, and inputs of careless users and attackers: `make test-faults`, or `python tests/faults.py [--quick]`.
 
 It prints a row for each fault: the number of trials, and of those survived. A run survives if it ends as it should (killed, or in error with
 one line that says what to do), loses nothing that was saved, and continues to the weights of an undisturbed run. The exit status is 1 if a
@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
+import bad_inputs
 import fault_cluster
 import fault_kills
 import fault_launch
@@ -37,6 +38,7 @@ QUICK: dict[str, Group] = {
     "disagreeing ranks": fault_ranks.disagreeing,
 }
 ALL: dict[str, Group] = {
+    **{f"bad {group}": partial(bad_inputs.refused, group) for group in bad_inputs.GROUPS},
     "launched, signals": fault_launch.signalled,  # the longest first
     "kills in a save of 2": partial(fault_saves.at_each_operation, fault="kill -9", ranks=2),
     **{fault: partial(fault_saves.at_each_operation, fault=fault) for fault in fault_saves.FAULTS},
@@ -75,6 +77,7 @@ def main(groups: dict[str, Group]) -> bool:
     rows: list[Row] = []
     began = time.monotonic()
     print(f"{'trials':>6} {'survived':>8}  fault", flush=True)
+    bad_inputs.imported()
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         under_way = [pool.submit(done, name, group, Path(folder) / str(number)) for number, (name, group) in enumerate(groups.items())]
         for finished in as_completed(under_way):

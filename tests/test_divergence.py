@@ -1,0 +1,134 @@
+"""The judgement of answers that diverge in half precision: planted bugs are called bugs, differences of rounding never are."""
+
+import random
+
+import pytest
+import torch
+from planting import PlantingDrafter
+from zoo import VOCAB, tiny
+
+from draftsmith.eval import lossless
+from draftsmith.eval.lossless import Recorded, decode_again, first_divergence
+from draftsmith.inference.attention import TreeAttention
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import DraftTree
+from draftsmith.models.target import Target
+
+NEW = 24
+plain_visible, plain_positions, plain_commit = DraftTree.visible, TreeAttention.positions, TreeCache.commit
+
+
+def earlier_nodes_visible(self):
+    nodes = self.tokens.shape[1]
+    return torch.ones(nodes, nodes).tril().bool().expand(len(self.tokens), -1, -1)
+
+
+def positions_off_by_one(self):
+    return plain_positions(self) + (self.depth > 0) if self.visible is not None else plain_positions(self)
+
+
+def rows_not_moved(self, verdict, host_counts=None, in_place=False):
+    return plain_commit(self, verdict, host_counts, True)
+
+
+BUGS = {
+    "a wrong mask": (DraftTree, "visible", earlier_nodes_visible),
+    "an off-by-one position": (TreeAttention, "positions", positions_off_by_one),
+    "a stale KV row": (TreeCache, "commit", rows_not_moved),
+}
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(VOCAB) for _ in range(generator.randint(2, 20))] for _ in range(count)]
+
+
+def drafted(target: Target, asked: list[list[int]], plain: list[Recorded], sampling: Sampling, seed: int) -> list[Recorded]:
+    drafter = PlantingDrafter(asked, [answer.tokens for answer in plain], VOCAB, seed=seed)
+    return decode_again(target, drafter, asked, list(range(len(asked))), sampling, NEW, slots=8)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=3)], ids=["greedy", "sampled"])
+def test_planted_bugs_are_called_bugs(monkeypatch, bug, sampling):
+    target = Target.wrap(tiny("llama").bfloat16())
+    called, diverged = 0, 0
+    for seed in range(2):
+        asked = prompts(16, seed)
+        plain = decode_again(target, None, asked, list(range(16)), sampling, NEW, slots=8)
+        sound = drafted(target, asked, plain, sampling, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(*BUGS[bug])
+            faulty = drafted(target, asked, plain, sampling, seed)
+            assert BUGS[bug][0].__dict__[BUGS[bug][1]] is BUGS[bug][2]
+        for number, (expected, right, wrong) in enumerate(zip(plain, sound, faulty, strict=True)):
+            if right.tokens == expected.tokens and wrong.tokens != expected.tokens:  # the bug alone did it
+                pair = (expected, wrong)
+                divergence = first_divergence(target, "p", asked[number], expected.tokens, wrong.tokens, sampling, number, pair)
+                diverged += 1
+                called += divergence.verdict == "bug"
+    assert called == diverged >= 17  # six cases, more than a hundred in all
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=3)], ids=["greedy", "sampled"])
+def test_differences_of_rounding_are_ties(sampling):
+    model = tiny("llama")
+    with torch.no_grad():  # half of the tokens are nearly equal to another one, so that rounding often decides
+        weight = model.get_output_embeddings().weight
+        weight[VOCAB // 2 :] = weight[: VOCAB // 2] * (1 + 0.01 * torch.randn(VOCAB // 2, 1, generator=torch.Generator().manual_seed(0)))
+    target = Target.wrap(model.bfloat16())
+    verdicts = []
+    for seed in range(4):
+        asked = prompts(32, seed)
+        plain = decode_again(target, None, asked, list(range(32)), sampling, NEW, slots=8)
+        for number, (expected, got) in enumerate(zip(plain, drafted(target, asked, plain, sampling, seed), strict=True)):
+            for pair in (None, (expected, got)):  # with hidden states, and by the margin alone
+                divergence = first_divergence(target, "p", asked[number], expected.tokens, got.tokens, sampling, number, pair)
+                if divergence:
+                    verdicts.append(divergence.verdict)
+    assert len(verdicts) >= 12 and set(verdicts) == {"tie"}
+
+
+def test_a_token_that_its_own_hidden_state_does_not_give_is_a_bug():
+    """The states are right, and what was taken from them is not: a bug after the forward."""
+    target = Target.wrap(tiny("llama").bfloat16())
+    (prompt,) = prompts(1, 5)
+    plain = decode_again(target, None, [prompt], [0], Sampling(), NEW)[0]
+    wrong = Recorded([*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB, *plain.tokens[10:]], plain.hidden)
+    divergence = first_divergence(target, "p", prompt, plain.tokens, wrong.tokens, Sampling(), 0, (plain, wrong))
+    assert divergence.index == 9 and divergence.excess < 3 and not divergence.own_best and divergence.verdict == "bug"
+
+
+def test_answers_that_do_not_repeat_are_judged_by_the_margin():
+    target = Target.wrap(tiny("llama"))
+    (prompt,) = prompts(1, 5)
+    plain = decode_again(target, None, [prompt], [0], Sampling(), NEW)[0]
+    wrong = [*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB]
+    divergence = first_divergence(target, "p", prompt, plain.tokens, wrong, Sampling(), 0, (plain, plain))
+    assert divergence.excess is None and divergence.verdict == "bug"
+
+
+def test_exact_rounds_have_no_ties():
+    target = Target.wrap(tiny("llama"))
+    divergence = first_divergence(target, "p", [1, 2], [3, 4], [3, 5], Sampling(), 0, exact=True)
+    assert (divergence.index, divergence.verdict) == (1, "bug")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
+def test_reference_forwards_agree(name):
+    """In float32 all widths and batches give the states of the model's own attention, sliding windows and soft-capping included."""
+    target = Target.wrap(tiny(name))
+    text = prompts(1, 7)[0] * 4
+    states = lossless.reference_states(target, text, 5)
+    assert states.shape == (1 + len(lossless.SHAPES), len(text) - 5, target.hidden_size)
+    torch.testing.assert_close(states, states[:1].expand_as(states), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_float32_logits_are_the_models_own(name):
+    target = Target.wrap(tiny(name))
+    hidden = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(target.float32_logits(hidden), target.logits(hidden), rtol=1e-5, atol=1e-5)
+    half = Target.wrap(tiny(name).bfloat16())
+    assert half.float32_logits(hidden.bfloat16()).dtype == torch.float32
