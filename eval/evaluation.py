@@ -334,7 +334,7 @@ def _speed(timing: Timing, records: list[RoundRecord], tau: float) -> dict[str, 
         "drafted_tokens_per_s": rates["drafted"],
     }
     if "ordinary" in seconds:
-        speed["price_of_exact"] = rates["ordinary"] / rates["plain"]
+        speed["cost_of_exact"] = rates["ordinary"] / rates["plain"]
     if timing.c is not None:
         speed["c"] = timing.c
         speed["drafting"] = sum(record.draft_s for record in records) / sum(record.verify_s for record in records) * timing.c

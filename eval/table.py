@@ -70,8 +70,8 @@ def speed(report: Report) -> list[str]:
             f"{s['realised_fraction']:.0%} of it"
         )
     rates = f"{s['drafted_tokens_per_s']:.0f} tokens/s with the drafter, {s['plain_tokens_per_s']:.0f} without"
-    if "price_of_exact" in s:
-        lines.append(f"exact rounds: plain decoding takes {s['price_of_exact']:.2f} × the time of ordinary plain decoding")
+    if "cost_of_exact" in s:
+        lines.append(f"exact rounds: plain decoding takes {s['cost_of_exact']:.2f} × the time of ordinary plain decoding")
     if "speedup_over_transformers" in s:
         rates += (
             f"; {s['speedup_over_transformers']:.2f} × transformers' generate (our plain decoding: {s['plain_over_transformers']:.2f} ×)"

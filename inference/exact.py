@@ -3,7 +3,7 @@
 Otherwise three things differ between them, and each changes last bits: how many rows a matmul has, how many keys a query has, and in which
 order the keys are (a node's ancestors lie among its siblings). Here every round verifies the same number of nodes, padding after its
 tree, and every node attends over the same number of keys, each at the place of its position. Row n of a matmul and of a batched attention
-then depends on its own input alone, which `check` tries out. The price is the arithmetic of the padding and a copy of the keys for each node.
+then depends on its own input alone, which `check` tries out. It costs the arithmetic of the padding and a copy of the keys for each node.
 
 Letters: N nodes of a round · C context length · G query heads of a KV head.
 """
