@@ -86,10 +86,15 @@ def exit_on_error(main: Callable[[list[str]], None], arguments: list[str]) -> No
 
 
 def _prepare_streams() -> None:
-    """Let stdout escape what its encoding lacks, and stand in for streams that were closed before Python started.
+    """Let stdout escape what its encoding lacks, and stand in for streams that are closed.
 
     Otherwise print() would write to stdout what is meant for a closed stderr, and the next file to be opened would be stdout to C code.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            setattr(sys, name, None)
     if None in (sys.stdin, sys.stdout, sys.stderr):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass

@@ -1,5 +1,6 @@
 """Bad inputs of eval, compare, bench and generate: artifacts with links, prompts files, numbers, streams, and text that goes to a terminal."""
 
+import errno
 import gzip
 import json
 import os
@@ -107,6 +108,24 @@ def short_files(size: int) -> Callable[[], object]:
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return limit
+
+
+def no_space(name: str) -> Callable[[], object]:
+    """The disk is full when a file of this name is written."""
+
+    def limit() -> None:
+        from draftsmith.inference import durable
+
+        replace = durable.replace
+
+        def failing(path: Path, write: Callable[[Path], object]) -> None:
+            if path.name == name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            replace(path, write)
+
+        durable.replace = failing
 
     return limit
 
@@ -293,9 +312,9 @@ OUTPUT = [
     refused(
         "output: no space for the file of bench",
         nothing,
-        "speed.json.*File too large",
+        "speed.json.*No space left",
         f"{BENCH} --out speed.json",
-        inside=short_files(2_000),
+        inside=no_space("speed.json"),
     ),
 ]
 PROMPTS_FILE = [
