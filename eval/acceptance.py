@@ -13,6 +13,7 @@ verification rule promises the same tokens.
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,9 +117,10 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     """The folder of an artifact of Draftsmith, into which the measurements go; None for other drafters, or where that is said not to be."""
     from draftsmith.eval import card, loading, measurements, ranks
     from draftsmith.models.drafter import DrafterModel
+    from draftsmith.models.target import SHIPPED
 
     folder = Path(os.path.expanduser(name))
-    if not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None):
+    if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None):
         return None
     reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.NAMES))
     if reason:
@@ -128,7 +130,8 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     else:
         return folder
     if ranks.state().is_main_process:
-        print(printable(note, keep=""), file=sys.stderr)
+        with suppress(OSError):
+            print(printable(note, keep=""), file=sys.stderr)
     return None if reason else folder
 
 
