@@ -4,22 +4,28 @@ python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # cuts them again 
 """
 
 import ast
+import codecs
 import gzip
 import hashlib
 import io
 import json
+import os
 import sys
 import tokenize
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data import stdlib
+from draftsmith.inference.reading import KINDS, LIMIT, describe, field
 
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
 PER_DOMAIN = 24
 PER_MODULE = 4
 MAX_CHARACTERS = 400
+MOST_CHARACTERS = 1 << 23  # of a prompt that is read; a context of a million tokens has half as many
 DOMAINS = ("functions", "docstrings", "comments", "tables")
 
 
@@ -40,7 +46,7 @@ class Prompt:
     messages: tuple[dict, ...] = ()
 
 
-def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
+def load(path: str | Path | None, limit: int | None = None, distinct: bool = False) -> list[Prompt]:
     """Prompts of a file, in its order.
 
     Each line is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, and `id`. Of several `turns` the first is asked.
@@ -48,48 +54,111 @@ def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
     Args:
         path: a .jsonl file, also .gz; None for the shipped prompts.
         limit: most prompts of each domain.
+        distinct: refuse two lines of the same id.
 
     Raises:
-        ValueError: a missing or empty file, or a line that is no prompt.
+        ValueError: a file that is missing, empty or too large, or a line that is no prompt.
     """
-    file = TINY if path is None else Path(path)
+    file = TINY if path is None else Path(os.path.expanduser(path))
     if not file.is_file():
-        raise ValueError(f"prompt file {str(file)!r} not found; give a .jsonl file with `prompt` and `domain` on each line")
-    opener = gzip.open if file.suffix == ".gz" else open
-    prompts, counts = [], dict[str, int]()
-    with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            prompt = _prompt(line, number, file)
-            counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
-            if limit is None or counts[prompt.domain] <= limit:
-                prompts.append(prompt)
+        exists = bool(path) and file.exists()  # Path("") is this folder
+        reason = "not found" if not exists else "is a folder" if file.is_dir() else "is no regular file"
+        raise ValueError(f"prompt file {str(path)!r} {reason}; give a .jsonl file with `prompt` and `domain` on each line")
+    prompts, counts, lines = [], dict[str, int](), dict[str, int]()
+    for number, line in enumerate(_read(file).removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, number, f"{file}:{number}")
+        if distinct and prompt.id in lines:
+            raise ValueError(f"{file}:{number}: `id` {prompt.id!r} is that of line {lines[prompt.id]} too; give each prompt its own")
+        lines[prompt.id] = number
+        counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
+        if limit is None or counts[prompt.domain] <= limit:
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{file}: no prompts in it; expected an object with `prompt` and `domain` on each line")
     return prompts
 
 
-def _prompt(line: str, number: int, file: Path) -> Prompt:
+def _read(file: Path) -> bytes:
+    """The file's content, unpacked."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file}:{number}: not a JSON object ({error.msg}), got {line.strip()[:40]}; mend the line or leave it out"
-        ) from None
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{file}:{number}: expected an object with `prompt`, `turns` or `messages`, got {line.strip()[:40]}; mend the line or leave it out"
-        )
-    name, domain = str(row.get("id", number)), str(row.get("domain") or row.get("category") or "all")
-    if isinstance(row.get("prompt"), str) and row["prompt"]:
-        return Prompt(name, domain, row["prompt"])
-    if isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
-        return Prompt(name, domain, row["turns"][0], ({"role": "user", "content": row["turns"][0]},))
-    turns = row.get("messages")
-    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns):
-        return Prompt(name, domain, row["messages"][-1]["content"], tuple(row["messages"]))
-    raise ValueError(f"{file}:{number}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}; rename them")
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            content = stream.read(LIMIT + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: not a gzip file, or a damaged one ({error}); write it anew or restore it") from None
+    if len(content) > LIMIT:
+        raise ValueError(f"{file}: expected at most {LIMIT:,} bytes of prompts; cut it into several files")
+    return content
+
+
+def _prompt(line: bytes, number: int, source: str) -> Prompt:
+    row = _row(line, source)
+    name, domain = _name(row, "id", source) or str(number), _name(row, "domain", source) or _name(row, "category", source) or "all"
+    present = [key for key in ("prompt", "turns", "messages") if key in row]
+    if not present:
+        raise ValueError(f"{source}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}; rename them")
+    key = next((key for key in present if row[key]), present[0])
+    items = field(row, key, str if key == "prompt" else list, source)
+    if not items:
+        raise ValueError(f"{source}: `{key}` is empty; fill it, or leave the line out")
+    if key == "prompt":
+        return Prompt(name, domain, check_text(items, f"{source}: `prompt`"))
+    if key == "turns":
+        text = _inner(items[0], str, f"{source}: `turns` 0")
+        return Prompt(name, domain, text, ({"role": "user", "content": text},))
+    for index, message in enumerate(items):
+        where = f"{source}: `messages` {index}"
+        _inner(message, dict, where)
+        for part in ("role", "content"):
+            _inner(message.get(part), str, f"{where}: `{part}`")
+    return Prompt(name, domain, items[-1]["content"], tuple(items))
+
+
+def _row(line: bytes, source: str) -> dict[str, Any]:
+    """The object of a line."""
+    shown = repr(line.strip()[:40].decode(errors="replace"))
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: not UTF-8 text (byte {error.start} of the line); save the file as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{source}: nested too deep to be read; mend the line or leave it out") from None
+    except ValueError as error:  # what is not JSON, or a number of too many digits
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+        raise ValueError(f"{source}: not a JSON object ({reason}), got {shown}; mend the line or leave it out") from None
+    if type(row) is not dict:
+        raise ValueError(f"{source}: expected an object with `prompt`, `turns` or `messages`, got {shown}; mend the line or leave it out")
+    return row
+
+
+def _name(row: dict[str, Any], key: str, source: str) -> str:
+    """An id or a domain; "" where there is none."""
+    value = field(row, key, (str, int, type(None)), source)
+    return "" if value is None else check_text(str(value), f"{source}: `{key}`")
+
+
+def _inner(value: Any, kind: type, name: str) -> Any:
+    """A value inside a list, which must be of this kind; `name` says where it is."""
+    if type(value) is not kind:
+        raise ValueError(f"{name} should be {KINDS[kind]}, got {describe(value)}; correct it, or leave the line out")
+    return check_text(value, name) if kind is str else value
+
+
+def check_text(text: str, name: str) -> str:
+    """The text, checked that a tokenizer can take it; `name` says for the error what it is.
+
+    Raises:
+        ValueError: half a surrogate pair, which no UTF-8 text holds, or more characters than any context takes.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{name} has {len(text):,} characters; expected at most {MOST_CHARACTERS:,}; shorten it")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} has half a surrogate pair at character {error.start}; correct it") from None
+    return text
 
 
 def cut() -> Iterator[Prompt]:

@@ -4,16 +4,25 @@
     draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
 
+An artifact gets its best tree, the measurements and a table in its model card. Files that no evaluation wrote are left as they are.
+
 Half of the prompts choose the draft tree; the report is on the other half. Every answer is compared with that of plain decoding, where the
 verification rule promises the same tokens.
 """
 
 import argparse
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval import options
 from draftsmith.inference.rule_names import RULES
+from draftsmith.inference.terminal import printable
+
+if TYPE_CHECKING:  # --help imports no model library
+    from draftsmith.eval.evaluation import Settings
 
 CHOSEN_TREES = ("best", "largest")
 
@@ -33,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_kernels(parser)
     options.add_exact(parser)
     options.add_json(parser)
+    parser.add_argument("--out", help="folder for the measurements, instead of the artifact; any drafter and any tree")
     return parser
 
 
@@ -47,10 +57,14 @@ def main(arguments: list[str]) -> None:
     name = _drafter_name(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, ranks
+    from draftsmith.eval import loading, measurements, ranks
     from draftsmith.eval.evaluation import Settings, evaluate_drafter
 
-    prompts = prompt_files.load(chosen.prompts, chosen.limit)
+    out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
+    main_process = ranks.state().is_main_process
+    if out and main_process:
+        measurements.check_folder(out)
+    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     loading.set_confidence(drafter, chosen.confidence)
     ranked = hasattr(drafter, "position_logits")
@@ -76,35 +90,69 @@ def main(arguments: list[str]) -> None:
         exact=chosen.exact,
     )
     loading.check_rule(settings.rule, drafter)
+    folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
     report, rounds, records = evaluate_drafter(target, drafter, prompts, settings)
-    if ranks.state().is_main_process:
-        from draftsmith.eval import card, table
+    failures: list[str] = []
+    if main_process:
+        from draftsmith.eval import output, table
         from draftsmith.eval.records import as_json
-        from draftsmith.models.drafter import DrafterModel
 
-        if chosen.json:
-            print(as_json(report), flush=True)
-        else:
-            table.print_report(report)
-        # The card is for what the artifact does by itself, losslessly.
-        as_deployed = (
-            tree == "best"
-            and chosen.slots == 1
-            and not chosen.exact
-            and chosen.confidence is None
-            and not chosen.adaptive_depth
-            and not report.lossy
-        )
-        ours = Path(name).is_dir() and (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None)
-        if as_deployed and ours:
-            card.write_measurements(Path(name), report, rounds, records)
-            if not chosen.json:
-                files = "README.md (model card), config.json (the tree), acceptance.json, rounds.jsonl, positions.jsonl, survival.png"
-                print(f"\nWritten to {name}: {files}")
-                print(f'Try it:  {loading.command()} generate --drafter {name} --show-accepted "def parse_"')
+        if folder:
+            failures = measurements.write(folder, report, rounds, records, artifact=not out)
+        output.deliver(lambda: print(as_json(report)) if chosen.json else table.print_report(report))
+        if folder and not failures and not chosen.json:
+            output.deliver(lambda: _say_written(folder, out is None))
     ranks.leave()
+    if failures:
+        raise ValueError(f"not written into {folder}: {', '.join(failures)}; the other files are there, and the report is printed")
     if any(divergence.verdict == "bug" for divergence in report.divergences):
         raise SystemExit(1)
+
+
+def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
+    """Whether the measurements are of what the artifact does by itself, losslessly: only these belong into it."""
+    lossless = RULES[settings.rule].lossless or not any(settings.temperatures)
+    return (
+        settings.choose == "best"
+        and settings.slots == 1
+        and not settings.exact
+        and chosen.confidence is None
+        and not settings.adaptive_depth
+        and lossless
+    )
+
+
+def _artifact(name: str, drafter: Any) -> Path | None:
+    """The folder of an artifact of Draftsmith, into which the measurements go; None for other drafters, or where that is said not to be."""
+    from draftsmith.eval import card, loading, measurements, ranks
+    from draftsmith.models.drafter import DrafterModel
+    from draftsmith.models.target import SHIPPED
+
+    folder = Path(os.path.expanduser(name))
+    if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None):
+        return None
+    reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.NAMES))
+    if reason:
+        note = f"nothing is written into {folder}: {reason}; --out FOLDER keeps the measurements"
+    elif not card.is_marked(folder):
+        note = f"README.md in {folder} is left as it is: the lines {card.BEGIN} and {card.END} are not in it"
+    else:
+        return folder
+    if ranks.state().is_main_process:
+        with suppress(OSError):
+            print(printable(note, keep=""), file=sys.stderr)
+    return None if reason else folder
+
+
+def _say_written(folder: Path, artifact: bool) -> None:
+    from draftsmith.eval import loading, measurements
+
+    names = ", ".join(measurements.NAMES)
+    if artifact:
+        names = f"README.md (model card), config.json (the tree), {names}"
+    print(f"\nWritten to {printable(str(folder), keep='')}: {names}")
+    if artifact:
+        print(f'Try it:  {loading.command()} generate --drafter {printable(str(folder), keep="")} --show-accepted "def parse_"')
 
 
 def _drafter_name(chosen: argparse.Namespace) -> str:

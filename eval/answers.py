@@ -33,15 +33,21 @@ def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -
     """Tokenize the prompts.
 
     Raises:
-        ValueError: a prompt does not fit the target's context together with its answer.
+        ValueError: a prompt without tokens, with tokens that the target lacks, or too long for its context together with the answer.
     """
     encoded = [EncodedPrompt(prompt, encode(target, prompt), index) for index, prompt in enumerate(prompts)]
     for item in encoded:
-        if len(item.ids) + max_new_tokens > target.max_positions:
-            raise ValueError(
-                f"prompt {item.prompt.id!r} has {len(item.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's "
-                f"context of {target.max_positions}; shorten it or lower --max-new-tokens"
-            )
+        if not item.ids:
+            raise ValueError(f"prompt {item.prompt.id!r} has no tokens; leave it out")
+        if max(item.ids) >= target.vocab_size:
+            raise ValueError(f"prompt {item.prompt.id!r} has token {max(item.ids)}, the target {target.vocab_size} logits; leave it out")
+    long = [item for item in encoded if len(item.ids) + max_new_tokens > target.max_positions]
+    if long:
+        name, size = long[0].prompt.id, len(long[0].ids)
+        raise ValueError(
+            f"prompt {name!r} has {size} tokens; with {max_new_tokens} new ones it does not fit the target's context of "
+            f"{target.max_positions} ({len(long)} of {len(encoded)} prompts do not); shorten them or lower --max-new-tokens"
+        )
     return encoded
 
 

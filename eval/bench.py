@@ -9,11 +9,13 @@ Every contender answers a prompt before the next prompt comes, and each prompt s
 """
 
 import argparse
-import json
+import os
 from pathlib import Path
 
 from draftsmith.eval import options
+from draftsmith.inference.reading import read_json
 
+REPORTS = {"contenders", "limits"}  # keys of what bench writes, without and with --kernels
 DRAFTERS = ("ngram", "suffix")  # by default; for the target that ships here its draft model too
 
 
@@ -28,21 +30,21 @@ def parser() -> argparse.ArgumentParser:
     options.add_adaptive_depth(parser, True)
     parser.add_argument("--kernels", action="store_true", help="measure the Triton kernels and rounds with them instead, on a GPU")
     options.add_json(parser)
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--out", help="write the JSON to this file too; an earlier one of bench may be there")
     return parser
 
 
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     options.check_numbers(chosen)
-    if chosen.out and (chosen.out.is_dir() or not chosen.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out {chosen.out}: expected a file in a folder that exists; make the folder first")
+    out = _checked(Path(os.path.expanduser(chosen.out))) if chosen.out is not None else None
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, ranks
+    from draftsmith.eval import loading, output, ranks
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
+    from draftsmith.eval.records import to_json
     from draftsmith.inference import durable
 
     if ranks.count() > 1:
@@ -50,9 +52,9 @@ def main(arguments: list[str]) -> None:
             f"draftsmith bench in {ranks.count()} processes: they would disturb each other's clocks; expected one; run it alone"
         )
     if chosen.kernels:
-        rounds.main(chosen.out, chosen.json)
+        rounds.main(out, chosen.json)
         return
-    prompts = prompt_files.load(chosen.prompts, chosen.limit)
+    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     words: list[str] = list(dict.fromkeys(chosen.drafter or DRAFTERS))
     if not chosen.drafter and chosen.target in (None, "tiny"):
         words.append("tiny-draft")
@@ -62,12 +64,34 @@ def main(arguments: list[str]) -> None:
     encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
     report = benchmark.benchmark(target, drafters, encoded, chosen.max_new_tokens, chosen.repeats, chosen.adaptive_depth)
     report["settings"]["drafters"] = dict(zip(drafters, words, strict=True))
-    text = json.dumps(report, allow_nan=False)
-    if chosen.out:
-        durable.write_text(chosen.out, text + "\n")
-    if chosen.json:
-        print(text, flush=True)
-    else:
-        benchmark.print_benchmark(report)
+    text, failure = to_json(report), ""
+    if out:
+        try:
+            durable.write_text(out, text + "\n")
+        except OSError as error:
+            failure = f"--out {out}: not written ({error.strerror or error}); the report is printed"
+    output.deliver(lambda: print(text) if chosen.json else benchmark.print_benchmark(report))
+    if failure:
+        raise ValueError(failure)
     if benchmark.not_lossless(report):
         raise SystemExit(1)
+
+
+def _checked(out: Path) -> Path:
+    """The file of --out, if nothing but an earlier report of bench is there.
+
+    Raises:
+        ValueError: a folder, no folder for it, a link, or somebody else's file.
+    """
+    if out.is_symlink():
+        raise ValueError(f"--out {out}: expected a file of its own, it is a link; give another name")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: expected a file in a folder that exists; make the folder first")
+    if out.exists():
+        try:
+            own = not out.stat().st_size or bool(REPORTS & read_json(out).keys())
+        except ValueError:
+            own = False
+        if not own:
+            raise ValueError(f"--out {out} is there already, and no report of bench; give another name")
+    return out

@@ -1,15 +1,17 @@
-"""The model card of an artifact, and the measurements beside it."""
+"""The model card of an artifact. What an evaluation writes into it is between two marks; the rest may be edited by hand."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval import plot, table
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, write_positions, write_rounds
+from draftsmith.eval import table
+from draftsmith.eval.records import Report
 from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.reading import read_json
+from draftsmith.inference.terminal import printable
 from draftsmith.models.target import SHIPPED
 
+BEGIN, END = "<!-- draftsmith eval: begin -->", "<!-- draftsmith eval: end -->"
 SNIPPET = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, target = AutoTokenizer.from_pretrained("{0}"), AutoModelForCausalLM.from_pretrained("{0}")
@@ -30,7 +32,8 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         report: the measured acceptance; without one the card says that nothing is measured yet.
     """
     target, training, draft_model = target or {}, training or {}, method == DraftModel.method
-    name = target.get("name", "")
+    name = printable(str(target.get("name", "")), keep="")
+    steps, tokens, positions = (training.get(key) for key in ("steps", "tokens", "positions"))
     library, tag = ("transformers", "draft-model") if draft_model else ("draftsmith", method)
     front = ["---", f"library_name: {library}", f"tags: [speculative-decoding, draftsmith, {tag}]"]
     if "/" in name and not Path(name).exists():
@@ -44,12 +47,14 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         f"This model drafts tokens for `{name}` (revision `{target.get('revision') or 'local'}`, {target.get('dtype')}), which verifies",
         "them: the output is the target's own. It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how.",
         "",
-        f"Trained for {training.get('steps', '?')} steps, {training.get('tokens', 0):,} tokens, on sequences of up to "
-        f"{training.get('positions', '?')} positions.",
+        f"Trained for {steps or '?'} steps, {f'{tokens:,}' if isinstance(tokens, int) else '?'} tokens, on sequences of up to "
+        f"{positions or '?'} positions.",
         "",
         "## Acceptance",
         "",
+        BEGIN,
         *(_measured(report) if report else ["Not measured yet: `draftsmith eval <this folder>` writes the table here."]),
+        END,
         "",
         "## Use",
         "",
@@ -62,17 +67,37 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
     durable.write_text(folder / "README.md", "\n".join(lines) + "\n")
 
 
-def write_measurements(folder: Path, report: Report, rounds: list[RoundRecord], records: list[PositionRecord]) -> None:
-    """Write the measured acceptance and the chosen tree into an artifact. The rest of its config stays as it is."""
-    config = json.loads((folder / "config.json").read_text())
-    entry = config.get("draftsmith", config)  # a distilled draft model has an entry in the config of its architecture
-    entry["tree"] = report.tree
-    durable.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_rounds(folder / "rounds.jsonl", rounds)
-    write_positions(folder / "positions.jsonl", records)
-    durable.write_text(folder / "acceptance.json", as_json(report) + "\n")
-    plot.survival(report, folder / "survival.png")
-    write(folder, report.method, entry.get("target"), entry.get("training"), report)
+def is_marked(folder: Path) -> bool:
+    """Whether an evaluation may write into the folder's model card: it has the marks, or there is none yet."""
+    card = folder / "README.md"
+    return not card.exists() or _parts(card) is not None
+
+
+def write_acceptance(folder: Path, report: Report) -> None:
+    """Write the measured acceptance between the marks of the model card; a card without marks stays as it is, a missing one is written.
+
+    Raises:
+        ValueError: config.json is no JSON object.
+        OSError: the card cannot be written.
+    """
+    card = folder / "README.md"
+    if not card.exists():
+        config = read_json(folder / "config.json")
+        entry = config.get("draftsmith", config)
+        write(folder, report.method, entry.get("target"), entry.get("training"), report)
+    elif parts := _parts(card):
+        durable.write_text(card, f"\n{BEGIN}\n".join((parts[0], "\n".join(_measured(report)))) + f"\n{END}\n{parts[1]}")
+
+
+def _parts(card: Path) -> tuple[str, str] | None:
+    """The texts before and after the marks; None without them."""
+    try:
+        text = card.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    before, begin, rest = text.partition(f"\n{BEGIN}\n")
+    _, end, after = rest.partition(f"\n{END}\n")
+    return (before, after) if begin and end else None
 
 
 def _measured(report: Report) -> list[str]:

@@ -10,7 +10,6 @@ text costs one forward of each model.
 """
 
 import argparse
-import json
 
 from draftsmith.eval import options
 from draftsmith.inference.rule_names import RULES
@@ -38,15 +37,16 @@ def main(arguments: list[str]) -> None:
     _check(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, ranks
+    from draftsmith.eval import loading, output, ranks
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.comparison import Settings, compare_drafters, print_comparison
+    from draftsmith.eval.records import to_json
     from draftsmith.inference.draft_model import DraftModel
 
     if ranks.count() > 1:
         raise ValueError(f"draftsmith compare in {ranks.count()} processes: expected one; run it alone")
     rule = chosen.rule or ("rejection" if chosen.expected else "target-sample")
-    prompts = prompt_files.load(chosen.prompts, chosen.limit)
+    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, drafters = loading.open_named(chosen.target, chosen.drafters, chosen.dtype, chosen.trust_remote_code)
     for name, drafter in drafters.items():
         if chosen.expected and not isinstance(drafter, DraftModel):
@@ -58,10 +58,7 @@ def main(arguments: list[str]) -> None:
     encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
     settings = Settings(chosen.max_new_tokens, temperatures, rule, chosen.slots, chosen.expected)
     report = compare_drafters(target, drafters, [prompt.ids for prompt in encoded], settings)
-    if chosen.json:
-        print(json.dumps(report, allow_nan=False), flush=True)
-    else:
-        print_comparison(report)
+    output.deliver(lambda: print(to_json(report)) if chosen.json else print_comparison(report))
 
 
 def _check(chosen: argparse.Namespace) -> None:

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from draftsmith.eval.answers import TargetText, decode_all, target_texts
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
+from draftsmith.eval.output import cell
 from draftsmith.eval.summary import bootstrap, interval
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 AT_ONCE = 64  # positions whose distributions exist at a time, [64,V] for each model
@@ -185,17 +187,17 @@ def print_comparison(report: dict[str, Any]) -> None:
     title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {'expected' if expected else 'decoded'}"
     if any(row["temperature"] for row in report["rows"]):
         title += f", rule {settings['rule']}"
-    table = Table(title=f"Drafters for {report['target']['name']}: {title}", box=box.SIMPLE_HEAD)
+    table = Table(title=cell(f"Drafters for {report['target']['name']}: {title}"), title_style="italic", box=box.SIMPLE_HEAD)
     for name in HEADER:
         table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", overflow="fold")
     for row in report["rows"]:
         tau = f"{row['tau']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
         delta = f"{row['delta']:+.2f} ({row['delta_low']:+.2f} – {row['delta_high']:+.2f})" if "delta" in row else ""
         rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
-        table.add_row(row["drafter"], f"{row['temperature']:g}", tau, delta, rounds)
+        table.add_row(cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
     Console().print(table)
     print("In brackets: 95 % intervals over prompts; those of differences are paired.")
     for name, tree in report["trees"].items():
-        print(f"{name}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
+        print(f"{printable(name, keep='')}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
     for temperature, same in report["same"].items():
         print(f"T = {temperature}: {same} of {settings['prompts']} answers are the same with every drafter")

@@ -9,10 +9,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval import options
+from draftsmith.inference.reading import field
 from draftsmith.inference.rule_names import DEFAULT_RULE, RULES
+from draftsmith.inference.terminal import printable
 
 if TYPE_CHECKING:  # --help imports no model library
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,10 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.models.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+SHOWN = (
+    "\n\t\u200c\u200d"  # of the control and format characters that a model writes: lines, tabs, and joiners, which scripts and emoji need
+)
+MOST_BYTES = 1 << 25  # of a prompt on stdin
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,11 +64,15 @@ def sampling_from_options(chosen: argparse.Namespace, target: "Target") -> "Samp
     from draftsmith.inference.sampler import Sampling
 
     config = target.model.generation_config
-    settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    settings: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     if config is not None and config.do_sample:
         # transformers' own defaults where the config says nothing: temperature 1, top-k 50.
         settings |= {"temperature": 1.0, "top_k": 50}
-        settings |= {name: getattr(config, name) for name in settings if getattr(config, name) is not None}
+        given = {name: getattr(config, name) for name in settings if getattr(config, name) is not None}
+        source = f"generation_config.json of {target.name!r}"
+        for name in given:
+            options.check_sampling(name, field(given, name, int if name == "top_k" else float, source), f"{source}: `{name}`")
+        settings |= given
     settings |= {name: getattr(chosen, name) for name in settings if getattr(chosen, name) is not None}
     return Sampling(seed=chosen.seed, rule=chosen.rule or DEFAULT_RULE, **settings)
 
@@ -111,12 +121,45 @@ def stream_tokens(
         yield from ((token, index < step.accepted - 1) for index, token in enumerate(step.tokens))
 
 
+def _standard_input() -> str:
+    """The prompt on stdin.
+
+    Raises:
+        ValueError: it is closed, cannot be read, is too long, or not UTF-8.
+    """
+    if sys.stdin is None:
+        raise ValueError("stdin is closed; give the prompt as an argument, or on stdin")
+    try:
+        content = sys.stdin.buffer.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"stdin: {error.strerror}; give the prompt as an argument") from None
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"stdin: expected at most {MOST_BYTES:,} bytes of a prompt; shorten it")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(f"stdin: not UTF-8 text (line {line}); convert it") from None
+
+
+def _argument(word: str) -> str:
+    """The prompt as an argument.
+
+    Raises:
+        ValueError: its bytes were no text in the terminal's encoding.
+    """
+    if any("\udc80" <= character <= "\udcff" for character in word):
+        raise ValueError("the prompt is not UTF-8 text; convert it")
+    return word
+
+
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     options.check_numbers(chosen)
-    text = sys.stdin.read() if chosen.prompt == "-" else chosen.prompt
+    from draftsmith.data.prompts import Prompt, check_text
 
-    from draftsmith.data.prompts import Prompt
+    text = check_text(_standard_input() if chosen.prompt == "-" else _argument(chosen.prompt), "the prompt")
+
     from draftsmith.eval import loading
     from draftsmith.inference.adaptive import AdaptiveDepth
     from draftsmith.inference.decoder import Decoder
@@ -135,10 +178,13 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
     messages = ({"role": "user", "content": text},) if chosen.chat else ()
     ids = loading.encode(target, Prompt("prompt", "all", text, messages))
+    if not ids:
+        raise ValueError("the prompt is empty: got no tokens; give some text")
     adaptive = AdaptiveDepth() if chosen.adaptive_depth else None
     decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels, exact=chosen.exact)
     totals = Totals()
     for piece, drafted in text_pieces(target, stream_tokens(decoder, ids, sampling, chosen.max_new_tokens, totals)):
+        piece = printable(piece, keep=SHOWN)
         sys.stdout.write(f"{GREEN}{piece}{PLAIN}" if chosen.show_accepted and drafted else piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from draftsmith.inference.rule_names import RULES
+from draftsmith.inference.tree_limits import LIMITS
 
 DRAFTER_HELP = "ngram, suffix, or the folder or Hub id of a trained drafter or of a causal LM with the target's tokens"
 TREES = {
@@ -14,10 +15,7 @@ TREES = {
     "chain": "one token at each depth",
     "dynamic": "in each round the likeliest tokens",
 }
-RANGES = {
-    "nodes": (2, 256),
-    "depth": (1, 64),
-    "width": (1, 64),
+RANGES = LIMITS | {
     "slots": (1, 1 << 12),
     "exact": (2, 256),
     "rows": (1, 1 << 12),
@@ -25,11 +23,30 @@ RANGES = {
     "limit": (1, 1 << 20),
     "repeats": (1, 1 << 12),
 }
+# Of the numbers that say how tokens are sampled: a value that is off, then the range of the others. float32 can compute with all of them.
+SAMPLING = {
+    "temperature": (0, 1e-4, 10_000),
+    "top_k": (0, 1, (1 << 31) - 1),
+    "top_p": (1, 1e-6, 1),
+    "min_p": (0, 0, 1),
+    "repetition_penalty": (1, 1e-3, 1_000),
+    "seed": (0, 0, (1 << 64) - 1),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors that are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message[:1000]}; `{self.prog} --help` lists the options")
 
 
 def new_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """An empty parser for `draftsmith <command>`. The description keeps its line breaks."""
-    return argparse.ArgumentParser(f"draftsmith {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """An empty parser for `draftsmith <command>`. The description keeps its line breaks.
+
+    Its `parse_args` raises ValueError for words that it does not take.
+    """
+    return Parser(f"draftsmith {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -114,16 +131,32 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def temperatures(given: Sequence[float] | None) -> list[float]:
-    """The distinct temperatures to measure at; 0 and 1 where none is given.
+    """The distinct temperatures to measure at; 0 and 1 where none is given. Reports print six digits, so more do not count.
 
     Raises:
-        ValueError: a temperature that is negative, infinite or no number.
+        ValueError: a temperature that is negative, infinite, no number, or too small or large to compute with.
     """
-    chosen = list(dict.fromkeys(given or [0.0, 1.0]))
+    chosen = given or [0.0, 1.0]
     for temperature in chosen:
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"--temperature {temperature}: expected 0 or more")
-    return chosen
+        check_sampling("temperature", temperature, "--temperature")
+    return list(dict.fromkeys(float(f"{abs(temperature):g}") for temperature in chosen))
+
+
+def check_sampling(name: str, value: float, source: str) -> None:
+    """Check a number that says how tokens are sampled.
+
+    Args:
+        name: a key of SAMPLING.
+        value: the number.
+        source: where it is from, for the error.
+
+    Raises:
+        ValueError: outside its range.
+    """
+    off, low, high = SAMPLING[name]
+    if value != off and not low <= value <= high:
+        apart = "" if low <= off <= high else f"{off} or "
+        raise ValueError(f"{source} {value}: expected {apart}{low:,} to {high:,}")
 
 
 def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
@@ -137,6 +170,10 @@ def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
         value = getattr(options, name, None)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected {low} to {high}")
+    for name in SAMPLING:
+        value = getattr(options, name, None)
+        if isinstance(value, int | float):
+            check_sampling(name, value, f"--{name.replace('_', '-')}")
     confidence = getattr(options, "confidence", None)
     if confidence is not None and not 0 <= confidence < 1:
         raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")

@@ -5,6 +5,10 @@ from typing import Any
 
 from draftsmith.eval import table
 from draftsmith.eval.records import Acceptance, Report
+from draftsmith.inference.terminal import printable
+
+SOFTWARE = "draftsmith eval"
+MARK = b"Software\x00" + SOFTWARE.encode()  # in the file, by which an evaluation knows its own picture
 
 
 def survival(report: Report, path: Path) -> None:
@@ -18,7 +22,8 @@ def survival(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=150)
 
     def line(name: str, acceptance: Acceptance, **style: Any) -> None:
-        label = f"{name}  (τ {acceptance.tau:.2f})"
+        # A space: matplotlib leaves labels that begin with an underscore out of the legend.
+        label = f" {printable(name[:60], keep='')}  (τ {acceptance.tau:.2f})"
         axes.plot(range(len(acceptance.survival) + 1), [1.0, *acceptance.survival], marker="o", ms=3.5, label=label, **style)
 
     lossy = " LOSSY" if report.first_temperature in report.lossy else ""
@@ -31,7 +36,8 @@ def survival(report: Report, path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"{report.method}, {table.size(report)}, {report.settings['prompts']} prompts", fontsize=10)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
+    for text in axes.legend(fontsize=8, frameon=False).get_texts():
+        text.set_parse_math(False)  # a domain is no formula
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, format="png", metadata={"Software": SOFTWARE})
     pyplot.close(figure)

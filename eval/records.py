@@ -176,12 +176,24 @@ class Report:
 
 
 def as_json(report: Report) -> str:
-    """The report as one line of JSON. Divergences get their verdict; an infinite margin is null."""
+    """The report as one line of JSON. Divergences get their verdict."""
     fields: dict[str, Any] = asdict(report) | {"divergences_per_1000": report.divergences_per_1000}
     for row, divergence in zip(fields["divergences"], report.divergences, strict=True):
         row["verdict"] = divergence.verdict
-        row["margin"] = divergence.margin if math.isfinite(divergence.margin) else None
-    return json.dumps(fields, allow_nan=False)
+    return to_json(fields)
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Measurements as one line of JSON. Numbers that are not finite are null: a report is not lost to one of them."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(content), allow_nan=False)
 
 
 def write_rounds(path: Path, records: Iterable[RoundRecord]) -> None:

@@ -3,15 +3,18 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.output import cell
 from draftsmith.eval.records import KEYED_RULES, Report
+from draftsmith.inference.terminal import printable
 
+MOST_COLUMNS = 40  # of a domain on a narrow terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
     """A row for each domain at the first temperature, then one for each temperature over all prompts; columns as in HEADER."""
-    lines = [(domain, report.first_temperature, acceptance) for domain, acceptance in report.domains.items()]
+    lines = [(printable(domain, keep=""), report.first_temperature, acceptance) for domain, acceptance in report.domains.items()]
     lines += [("all", temperature, acceptance) for temperature, acceptance in report.overall.items()]
     cells = []
     for domain, temperature, acceptance in lines:
@@ -124,10 +127,10 @@ def print_report(report: Report) -> None:
     cells = rows(report)
     for column, name in enumerate(HEADER):
         # Only the last column may be cut short: a temperature carries its label.
-        width = max(len(name), *(len(row[column]) for row in cells)) if column < len(HEADER) - 1 else None
+        width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(HEADER) - 1 else None
         table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True, min_width=width)
     for row in cells:
-        table.add_row(*row, style="bold" if row[0] == "all" else None)
+        table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
     console.print(table)
     if report.by_nodes:
         print(by_nodes(report))
@@ -141,5 +144,7 @@ def print_report(report: Report) -> None:
 def markdown(report: Report) -> str:
     """The table for a model card."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows(report)]
+    for row in rows(report):
+        domain = row[0].replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+        lines.append("| " + " | ".join((domain, *row[1:])) + " |")
     return "\n".join(lines)

@@ -17,12 +17,15 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         OSError: the disk is full, the folder is read-only, and so on. Whatever `write` raises passes through.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)  # a link of that name would lead elsewhere
     try:
         write(temporary)
         sync(temporary)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(path)  # the system names no file where a write fails
         raise
     sync(path.parent)
 

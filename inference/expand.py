@@ -15,8 +15,10 @@ from torch import Tensor
 
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.kernels import active
+from draftsmith.inference.reading import describe
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, gumbel, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
+from draftsmith.inference.tree_limits import LIMITS, MOST_PATHS, MOST_RANK
 
 __all__ = [
     "DynamicTree",
@@ -86,13 +88,31 @@ def parse_tree_spec(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) ->
     """A tree as configs and recipes write it -> the tree spec: rank paths are a static tree, {depth, width, nodes} a dynamic tree.
 
     Raises:
-        ValueError: neither of the two.
+        ValueError: neither of the two, or one larger than `tree_limits` allows.
     """
     if isinstance(tree, Mapping):
-        if set(tree) != {"depth", "width", "nodes"}:
-            raise ValueError(f"got a dynamic tree with {sorted(tree)}; expected depth, width and nodes")
+        if set(tree) != set(LIMITS):
+            raise ValueError(f"tree: got a dynamic tree with {', '.join(map(repr, tree)) or 'nothing'}; expected depth, width and nodes")
+        for name, (low, high) in LIMITS.items():
+            if type(tree[name]) is not int or not low <= tree[name] <= high:
+                raise ValueError(f"tree: got {name} {describe(tree[name])}; expected an integer, {low} to {high}")
         return DynamicTree(**tree)
-    return StaticTree.from_paths(tree or [])
+    if not isinstance(tree, list | tuple | None):
+        raise ValueError(f"tree: got {describe(tree)}; expected a list of rank paths, or depth, width and nodes")
+    if len(tree or ()) > MOST_PATHS:
+        raise ValueError(f"tree: got {len(tree or ()):,} nodes; expected at most {MOST_PATHS:,}")
+    for path in tree or ():
+        if not isinstance(path, list | tuple):
+            raise ValueError(f"tree: got {describe(path)} for a rank path; expected a list of integers")
+        if len(path) > LIMITS["depth"][1]:
+            raise ValueError(f"tree: got a path {len(path):,} deep; expected at most {LIMITS['depth'][1]}")
+        for rank in path:
+            if type(rank) is not int or rank > MOST_RANK:
+                raise ValueError(f"tree: got the rank {describe(rank)}; expected an integer, 0 to {MOST_RANK}")
+    try:
+        return StaticTree.from_paths(tree or ())
+    except ValueError as error:
+        raise ValueError(f"tree: {error}") from None
 
 
 def tree_config(tree_spec: TreeSpec) -> list[list[int]] | dict[str, int]:

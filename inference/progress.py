@@ -2,16 +2,21 @@
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from draftsmith.inference.terminal import printable
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 class Bar:
     """A progress bar on stderr: `with Bar("training", total) as bar: bar.update(done, "loss 3.1")`.
+
+    A stderr that is full or gone ends no work.
 
     Args:
         label: text before the bar.
@@ -24,25 +29,37 @@ class Bar:
         self.label, self.total, self.first, self.show = label, total, done, show
         self.console = Console(file=sys.stderr)
         self.started = self.printed = time.perf_counter()
-        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+        )
         self.live = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not show or not self.console.is_terminal)
-        self.task = self.live.add_task(label, total=total, completed=done, text="")
+        self.task = self.live.add_task(printable(label, keep=""), total=total, completed=done, text="")
 
     def __enter__(self) -> "Bar":
-        self.live.start()
+        with suppress(OSError):
+            self.live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.live.stop()
+        with suppress(OSError):
+            self.live.stop()
 
     def update(self, done: int, text: str = "") -> None:
-        self.live.update(self.task, completed=done, text=text)
+        with suppress(OSError):
+            self.live.update(self.task, completed=done, text=printable(text, keep=""))
         now = time.perf_counter()
         if not self.show or self.console.is_terminal or (now - self.printed < LINE_EVERY and (self.total is None or done < self.total)):
             return
         self.printed = now
         if self.total is None:
-            print(f"{self.label}  {text}", file=sys.stderr, flush=True)
+            self._print(f"{self.label}  {text}")
             return
         left = (now - self.started) / max(1, done - self.first) * (self.total - done)
-        print(f"{self.label} {done}/{self.total}  {text}  {left / 60:.1f} min left", file=sys.stderr, flush=True)
+        self._print(f"{self.label} {done}/{self.total}  {text}  {left / 60:.1f} min left")
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError):
+            print(printable(line, keep=""), file=sys.stderr, flush=True)

@@ -214,7 +214,7 @@ def _child(words: list[str], folder: Path, out: Path, err: Path, inside: Callabl
         traceback.print_exc()
         status = 1
     finally:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         os._exit(status)
 

@@ -289,7 +289,7 @@ def test_mistakes_in_comparing(student, capsys):
         ([*pair, "--expected", "--tree", "dynamic"], "--expected is of complete chains"),
         ([*pair, "--expected", "--confidence", "0.1"], "--expected is of complete chains"),
         ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),
-        ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or 0.0001 to 10,000"),
         ([*pair, "--max-new-tokens", "600"], "does not fit the target's context"),
         ([*pair, "ngram", "--rule", "rejection"], "ngram has no distribution to sample children from"),
     ):

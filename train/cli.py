@@ -54,7 +54,10 @@ The keys that it may hold, and that may follow it as section.key=value:
 
 def main() -> None:
     """The `draftsmith` command."""
-    words = sys.argv[1:]
+    exit_on_error(_run, sys.argv[1:])  # imports included: they take seconds, in which people press Ctrl-C
+
+
+def _run(words: list[str]) -> None:
     if not words or words[0] in HELP:
         rows = {"train": "train a drafter by a recipe", **{name: about for name, (_, about) in COMMANDS.items()}}
         print(USAGE.format(commands=_table(rows)).strip())
@@ -64,9 +67,7 @@ def main() -> None:
     elif words[0] == "train":
         train(words[1:])
     elif words[0] in COMMANDS:
-        quiet_libraries()
-        module = importlib.import_module(COMMANDS[words[0]][0])
-        exit_on_error(module.main, words[1:])
+        importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
     else:
         _refuse("command", words[0], ["train", *COMMANDS])
 

@@ -7,8 +7,8 @@ time for its bytes and operations at a stated fraction of these rates (attention
 Letters: B rows of a batch · V target vocabulary · N tree nodes with the root · K draft depth · C context length.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from draftsmith.eval.records import to_json
 from draftsmith.inference import durable
 from draftsmith.inference import verify as plain
 from draftsmith.inference.kernels import missing
@@ -87,11 +88,13 @@ class RunningReport:
         out: the JSON file; None writes none.
         as_json: print no lines for people.
         results: the content of the JSON.
+        failure: why the file could not be written the last time; "" where it was. Neither this nor a full stdout ends the measurements.
     """
 
     out: Path | None
     as_json: bool
     results: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
 
     def add(self, section: str, lines: Sequence[Any]) -> None:
         """Append dataclasses to a section, and write the file."""
@@ -100,15 +103,21 @@ class RunningReport:
 
     def say(self, *texts: object) -> None:
         if not self.as_json:
-            for text in texts:
-                print(text, flush=True)
+            with suppress(OSError):
+                for text in texts:
+                    print(text, flush=True)
 
     def write(self) -> None:
-        if self.out:
+        if not self.out:
+            return
+        try:
             durable.write_text(self.out, self.text() + "\n")
+            self.failure = ""
+        except OSError as error:
+            self.failure = f"--out {self.out}: not written ({error.strerror or error})"
 
     def text(self) -> str:
-        return json.dumps(self.results, allow_nan=False)
+        return to_json(self.results)
 
 
 def timer(call: Callable[[], object]) -> float:

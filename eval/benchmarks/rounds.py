@@ -336,7 +336,7 @@ def main(out: Path | None, as_json: bool) -> None:
     """`draftsmith bench --kernels`. Exits with 1 where a part failed.
 
     Raises:
-        ValueError: no GPU or no Triton.
+        ValueError: no GPU or no Triton, or a file that could not be written.
     """
     reason = kernels.refusal()
     if reason:
@@ -347,5 +347,7 @@ def main(out: Path | None, as_json: bool) -> None:
     finally:  # also the results of an interrupted run
         if as_json:
             print(report.text(), flush=True)
+    if report.failure:
+        raise ValueError(report.failure)
     if report.results["failed"]:
         raise SystemExit(1)

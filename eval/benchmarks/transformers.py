@@ -20,12 +20,14 @@ from draftsmith.eval import cost, interleaved, loading
 from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
+from draftsmith.eval.output import cell
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 PLAIN, THEIRS = "plain", "transformers"
@@ -215,17 +217,17 @@ def print_benchmark(report: dict[str, Any]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(MIN_COLUMNS, console.width))
-    say = partial(console.print, highlight=False, markup=False)
-    say(_heading(report))
+    say = partial(console.print, highlight=False, markup=False, emoji=False)
+    say(printable(_heading(report)))
     say()
     table = _table("", "tokens/s", "τ", "× plain", "total", "× transformers", "total", "same")
     for name, entry in report["contenders"].items():
         tau = f"{entry['tau']:.2f}" if entry["tau"] else ""
         ratios = [*_cells(entry["over_plain"]), *_cells(entry["over_transformers"])]
-        table.add_row(name, f"{entry['tokens_per_s']:.0f}", tau, *ratios, f"{entry['same']}/{entry['answers']}")
+        table.add_row(cell(name), f"{entry['tokens_per_s']:.0f}", tau, *ratios, f"{entry['same']}/{entry['answers']}")
     pairs = _table("ours over theirs", "×", "total")
     for pair in report["pairs"]:
-        pairs.add_row(f"{pair['ours']}  /  {pair['theirs']}", *_cells(pair))
+        pairs.add_row(cell(f"{pair['ours']}  /  {pair['theirs']}"), *_cells(pair))
     costs = _table("N", *(str(nodes) for nodes in report["cost"]["c"]))
     costs.add_row(f"c(N) at {report['cost']['context']} tokens", *(f"{c:.2f}" for c in report["cost"]["c"].values()))
     for part in (table, pairs, costs):
@@ -234,13 +236,13 @@ def print_benchmark(report: dict[str, Any]) -> None:
     say("×: times as fast, the median prompt (10th – 90th percentile); a prompt's time is the median of its repeats.")
     say("total: the same over all prompts.  τ: tokens a round, undrafted rounds included.  same: answers equal plain's.")
     for name, reason in report["left_out"].items():
-        say(f"left out: {name} ({reason})")
+        say(printable(f"left out: {name} ({reason})"))
     for name, entry in report["contenders"].items():
         if entry["same"] < entry["answers"]:
             unexplained = entry["answers"] - entry["same"] - entry["ties"]
             label = " (NOT LOSSLESS)" if name in not_lossless(report) else ""
             say(
-                f"{name}: {entry['ties']} answers differ from plain's at a tie within measured noise, "
+                f"{printable(name)}: {entry['ties']} answers differ from plain's at a tie within measured noise, "
                 f"{unexplained} for no such reason{label}"
             )
 

@@ -1,0 +1,115 @@
+"""The files that `draftsmith eval` writes, into an artifact or a folder of its own: what may be overwritten there, and what is said of it.
+
+Only files that an evaluation wrote are overwritten, by their content; nothing is written through a link.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from draftsmith.eval import card, plot
+from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, write_positions, write_rounds
+from draftsmith.inference import durable
+from draftsmith.inference.reading import field, read_json
+
+REPORT, ROUNDS, POSITIONS, PICTURE = "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"
+NAMES = (REPORT, ROUNDS, POSITIONS, PICTURE)
+KEYS = {
+    REPORT: {"target", "method", "settings", "tree", "overall"},
+    ROUNDS: {field.name for field in fields(RoundRecord)},
+    POSITIONS: {field.name for field in fields(PositionRecord)},
+}
+
+
+def obstacle(folder: Path, names: tuple[str, ...]) -> str:
+    """Why an evaluation must not write files of these names into a folder that exists; "" where it may."""
+    if folder.is_symlink():
+        return f"{folder} is a link"
+    if any(part.startswith("models--") for part in folder.resolve().parts):
+        return f"{folder} is in the Hub's cache"
+    for name in names:
+        file = folder / name
+        if file.is_symlink():
+            return f"{name} is a link"
+        if file.exists() and not file.is_file():
+            return f"{name} is no regular file"
+        if name in NAMES and file.is_file() and not _own(file):
+            return f"{name} is there already, and not of an evaluation"
+    return "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
+
+
+def _own(file: Path) -> bool:
+    """Whether an evaluation wrote the file; an empty one has nothing to lose."""
+    with file.open("rb") as stream:
+        if not stream.peek(1):
+            return True
+        if file.name == PICTURE:
+            return plot.MARK in stream.read(4096)
+        if file.name != REPORT:
+            try:
+                row = json.loads(stream.readline(1 << 24))
+            except (ValueError, RecursionError):
+                return False
+            return type(row) is dict and row.keys() == KEYS[file.name]
+    try:
+        return KEYS[REPORT] <= read_json(file).keys()
+    except ValueError:
+        return False
+
+
+def check_folder(folder: Path) -> None:
+    """Check before measuring that the files can be written into the folder of --out; create it.
+
+    Raises:
+        ValueError: a file, a link, or a folder with somebody else's files of these names.
+        OSError: it cannot be created.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} is a file; give a folder")
+    if not folder.is_symlink():
+        folder.mkdir(parents=True, exist_ok=True)
+    reason = obstacle(folder, NAMES)
+    if reason:
+        raise ValueError(f"--out {folder}: {reason}; give another folder")
+
+
+def write(folder: Path, report: Report, rounds: list[RoundRecord], records: list[PositionRecord], artifact: bool) -> list[str]:
+    """Write the measurements. A file that cannot be written does not keep the others from it.
+
+    Args:
+        folder: an artifact or the folder of --out, which has been checked.
+        report: is stored as JSON, as a picture, and in the model card.
+        rounds: of all temperatures.
+        records: position records.
+        artifact: store the chosen tree in the folder's config, and the table in its model card.
+
+    Returns:
+        What could not be written, and why.
+    """
+    files: dict[str, Callable[[Path], object]] = {
+        REPORT: lambda path: durable.write_text(path, as_json(report) + "\n"),
+        ROUNDS: lambda path: write_rounds(path, rounds),
+        POSITIONS: lambda path: write_positions(path, records),
+    }
+    if artifact:
+        files["config.json"] = lambda path: _write_tree(path, report)
+        files["README.md"] = lambda _: card.write_acceptance(folder, report)
+    files[PICTURE] = lambda path: durable.replace(path, lambda part: plot.survival(report, part))
+    failures = []
+    for name, write_file in files.items():
+        try:
+            write_file(folder / name)
+        except (OSError, ValueError) as error:
+            failures.append(f"{name} ({getattr(error, 'strerror', None) or error})")
+    return failures
+
+
+def _write_tree(path: Path, report: Report) -> None:
+    """Enter the chosen tree into a config. The rest of it stays as it is."""
+    config = read_json(path)
+    # A distilled draft model has an entry in the config of its architecture.
+    entry = field(config, "draftsmith", dict, path) if "draftsmith" in config else config
+    entry["tree"] = report.tree
+    durable.write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
