@@ -4,7 +4,6 @@ python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # cuts them again 
 """
 
 import ast
-import gzip
 import hashlib
 import io
 import json
@@ -13,8 +12,10 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data import stdlib
+from draftsmith.data.text_files import check_regular, lines, parse, short
 
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
 PER_DOMAIN = 24
@@ -52,44 +53,40 @@ def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
     Raises:
         ValueError: a missing or empty file, or a line that is no prompt.
     """
-    file = TINY if path is None else Path(path)
+    file = TINY if path is None else Path(path).expanduser()
+    check_regular(file, "prompt file")
     if not file.is_file():
         raise ValueError(f"prompt file {str(file)!r} not found; give a .jsonl file with `prompt` and `domain` on each line")
-    opener = gzip.open if file.suffix == ".gz" else open
     prompts, counts = [], dict[str, int]()
-    with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            prompt = _prompt(line, number, file)
-            counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
-            if limit is None or counts[prompt.domain] <= limit:
-                prompts.append(prompt)
+    for number, line in lines(file):
+        if not line.strip():
+            continue
+        prompt = _prompt(line, f"{file}:{number}", number)
+        counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
+        if limit is None or counts[prompt.domain] <= limit:
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{file}: no prompts in it; expected an object with `prompt` and `domain` on each line")
     return prompts
 
 
-def _prompt(line: str, number: int, file: Path) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file}:{number}: not a JSON object ({error.msg}), got {line.strip()[:40]}; mend the line or leave it out"
-        ) from None
+def _prompt(line: str, where: str, number: int) -> Prompt:
+    row = parse(line, where)
     if not isinstance(row, dict):
-        raise ValueError(
-            f"{file}:{number}: expected an object with `prompt`, `turns` or `messages`, got {line.strip()[:40]}; mend the line or leave it out"
-        )
+        raise ValueError(f"{where}: expected an object with `prompt`, `turns` or `messages`, got {short(row)}; mend the line or leave it out")
     name, domain = str(row.get("id", number)), str(row.get("domain") or row.get("category") or "all")
     if isinstance(row.get("prompt"), str) and row["prompt"]:
         return Prompt(name, domain, row["prompt"])
     if isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
         return Prompt(name, domain, row["turns"][0], ({"role": "user", "content": row["turns"][0]},))
     turns = row.get("messages")
-    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns):
-        return Prompt(name, domain, row["messages"][-1]["content"], tuple(row["messages"]))
-    raise ValueError(f"{file}:{number}: expected `prompt`, `turns` or `messages`, got keys {sorted(row)}; rename them")
+    if isinstance(turns, list) and turns and all(map(_is_message, turns)):
+        return Prompt(name, domain, turns[-1]["content"], tuple(turns))
+    raise ValueError(f"{where}: expected `prompt`, `turns` or `messages` with text, got {short(row)}; correct it or leave the line out")
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("content"), str) and isinstance(turn.get("role"), str)
 
 
 def cut() -> Iterator[Prompt]:
