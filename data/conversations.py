@@ -43,7 +43,9 @@ class Source(BaseModel):
     domain: str | None = Field(
         default=None, description="domain of its examples; unset: each example's own `domain` or `category`, else `all`"
     )
-    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="share of the mixture's tokens, beside the other sources' weights")
+    weight: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="share of the mixture's tokens, beside the other sources' weights"
+    )
 
 
 @dataclass(frozen=True, slots=True)

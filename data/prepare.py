@@ -270,7 +270,9 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
     chosen = []
     for number, source in enumerate(tokens):
         if epoch_tokens * weights[source] > MOST_REPEATS * tokens[source]:
-            raise ValueError(f"the weights repeat {source.path} more than {MOST_REPEATS:,} times in an epoch; give weights of one magnitude")
+            raise ValueError(
+                f"the weights repeat {source.path} more than {MOST_REPEATS:,} times in an epoch; give weights of one magnitude"
+            )
         times, rest = divmod(round(epoch_tokens * weights[source]), tokens[source])
         order = members[source][torch.randperm(len(members[source]), generator=torch.Generator().manual_seed(number))]
         chosen += [members[source].repeat(times), order[lengths[order].cumsum(0) <= rest]]

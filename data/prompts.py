@@ -73,7 +73,9 @@ def load(path: str | Path | None, limit: int | None = None) -> list[Prompt]:
 def _prompt(line: str, where: str, number: int) -> Prompt:
     row = parse(line, where)
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with `prompt`, `turns` or `messages`, got {short(row)}; mend the line or leave it out")
+        raise ValueError(
+            f"{where}: expected an object with `prompt`, `turns` or `messages`, got {short(row)}; mend the line or leave it out"
+        )
     name, domain = str(row.get("id", number)), str(row.get("domain") or row.get("category") or "all")
     if isinstance(row.get("prompt"), str) and row["prompt"]:
         return Prompt(name, domain, row["prompt"])
@@ -93,8 +95,8 @@ def cut() -> Iterator[Prompt]:
     """PER_DOMAIN prompts of each domain from the held-out modules, at most PER_MODULE of a domain from each module."""
     prompts: dict[str, list[Prompt]] = {domain: [] for domain in DOMAINS}
     for module, source in stdlib.modules("valid"):
-        for domain, lines in _cut_lines(source).items():
-            for line in sorted(lines, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
+        for domain, numbers in _cut_lines(source).items():
+            for line in sorted(numbers, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
                 text = "\n".join(source.splitlines()[:line])[-MAX_CHARACTERS:]
                 text = text[text.find("\n") + 1 :] if len(text) == MAX_CHARACTERS else text
                 if len(text) > 80:

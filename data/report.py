@@ -30,7 +30,9 @@ def contents(part: str, corpus: Corpus) -> Table:
         own = torch.ones(len(corpus), dtype=torch.bool) if number is None else corpus.domain == number
         samples, tokens, supervised = int(own.sum()), int(corpus.lengths[own].sum()), int(corpus.supervised_tokens[own].sum())
         mean, share = tokens / max(1, samples), corpus.lengths[entries[own[entries]]].sum() / epoch_tokens
-        table.add_row(printable(name, ""), f"{samples:,}", f"{tokens:,}", f"{mean:.0f}", f"{supervised / max(1, tokens):.0%}", f"{share:.0%}")
+        table.add_row(
+            printable(name, ""), f"{samples:,}", f"{tokens:,}", f"{mean:.0f}", f"{supervised / max(1, tokens):.0%}", f"{share:.0%}"
+        )
     packed = PackedDataset(corpus, corpus.seq_len)
     table.caption = f"packed to {corpus.seq_len}: {len(packed):,} sequences an epoch, {packed.fill:.1%} full"
     return table
