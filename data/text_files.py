@@ -113,8 +113,8 @@ class Size:
             )
 
 
-def parse(line: str, where: str) -> Any:
-    """The JSON of a line.
+def parse(line: str, where: str, surrogates: bool = False) -> Any:
+    """The JSON of a line; `surrogates`: halves of surrogate pairs may be in it.
 
     Raises:
         ValueError: as `check`, or no JSON. It begins with `where`.
@@ -125,18 +125,18 @@ def parse(line: str, where: str) -> Any:
         raise too_deep(where) from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}), got {short(line)}; mend the line or leave it out") from None
-    return check(value, line, where)
+    return check(value, line, where, surrogates)
 
 
-def check(value: Any, source: str, where: str) -> Any:
+def check(value: Any, source: str, where: str, surrogates: bool = False) -> Any:
     """`value`, which was read from `source`.
 
     Raises:
-        ValueError: more than DEPTH levels; half of a surrogate pair, which JSON can spell and no tokenizer can read.
+        ValueError: more than DEPTH levels; unless `surrogates`, half of a surrogate pair, which JSON can spell and no tokenizer can read.
     """
     if source.count("[") + source.count("{") > DEPTH and _deeper(value):
         raise too_deep(where)
-    if _SURROGATE.search(source):
+    if not surrogates and _SURROGATE.search(source):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -103,7 +103,7 @@ def run_capture(arguments: list[str]) -> None:
     capture.capture(
         target,
         corpora.values(),
-        Path(section.store),
+        Path(section.store).expanduser(),
         section.precision,
         section.taps,
         section.batch_tokens,
@@ -120,10 +120,16 @@ def run_regenerate(arguments: list[str]) -> None:
     from draftsmith.data.conversations import Source
     from draftsmith.eval import loading
     from draftsmith.eval.options import check_numbers
+    from draftsmith.inference.terminal import printable
 
     check_numbers(options)
     settings = regenerate.Settings(**{name: getattr(options, name) for name in SETTINGS})
-    examples, out = conversations.read(Source(path=options.source, split=options.split, subset=options.subset)), Path(options.out)
+    examples, out = (
+        conversations.read(Source(path=options.source, split=options.split, subset=options.subset)),
+        Path(options.out).expanduser(),
+    )
+    if out.parent.resolve() == Path(options.source).expanduser().resolve():
+        raise ValueError(f"{out} would be one of the files of {options.source} when the command is run again; give an output elsewhere")
     if options.server:
         if not options.model:
             raise ValueError("--server needs --model, the name by which the server knows it")
@@ -142,7 +148,7 @@ def run_regenerate(arguments: list[str]) -> None:
         target, drafters = loading.open_models(options.target, names, options.dtype, options.trust_remote_code)
         drafter = drafters[0] if drafters else None
         summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots)
-    print(f"{out}: {summary.report()}")
+    print(f"{printable(str(out), '')}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
 
