@@ -3,17 +3,17 @@
 import codecs
 import gzip
 import json
-import os
 import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 LINE = 1 << 26  # most bytes of a line or of an example
 SMALL, EXPANSION = 1 << 26, 200  # a compressed file may expand to SMALL bytes, or to EXPANSION times its size; text reaches 20 times
+BLOCK = 1 << 20
 DEPTH = 100  # most levels of JSON
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -39,11 +39,10 @@ def lines(path: Path, limit: int = LINE) -> Iterator[tuple[int, str]]:
             expands without bound.
         OSError: it cannot be read.
     """
-    number, size = 0, Size(path)
+    number = 0
     with _opened(path, lambda: number + 1) as file:
         while line := file.readline(limit + 1):
             number += 1
-            size.add(len(line))
             if len(line) > limit:
                 raise ValueError(f"{path}:{number}: a line of more than {limit:,} bytes; expected shorter ones, cut it")
             try:
@@ -57,11 +56,10 @@ def lines(path: Path, limit: int = LINE) -> Iterator[tuple[int, str]]:
 
 def parts(path: Path, length: int) -> Iterator[str]:
     """The text of a file in parts of about `length` bytes, whatever the length of its lines. Otherwise as `lines`."""
-    rest, number, behind, size = b"", 1, 0, Size(path)  # behind: bytes of the line before `data`
+    rest, number, behind = b"", 1, 0  # behind: bytes of the line before `data`
     beginning = True
     with _opened(path, lambda: number) as file:
         while block := file.read(length):
-            size.add(len(block))
             data = rest + block
             text, rest = _decoded(path, data, number, behind)
             decoded = data[: len(data) - len(rest)]
@@ -91,6 +89,9 @@ def _not_utf8(path: Path, number: int, byte: int, value: int) -> ValueError:
 @contextmanager
 def _opened(path: Path, number: Callable[[], int]) -> Iterator[BinaryIO]:
     check_regular(path, "data file")
+    if path.suffix == ".gz":
+        with suppress(EOFError, gzip.BadGzipFile, zlib.error):  # damage is reported where it is reached
+            _check_expansion(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             yield cast(BinaryIO, file)
@@ -99,11 +100,10 @@ def _opened(path: Path, number: Callable[[], int]) -> Iterator[BinaryIO]:
 
 
 class Size:
-    """Counts what a compressed file expands to. `add` raises ValueError if that is more than any text would."""
+    """Counts what a file expands to. `add` raises ValueError if that is more than any text would."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.read = path, 0
-        self.most = max(SMALL, EXPANSION * os.stat(path).st_size) if path.exists() else 0
+        self.path, self.read, self.most = path, 0, max(SMALL, EXPANSION * path.stat().st_size)
 
     def add(self, size: int) -> None:
         self.read += size
@@ -111,6 +111,14 @@ class Size:
             raise ValueError(
                 f"{self.path}: expands to more than {EXPANSION} times its size, as no text does; decompress it yourself if it is yours"
             )
+
+
+def _check_expansion(path: Path) -> None:
+    """Decompress a file once, before anything is made of its content: that is quick beside the tokenizer, which a bomb would keep busy."""
+    size = Size(path)
+    with gzip.open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            size.add(len(block))
 
 
 def parse(line: str, where: str, surrogates: bool = False) -> Any:
