@@ -30,13 +30,18 @@ def rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         size = Size(path)
         for batch in _batches(path, kind):
             batch.validate(full=True)
-            size.add(batch.nbytes)
+            size.add(sum(_plain(column).nbytes for column in batch.columns))
         slices = (batch.slice(start, BATCH) for batch in _batches(path, kind) for start in range(0, batch.num_rows, BATCH))
         yield from enumerate((value for part in slices for value in part.to_pylist()), 1)
     except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise ValueError(
             f"{path}: not a complete {kind} file of the kind `datasets` writes ({' '.join(str(error).split())}); copy or download it again"
         ) from None
+
+
+def _plain(column: "pa.Array") -> "pa.Array":
+    """The column as it is in memory once it is read: a dictionary holds each text once, its rows do not."""
+    return getattr(column, "dictionary_decode", lambda: column)()
 
 
 def _batches(path: Path, kind: str) -> "Iterator[pa.RecordBatch]":

@@ -155,9 +155,9 @@ def check(value: Any, source: str, where: str, surrogates: bool = False) -> Any:
 
 def _deeper(value: Any) -> bool:
     level = [value]
-    for _ in range(DEPTH + 1):
+    for _ in range(DEPTH):
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())]
-    return bool(level)
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def too_deep(where: str) -> ValueError:
