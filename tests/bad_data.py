@@ -199,7 +199,7 @@ class BadServer(BaseHTTPRequestHandler):
         except OSError:
             pass
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 
@@ -785,7 +785,7 @@ EXAMPLES = [
 
 TERMINAL = [
     *(
-        BadInput(f"terminal: {name}", rows(**keys), command, NO_ESCAPE + says, 0)
+        BadInput(f"terminal: {name}", rows(domain=keys["domain"]), command, NO_ESCAPE + says, 0)
         for name, keys, command, says in [
             ("a domain of markup", {"domain": "[/]"}, ROWS, r"\[/\]"),
             ("a domain of a style", {"domain": "[bold"}, ROWS, r"\[bold"),
