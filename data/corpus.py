@@ -116,5 +116,5 @@ def _checksum(path: Path, tensors: dict[str, Tensor], facts: str) -> str:
     digest = hashlib.sha256(f"{path.stem} {facts}".encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        digest.update(memoryview(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
