@@ -5,9 +5,11 @@ Letters: n tokens of a sample, T taps, H hidden size.
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -17,10 +19,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.data import feature_codec, features
 from draftsmith.data.corpus import Corpus
-from draftsmith.data.features import Index, sample_key, sidecars
+from draftsmith.data.features import SHARD, Index, sample_key, sidecars
 from draftsmith.inference import durable
+from draftsmith.inference.claim import claim
 from draftsmith.inference.progress import Bar
 from draftsmith.models.target import Target
+
+KIND = "feature store"
+_REMAINS = re.compile(r"\.(index|[0-9a-f]{16})\.(json|safetensors)\.\d+\.part")
+_claims: dict[Path, ExitStack] = {}  # the stores that this process writes
 
 
 def capture(
@@ -51,14 +58,34 @@ def capture(
         ValueError: a store of another target, other taps or another precision.
         OSError: too little room, said before the first byte is written; a folder that cannot be written.
     """
+    if len(set(taps)) < len(taps):
+        raise ValueError(f"features.taps={list(taps)} names a layer twice; name each once")
+    target.watch(taps)  # raises for layers that are not there
     index = Index.of(target, taps, precision)
     samples = {sample_key(ids): ids for corpus in corpora for ids in (corpus.sample(n)[0] for n in range(len(corpus)))}
+    try:
+        if rank == 0:
+            begin(folder, index, target)
+        wait()
+        _capture_missing(target, samples, folder, index, batch_tokens, rank, world, wait)
+    finally:
+        if rank == 0:
+            end(folder)
+
+
+def _capture_missing(
+    target: Target,
+    samples: dict[str, Tensor],
+    folder: Path,
+    index: Index,
+    batch_tokens: int,
+    rank: int,
+    world: int,
+    wait: Callable[[], object],
+) -> None:
+    """Capture the samples that the store lacks or has damaged."""
     plan = shards(samples, index)
-    if rank == 0:
-        begin(folder, index, target)
-    wait()
-    there = sidecars(folder)
-    wrong = features.damaged(folder, there) if rank == 0 else {}
+    wrong = features.damaged(folder, sidecars(folder), index) if rank == 0 else {}
     for name, problem in wrong.items():
         print(f"note: {folder}: shard {name}.safetensors {problem}; it is captured again", file=sys.stderr)
         (folder / f"{name}.json").unlink()
@@ -102,8 +129,39 @@ def shard_name(keys: Iterable[str]) -> str:
 
 
 def begin(folder: Path, index: Index, target: Target) -> None:
-    """Create an empty store, or check the existing one. Raises ValueError if that has another target, other taps or another precision."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Claim a store for this process, until `end` or the process ends. It is created, empty, if it does not exist.
+
+    Raises:
+        ValueError: it is of another target, other taps or another precision; files of somebody else have its names; another process writes it.
+    """
+    if folder.resolve() not in _claims:
+        names = sorted({"index.json", *(file.name for file in folder.glob("*") if SHARD.fullmatch(file.stem))})
+        claims = ExitStack()
+        claims.enter_context(claim(folder, KIND, () if _is_store(folder) else tuple(names), "features.store"))
+        _claims[folder.resolve()] = claims
+    try:
+        _create_or_check(folder, index, target)
+    except BaseException:
+        end(folder)
+        raise
+
+
+def _is_store(folder: Path) -> bool:
+    """Whether the index says so: a store of an earlier version has no mark."""
+    try:
+        return Index.read(folder) is not None
+    except ValueError:
+        return False
+
+
+def end(folder: Path) -> None:
+    """Give up the claim of `begin`."""
+    claims = _claims.pop(folder.resolve(), None)
+    if claims:
+        claims.close()
+
+
+def _create_or_check(folder: Path, index: Index, target: Target) -> None:
     before = Index.read(folder)
     if before is None:
         text = json.dumps(asdict(index), indent=1) + "\n"
@@ -115,8 +173,9 @@ def begin(folder: Path, index: Index, target: Target) -> None:
             f"feature store {folder} is of precision {before.precision}, taps {list(before.taps)} and a {before.target.dtype} target; this run "
             f"would add {index.precision}, taps {list(index.taps)}, {index.target.dtype}; give another features.store, or delete that one"
         )
-    for remains in folder.glob(".*.part"):  # of a killed process
-        remains.unlink()
+    for remains in folder.glob(".*.part"):
+        if _REMAINS.fullmatch(remains.name):  # of a killed process
+            remains.unlink()
 
 
 def _check_free_disk(folder: Path, index: Index, tokens: int, samples: int) -> None:

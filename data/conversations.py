@@ -1,25 +1,22 @@
 """Reads conversations and texts from files and from the Hub, with the keys that people use for them."""
 
-import glob
-import gzip
 import hashlib
 import json
-import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftsmith.data import stdlib
+from draftsmith.data import stdlib, tables
+from draftsmith.data.text_files import LINE, check, check_regular, lines, parse, parts, short, too_deep
 
 SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
 KINDS = (".json", ".jsonl", ".txt", ".parquet", ".arrow")  # the first three also with .gz
-CHUNK = 1 << 20  # characters of a .json file that are read at a time
+CHUNK = 1 << 20  # bytes of a .json file that are read at a time
+DOCUMENT = 1 << 28  # most bytes of a text in a .txt file
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # what `save_to_disk` adds
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -33,7 +30,6 @@ FORMATS = (
 )
 REMEDY = "correct it or leave the example out"
 _DECODE = json.JSONDecoder().raw_decode
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Source(BaseModel):
@@ -47,7 +43,9 @@ class Source(BaseModel):
     domain: str | None = Field(
         default=None, description="domain of its examples; unset: each example's own `domain` or `category`, else `all`"
     )
-    weight: float | None = Field(default=None, gt=0, description="share of the mixture's tokens, beside the other sources' weights")
+    weight: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="share of the mixture's tokens, beside the other sources' weights"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +120,13 @@ def _files(path: str) -> list[Path] | None:
     """The files of a local path, in order; None where the path can only be a Hub id."""
     local = Path(path).expanduser()
     if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.is_file() and _is_data(file))
+        files = sorted(file for file in local.iterdir() if not file.is_dir() and _is_data(file))
+        for file in files:
+            check_regular(file, "data file")
         if files:
             return files
         raise ValueError(f"folder {path!r} holds no {', '.join(KINDS)} file; give the folder that holds such files")
+    check_regular(local, "data file")
     if local.is_file():
         if _kind(local):
             return [local]
@@ -151,54 +152,43 @@ def _is_data(path: Path) -> bool:
 def _file_examples(path: Path) -> Iterator[_RawExample]:
     kind = _kind(path)
     if kind in (".parquet", ".arrow"):
-        yield from _table_examples(path, kind)
+        for number, value in tables.rows(path, kind):
+            yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", _without_none(value))
     elif kind == ".json":
         yield from _list_examples(path)
     elif kind == ".txt":
         yield from _documents(path)
     else:
-        for number, line in _lines(path):
+        for number, line in lines(path):
             if line.strip():
                 where = f"{path}:{number}"
-                yield _RawExample(where, f"{path.name}:{number}", _parse(line, where))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a text file, decoded strictly, with `\\n` at their ends."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
-    except UnicodeDecodeError as error:
-        bad = f"byte {error.start + 1} of the line, 0x{error.object[error.start]:02x}"
-        raise ValueError(f"{path}:{number}: {bad}, is not UTF-8; save the file as UTF-8") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}:{number + 1}: the gzip stream is cut off or damaged ({error}); copy or download the file again") from None
+                yield _RawExample(where, f"{path.name}:{number}", parse(line, where))
 
 
 def _documents(path: Path) -> Iterator[_RawExample]:
-    number, parts = 0, list[str]()
-    for _, line in chain(_lines(path), [(0, SEPARATOR)]):
+    number, pieces, length = 0, list[str](), 0
+    for at, line in chain(lines(path, DOCUMENT), [(0, SEPARATOR)]):
         *ended, rest = line.split(SEPARATOR)
         for end in ended:
-            text = "".join([*parts, end])
-            parts = []
+            text = "".join([*pieces, end])
+            pieces, length = [], 0
             if text.strip():
                 number += 1
                 yield _RawExample(str(path), f"{path.name}:{number}", {"text": text})
-        parts.append(rest)
+        pieces.append(rest)
+        length += len(rest)
+        if length > DOCUMENT:
+            raise ValueError(f"{path}:{at}: a text of more than {DOCUMENT:,} characters; put {SEPARATOR} between texts, or cut it")
 
 
 def _list_examples(path: Path) -> Iterator[_RawExample]:
     """The items of a JSON list. Only a chunk of it is in memory, since such files run to gigabytes."""
-    lines, number = _lines(path), 0
-    text = _take(lines, CHUNK)
+    more_parts, number = parts(path, CHUNK), 0
+    text = _take(more_parts, CHUNK)
     at = _skip(text, 0)
     line = 1 + text.count("\n", 0, at)
     if text[at : at + 1] != "[":
-        got = _short(text[at : at + 60])
+        got = short(text[at : at + 60])
         raise ValueError(f"{path}:{line}: expected a list of examples, got {got}; leave only the list, or name a file of JSON lines .jsonl")
     at += 1
     after = _skip(text, at)
@@ -206,25 +196,29 @@ def _list_examples(path: Path) -> Iterator[_RawExample]:
     while mark == ",":
         try:
             value, begin, end, mark = _scan(text, at)
+        except RecursionError:
+            raise too_deep(f"{path}:{line}") from None
         except ValueError as error:
-            if more := _take(lines, max(CHUNK, len(text))):  # the example may continue there
+            if len(text) - at <= LINE and (more := _take(more_parts, max(CHUNK, len(text)))):  # the example may continue there
                 text, at = text[at:] + more, 0
                 continue
+            if len(text) - at > LINE:
+                raise ValueError(f"{path}:{line}: an example of more than {LINE:,} characters, or no JSON; mend the file") from None
             number_of_line = line + text.count("\n", at, getattr(error, "pos", at))
             raise ValueError(f"{path}:{number_of_line}: not JSON ({getattr(error, 'msg', error)}); mend the file") from None
         line, number = line + text.count("\n", at, begin), number + 1
         where = f"{path}:{line}"
-        yield _RawExample(where, f"{path.name}:{number}", _encodable(value, text[begin:end], where))
+        yield _RawExample(where, f"{path.name}:{number}", check(value, text[begin:end], where))
         line, at = line + text.count("\n", begin, end), end + 1
-    if (text[at:] + _take(lines, 1)).strip(" \t\r\n"):
+    if (text[at:] + _take(more_parts, 1)).strip(" \t\r\n"):
         raise ValueError(f"{path}:{line}: text after the end of the list; mend the file, or name a file of JSON lines .jsonl")
 
 
-def _take(lines: Iterator[tuple[int, str]], least: int) -> str:
+def _take(text_parts: Iterator[str], least: int) -> str:
     taken, length = list[str](), 0
-    for _, line in lines:
-        taken.append(line)
-        length += len(line)
+    for part in text_parts:
+        taken.append(part)
+        length += len(part)
         if length >= least:
             break
     return "".join(taken)
@@ -245,40 +239,6 @@ def _scan(text: str, at: int) -> tuple[Any, int, int, str]:
     if mark not in (",", "]"):
         raise json.JSONDecodeError("expected `,` or `]` after an example", text, end)
     return value, begin, end, mark
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}), got {_short(line)}; mend the line or leave it out") from None
-    return _encodable(value, line, where)
-
-
-def _encodable(value: Any, source: str, where: str) -> Any:
-    """`value`; refuses half of a surrogate pair, which JSON can spell and no tokenizer can read."""
-    if _SURROGATE.search(source):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(f"{where}: {half!r} is half of a surrogate pair, not a character; take it out") from None
-    return value
-
-
-def _table_examples(path: Path, kind: str) -> Iterator[_RawExample]:
-    from datasets import IterableDataset
-
-    try:
-        with TemporaryDirectory() as cache:
-            escaped = glob.escape(str(path))  # `datasets` would read it as a pattern
-            table = IterableDataset.from_file(str(path)) if kind == ".arrow" else IterableDataset.from_parquet(escaped, cache_dir=cache)
-            for number, value in enumerate(table, 1):
-                yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", _without_none(value))
-    except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
-        raise ValueError(
-            f"{path}: not a complete {kind} file of the kind `datasets` writes ({' '.join(str(error).split())}); copy or download it again"
-        ) from None
 
 
 def _hub_examples(source: Source) -> Iterator[_RawExample]:
@@ -321,7 +281,7 @@ def _without_none(value: Any) -> Any:
 def _conversation(example: _RawExample, domain: str | None) -> Conversation:
     where, value = example.where, example.value
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {_short(value)}, expected an object with {FORMATS}; {REMEDY}")
+        raise ValueError(f"{where}: got {short(value)}, expected an object with {FORMATS}; {REMEDY}")
     value = {key: item for key, item in value.items() if item is not None}
     name = next((str(value[key]) for key in ("id", "uuid", "conversation_id", "prompt_id") if value.get(key, "") != ""), example.name)
     messages, text, prompt = _content(value, where)
@@ -347,7 +307,7 @@ def _content(example: dict[str, Any], where: str) -> tuple[list[dict[str, Any]] 
     if "turns" in example:
         turns = example["turns"]
         if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"{where}: `turns` is {_short(turns)}, expected a list of the user's texts; for both sides give `messages`")
+            raise ValueError(f"{where}: `turns` is {short(turns)}, expected a list of the user's texts; for both sides give `messages`")
         return [{"role": "user", "content": turn} for turn in turns], "", 0
     if "text" in example:
         return None, _text(example, "text", where), 0
@@ -371,47 +331,45 @@ def _pair(example: dict[str, Any], prompt: str, answer: str | None, separator: s
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise ValueError(f"{where} is {_short(value)}, expected a list of messages; {REMEDY}")
+        raise ValueError(f"{where} is {short(value)}, expected a list of messages; {REMEDY}")
     return [_message(turn, f"{where} {number}") for number, turn in enumerate(value, 1)]
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     """A message as templates expect it. Other keys stay, those that are null are dropped."""
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} is {_short(turn)}, expected an object with `role` and `content`, or `from` and `value`; {REMEDY}")
+        raise ValueError(f"{where} is {short(turn)}, expected an object with `role` and `content`, or `from` and `value`; {REMEDY}")
     turn = {key: item for key, item in turn.items() if item is not None}
     if "from" in turn and "role" not in turn:
         speaker = turn.pop("from")
         if str(speaker).lower() not in ROLES:
-            raise ValueError(f"{where} is from {_short(speaker)}, expected one of {', '.join(ROLES)}; rename it or leave the example out")
+            raise ValueError(f"{where} is from {short(speaker)}, expected one of {', '.join(ROLES)}; rename it or leave the example out")
         turn = {"role": ROLES[str(speaker).lower()], "content": turn.pop("value", None), **turn}
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} has the role {_short(role)}, expected a string such as user or assistant; {REMEDY}")
+        raise ValueError(f"{where} has the role {short(role)}, expected a string such as user or assistant; {REMEDY}")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     if content is None and turn.keys() & {"tool_calls", "function_call", "reasoning_content"}:
         content = ""  # null by custom; not every template accepts that, all accept an empty string
     if not isinstance(content, str):
-        raise ValueError(f"{where} has the content {_short(content)}, expected a string or a list of text parts; {REMEDY}")
+        raise ValueError(f"{where} has the content {short(content)}, expected a string or a list of text parts; {REMEDY}")
+    calls = turn.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where} has the tool_calls {short(calls)}, expected a list of objects; {REMEDY}")
     return {**turn, "role": role, "content": content}
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    tools = _parse(value, f"{where}: `tools`") if isinstance(value, str) and value.strip() else value
+    tools = parse(value, f"{where}: `tools`") if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: `tools` is {_short(value)}, expected a list of objects, or a string of JSON that is one; {REMEDY}")
+        raise ValueError(f"{where}: `tools` is {short(value)}, expected a list of objects, or a string of JSON that is one; {REMEDY}")
     return tools
 
 
 def _text(example: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(example[key], str):
-        raise ValueError(f"{where}: `{key}` is {_short(example[key])}, expected a string; {REMEDY}")
+        raise ValueError(f"{where}: `{key}` is {short(example[key])}, expected a string; {REMEDY}")
     return example[key]
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

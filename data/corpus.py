@@ -1,6 +1,8 @@
 """A prepared corpus: samples of token ids with a loss mask, tokenised once and kept on disk."""
 
+import hashlib
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.inference import durable
+
+TENSORS = dict.fromkeys(("ids", "mask", "offsets", "domain", "epoch_samples"))
+FACTS = ("domains", "pad_id", "seq_len", "key", "report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,11 @@ class Corpus:
 
     def save(self, path: Path) -> None:
         """Write the complete corpus to `path`, or nothing."""
-        tensors = {name: getattr(self, name) for name in ("ids", "mask", "offsets", "domain", "epoch_samples")}
-        facts = {name: getattr(self, name) for name in ("domains", "pad_id", "seq_len", "key", "report")}
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        facts = json.dumps({name: getattr(self, name) for name in FACTS})
+        metadata = {"corpus": facts, "sha256": _checksum(path, tensors, facts)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace(path, lambda part: save_file(tensors, part, {"corpus": json.dumps(facts)}))
+        durable.replace(path, lambda part: save_file(tensors, part, metadata))
 
 
 def without_first(mask: Tensor, first: Tensor) -> Tensor:
@@ -88,15 +94,27 @@ def without_first(mask: Tensor, first: Tensor) -> Tensor:
 
 
 def read(path: Path) -> Corpus | None:
-    """The corpus that was saved at `path`, memory-mapped; None where there is none. A broken file is deleted."""
+    """The corpus that was saved at `path`, memory-mapped; None where there is none, or a broken one, which is said on stderr."""
     if not path.is_file():
         return None
     try:
         with safe_open(path, "pt") as file:
-            facts = json.loads(file.metadata()["corpus"])
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        facts["domains"] = tuple(facts["domains"])
-        return Corpus(**tensors, **facts)
-    except (SafetensorError, TypeError, KeyError):
-        path.unlink()  # nothing is lost but the time to tokenise again
+    except SafetensorError:
+        metadata, tensors = {}, {}
+    # With its checksum it is what `save` wrote, so that nothing else needs a check.
+    if tensors.keys() != TENSORS.keys() or metadata.get("sha256") != _checksum(path, tensors, metadata.get("corpus", "")):
+        print(f"note: {path} is damaged or without a checksum; the data are prepared again", file=sys.stderr)
         return None
+    facts = json.loads(metadata["corpus"])
+    return Corpus(**tensors, **(facts | {"domains": tuple(facts["domains"])}))
+
+
+def _checksum(path: Path, tensors: dict[str, Tensor], facts: str) -> str:
+    """Of content and name: the name holds the part and the key, so a file that was renamed is as good as a damaged one."""
+    digest = hashlib.sha256(f"{path.stem} {facts}".encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -125,7 +125,8 @@ def encoded(examples: Iterable[Conversation], encoder: Encoder, num_proc: int | 
     first = next(chunks, None)
     if first is None:
         return
-    num_proc = num_proc or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    cores = len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    num_proc = min(num_proc or cores, 8 * cores)  # each has half a gigabyte of modules
     if num_proc == 1:
         for chunk in chain([first], chunks):
             yield from map(encoder, chunk)

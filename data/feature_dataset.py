@@ -61,8 +61,11 @@ class FeatureDataset:
     def batch(self, rows: Tensor) -> dict[str, Tensor]:
         """The batch of `PackedDataset`, with features; zero at padding."""
         samples = [self.packed.samples(row) for row in rows.tolist()]
+        if (epoch := int(rows.max()) // len(self)) != self.epoch:
+            self.epoch = epoch
+            self.store.refresh()  # shards that other ranks added, or that somebody changed
         if self.computing:
-            self._compute({self.keys[sample]: sample for row in samples for sample in row}, int(rows.max()) // len(self))
+            self._compute({self.keys[sample]: sample for row in samples for sample in row})
         raw: dict[str, Tensor] = {}
         for b, row in enumerate(samples):
             start = 0
@@ -73,11 +76,20 @@ class FeatureDataset:
                         raw[name] = torch.zeros(len(rows), self.packed.seq_len, *values.shape[1:], dtype=values.dtype)
                     raw[name][b, start : start + len(values)] = values
                 start += int(self.packed.corpus.lengths[sample])
+        self._check_finite(raw)
         dtype = self.store.target.dtype
         batch = self.packed.batch(rows) | {"hidden": feature_codec.unpack(raw["hidden"], raw.get("hidden_scale"), dtype)}
         if self.taps:
             batch["taps"] = feature_codec.unpack(raw["taps"], raw.get("taps_scale"), dtype)
         return batch
+
+    def _check_finite(self, raw: dict[str, Tensor]) -> None:
+        """Raises ValueError for an inf or a NaN, which `pack` never writes, in values or scales."""
+        for name, values in raw.items():
+            # torch has no isfinite for fp8, whose NaN has all bits but the sign.
+            finite = (values.view(torch.uint8) & 0x7F) != 0x7F if values.dtype == torch.float8_e4m3fn else values.isfinite()
+            if not finite.all():
+                raise ValueError(f"feature store {self.store.folder}: `{name}` has an inf or a NaN; delete the store and capture it again")
 
     def close(self) -> None:
         """Write a shard of what was computed and is not stored yet."""
@@ -108,10 +120,7 @@ class FeatureDataset:
             if self.taps or not name.startswith("taps")
         }
 
-    def _compute(self, wanted: dict[str, int], epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.store.refresh()  # shards of other ranks
+    def _compute(self, wanted: dict[str, int]) -> None:
         missing = {
             key: self.packed.corpus.sample(sample)[0] for key, sample in wanted.items() if key not in self.store and key not in self.fresh
         }

@@ -4,6 +4,7 @@ What is dropped or cut is counted by reason. Loss masks that select nothing or e
 """
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,11 +21,16 @@ from draftsmith.data.conversations import Source
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.dedup import DedupFilter
 from draftsmith.data.encoding import ALL_SUPERVISED, EncodedExample, Encoder, encoded
+from draftsmith.data.text_files import check_regular, short
 from draftsmith.inference.progress import Bar
+from draftsmith.inference.terminal import printable
 from draftsmith.models.identity import tokenizer_hash
 
-FORMAT = 1  # of a prepared corpus: raise it when the same plan would give other samples
+FORMAT = 2  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one example in twenty, where no held-out source is named
+LONGEST = 1 << 24  # tokens of a sample
+MOST_DOMAINS = 1000  # of a corpus: results are reported by domain
+MOST_REPEATS = 10_000  # of a source in an epoch
 MAX_UNSUPERVISED = 0.01  # share of conversations that may have no supervised token
 
 
@@ -51,7 +57,7 @@ class CorpusPlan:
     def key(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of everything that the samples depend on, the sources' content included."""
         sources = [(part, source.model_dump_json(), conversations.fingerprint(source)) for part, source in self.sources()]
-        excluded = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.exclude if Path(path).is_file()]
+        excluded = [hashlib.sha256(_excluded(path).read_bytes()).hexdigest() for path in self.exclude]
         settings = (FORMAT, sources, excluded, self.seq_len, self.last_turn, self.near)
         tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, tokenizer.eos_token_id)
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
@@ -60,6 +66,15 @@ class CorpusPlan:
         """(part, source), the held-out ones first, so that of two equal examples the held-out one stays."""
         valid = self.valid or tuple(source for source in self.train if source.path == "stdlib")
         return [("valid", source) for source in valid] + [("train", source) for source in self.train]
+
+
+def _excluded(path: str) -> Path:
+    """A file of `exclude`. Raises ValueError if it is not there: without it, evaluation prompts would be trained on."""
+    file = Path(path).expanduser()
+    check_regular(file, "data.exclude")
+    if not file.is_file():
+        raise ValueError(f"data.exclude {path!r} not found; correct the name, or leave it out")
+    return file
 
 
 def load(plan: CorpusPlan, tokenizer: PreTrainedTokenizerBase, cache: str | Path, num_proc: int | None = None) -> dict[str, Corpus]:
@@ -72,15 +87,20 @@ def load(plan: CorpusPlan, tokenizer: PreTrainedTokenizerBase, cache: str | Path
         num_proc: worker processes; None takes one for each core.
 
     Raises:
-        ValueError: a missing, broken or empty source; a chat template for which there is no loss mask; more than 1 % of conversations without
+        ValueError: a missing, broken or empty source; a missing file of `exclude`; a chat template for which there is no loss mask; more than 1 % of conversations without
             supervised tokens, or one with only such, with the examples' ids.
     """
-    key = plan.key(tokenizer)
-    paths = {part: Path(cache) / f"{part}-{key}.safetensors" for part in ("train", "valid")}
+    if plan.seq_len > LONGEST:
+        raise ValueError(f"data.seq_len={plan.seq_len}: expected at most {LONGEST:,}; lower it")
+    key, folder = plan.key(tokenizer), Path(cache).expanduser()
+    paths = {part: folder / f"{part}-{key}.safetensors" for part in ("train", "valid")}
     cached = {part: corpus.read(path) for part, path in paths.items()}
     corpora = {part: cached_corpus for part, cached_corpus in cached.items() if cached_corpus is not None}
     if len(corpora) == len(paths):
         return corpora
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise OSError(f"data.cache={folder}: {existing} is no folder that can be written; give another one")
     corpora = prepare_corpora(plan, key, tokenizer, num_proc)
     for part, path in paths.items():
         corpora[part].save(path)
@@ -115,7 +135,7 @@ def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBa
                     builders["valid" if held_out(plan, source, number) else part].add(example, source)
                 bar.update(tally.read, f"{tally.read:,} examples read")
     tally.check(names)
-    _hold_out_tail(builders["train"], builders["valid"], names)
+    _hold_out_tail(builders["train"], builders["valid"], names, tally)
     return {
         "train": builders["train"].corpus(plan, key, encoder.end, tally, plan.train),
         "valid": builders["valid"].corpus(plan, key, encoder.end, tally, ()),
@@ -141,7 +161,7 @@ class Tally:
         self.chats += example.chat
         if example.chat and example.problem:
             conversations = self.all_supervised if example.problem == ALL_SUPERVISED else self.unsupervised
-            conversations.append(f"{example.id} ({example.problem})")
+            conversations.append(f"{printable(example.id, '')} ({example.problem})")
         reason = example.problem or duplicates.keep(example.signature)
         if reason:
             self.dropped[reason] += 1
@@ -202,6 +222,10 @@ class CorpusBuilder:
         """The corpus of the samples so far; `mixed` are the sources whose weights count."""
         lengths = torch.tensor([len(sample.ids) for sample in self.samples])
         domains = tuple(sorted({sample.domain for sample in self.samples}))
+        if len(domains) > MOST_DOMAINS:
+            raise ValueError(
+                f"{len(domains):,} domains, such as {short(domains[0])}; expected at most {MOST_DOMAINS:,}: give the source a `domain` in data.train"
+            )
         number = {name: n for n, name in enumerate(domains)}
         return Corpus(
             torch.from_numpy(np.concatenate([sample.ids for sample in self.samples])),
@@ -245,17 +269,23 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
     epoch_tokens = max(tokens[source] / weights[source] for source in tokens)
     chosen = []
     for number, source in enumerate(tokens):
+        if epoch_tokens * weights[source] > MOST_REPEATS * tokens[source]:
+            raise ValueError(
+                f"the weights repeat {source.path} more than {MOST_REPEATS:,} times in an epoch; give weights of one magnitude"
+            )
         times, rest = divmod(round(epoch_tokens * weights[source]), tokens[source])
         order = members[source][torch.randperm(len(members[source]), generator=torch.Generator().manual_seed(number))]
         chosen += [members[source].repeat(times), order[lengths[order].cumsum(0) <= rest]]
     return torch.cat(chosen)
 
 
-def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, names: str) -> None:
+def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, names: str, tally: Tally) -> None:
     """Hold out the last twentieth of a text's pieces where too few examples were read: a book is a single document."""
     count = len(train.samples)
     if not train.samples or (count < 2 and not valid.samples):
-        raise ValueError(f"{names}: no examples to train on; the source is empty or too short, give more text or a smaller data.seq_len")
+        reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
+        remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"
+        raise ValueError(f"{names}: no examples to train on; {remedy}")
     if valid.samples:
         return
     if any(sample.chat for sample in train.samples):

@@ -4,22 +4,19 @@ python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # cuts them again 
 """
 
 import ast
-import codecs
-import gzip
 import hashlib
 import io
 import json
-import os
 import sys
 import tokenize
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data import stdlib
-from draftsmith.inference.reading import KINDS, LIMIT, describe, field
+from draftsmith.data.text_files import check_regular, lines, parse, short
+from draftsmith.inference.reading import KINDS, describe, field
 
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
 PER_DOMAIN = 24
@@ -59,19 +56,19 @@ def load(path: str | Path | None, limit: int | None = None, distinct: bool = Fal
     Raises:
         ValueError: a file that is missing, empty or too large, or a line that is no prompt.
     """
-    file = TINY if path is None else Path(os.path.expanduser(path))
-    if not file.is_file():
-        exists = bool(path) and file.exists()  # Path("") is this folder
-        reason = "not found" if not exists else "is a folder" if file.is_dir() else "is no regular file"
-        raise ValueError(f"prompt file {str(path)!r} {reason}; give a .jsonl file with `prompt` and `domain` on each line")
-    prompts, counts, lines = [], dict[str, int](), dict[str, int]()
-    for number, line in enumerate(_read(file).removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    file = TINY if path is None else Path(path).expanduser()
+    if path != "":
+        check_regular(file, "prompt file")
+    if path == "" or not file.is_file():
+        raise ValueError(f"prompt file {str(path)!r} not found; give a .jsonl file with `prompt` and `domain` on each line")
+    prompts, counts, numbers = [], dict[str, int](), dict[str, int]()
+    for number, line in lines(file):
         if not line.strip():
             continue
         prompt = _prompt(line, number, f"{file}:{number}")
-        if distinct and prompt.id in lines:
-            raise ValueError(f"{file}:{number}: `id` {prompt.id!r} is that of line {lines[prompt.id]} too; give each prompt its own")
-        lines[prompt.id] = number
+        if distinct and prompt.id in numbers:
+            raise ValueError(f"{file}:{number}: `id` {prompt.id!r} is that of line {numbers[prompt.id]} too; give each prompt its own")
+        numbers[prompt.id] = number
         counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
         if limit is None or counts[prompt.domain] <= limit:
             prompts.append(prompt)
@@ -80,20 +77,12 @@ def load(path: str | Path | None, limit: int | None = None, distinct: bool = Fal
     return prompts
 
 
-def _read(file: Path) -> bytes:
-    """The file's content, unpacked."""
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            content = stream.read(LIMIT + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: not a gzip file, or a damaged one ({error}); write it anew or restore it") from None
-    if len(content) > LIMIT:
-        raise ValueError(f"{file}: expected at most {LIMIT:,} bytes of prompts; cut it into several files")
-    return content
-
-
-def _prompt(line: bytes, number: int, source: str) -> Prompt:
-    row = _row(line, source)
+def _prompt(line: str, number: int, source: str) -> Prompt:
+    row = parse(line, source, surrogates=True)  # `check_text` says in which key one is
+    if type(row) is not dict:
+        raise ValueError(
+            f"{source}: expected an object with `prompt`, `turns` or `messages`, got {short(row)}; mend the line or leave it out"
+        )
     name, domain = _name(row, "id", source) or str(number), _name(row, "domain", source) or _name(row, "category", source) or "all"
     present = [key for key in ("prompt", "turns", "messages") if key in row]
     if not present:
@@ -113,23 +102,6 @@ def _prompt(line: bytes, number: int, source: str) -> Prompt:
         for part in ("role", "content"):
             _inner(message.get(part), str, f"{where}: `{part}`")
     return Prompt(name, domain, items[-1]["content"], tuple(items))
-
-
-def _row(line: bytes, source: str) -> dict[str, Any]:
-    """The object of a line."""
-    shown = repr(line.strip()[:40].decode(errors="replace"))
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: not UTF-8 text (byte {error.start} of the line); save the file as UTF-8") from None
-    except RecursionError:
-        raise ValueError(f"{source}: nested too deep to be read; mend the line or leave it out") from None
-    except ValueError as error:  # what is not JSON, or a number of too many digits
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
-        raise ValueError(f"{source}: not a JSON object ({reason}), got {shown}; mend the line or leave it out") from None
-    if type(row) is not dict:
-        raise ValueError(f"{source}: expected an object with `prompt`, `turns` or `messages`, got {shown}; mend the line or leave it out")
-    return row
 
 
 def _name(row: dict[str, Any], key: str, source: str) -> str:
@@ -165,8 +137,8 @@ def cut() -> Iterator[Prompt]:
     """PER_DOMAIN prompts of each domain from the held-out modules, at most PER_MODULE of a domain from each module."""
     prompts: dict[str, list[Prompt]] = {domain: [] for domain in DOMAINS}
     for module, source in stdlib.modules("valid"):
-        for domain, lines in _cut_lines(source).items():
-            for line in sorted(lines, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
+        for domain, ends in _cut_lines(source).items():
+            for line in sorted(ends, key=lambda line: _hash(f"{module}:{line}"))[:PER_MODULE]:
                 text = "\n".join(source.splitlines()[:line])[-MAX_CHARACTERS:]
                 text = text[text.find("\n") + 1 :] if len(text) == MAX_CHARACTERS else text
                 if len(text) > 80:

@@ -31,6 +31,7 @@ from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 __all__ = ["Settings", "Summary", "with_decoder", "with_server"]
@@ -113,7 +114,7 @@ class Summary:
             if reasons:
                 advice = "; the same command tries them again" if word == "failed" else ""
                 lines.append(f"{len(reasons)} conversations {word}{advice}")
-                lines += [f"  {name}: {reason}" for name, reason in list(reasons.items())[:LISTED]]
+                lines += [printable(f"  {name}: {reason}", "") for name, reason in list(reasons.items())[:LISTED]]
             if len(reasons) > LISTED:
                 lines.append(f"  and {len(reasons) - LISTED} more")
         return "\n".join(lines)

@@ -1,15 +1,22 @@
-"""What `draftsmith data prepare` and `draftsmith data show` print about a corpus."""
+"""What `draftsmith data prepare` and `draftsmith data show` print about a corpus. Text of the data is no markup, and reaches no terminal raw."""
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference.terminal import printable
 from draftsmith.models import vocab
 
 DEPTH = 4  # K of the bound that a draft vocabulary sets on τ
+
+
+def console() -> Console:
+    """A console that takes nothing for markup: a domain may be called `[/]` or `:smile:`."""
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 def contents(part: str, corpus: Corpus) -> Table:
@@ -23,7 +30,9 @@ def contents(part: str, corpus: Corpus) -> Table:
         own = torch.ones(len(corpus), dtype=torch.bool) if number is None else corpus.domain == number
         samples, tokens, supervised = int(own.sum()), int(corpus.lengths[own].sum()), int(corpus.supervised_tokens[own].sum())
         mean, share = tokens / max(1, samples), corpus.lengths[entries[own[entries]]].sum() / epoch_tokens
-        table.add_row(name, f"{samples:,}", f"{tokens:,}", f"{mean:.0f}", f"{supervised / max(1, tokens):.0%}", f"{share:.0%}")
+        table.add_row(
+            printable(name, ""), f"{samples:,}", f"{tokens:,}", f"{mean:.0f}", f"{supervised / max(1, tokens):.0%}", f"{share:.0%}"
+        )
     packed = PackedDataset(corpus, corpus.seq_len)
     table.caption = f"packed to {corpus.seq_len}: {len(packed):,} sequences an epoch, {packed.fill:.1%} full"
     return table
@@ -43,7 +52,7 @@ def draft_vocabularies(corpus: Corpus, vocab_size: int) -> Table:
     for size, tau in zip(sizes, bounds, strict=True):
         table.add_column(f"D = {size:,}", footer=f"{tau:.2f}", justify="right")
     for name in counts:
-        table.add_row(name, *(f"{coverage.domains[name]:.1%}" for coverage in coverages))
+        table.add_row(printable(name, ""), *(f"{coverage.domains[name]:.1%}" for coverage in coverages))
     table.add_row("all", *(f"{coverage.overall:.1%}" for coverage in coverages))
     table.caption = "the rest is out of vocabulary: never drafted, a miss wherever the target says it"
     return table
@@ -54,7 +63,7 @@ def preparation(corpus: Corpus) -> list[str]:
     report = corpus.report
     lines = [f"{report['read']:,} examples read"]
     for reason, (count, ids) in report["dropped"].items():
-        lines.append(f"  {count:,} dropped: {reason} (for example {', '.join(ids)})")
+        lines.append(f"  {count:,} dropped: {reason} (for example {printable(', '.join(ids), '')})")
     cut, share = report["cut examples"], report["cut examples"] / max(1, report["read"])
     lines.append(f"  {cut:,} cut at {corpus.seq_len} tokens ({share:.1%}), {report['cut tokens']:,} tokens lost with that")
     lines.append(f"  {report['unknown tokens']:,} tokens unknown to the tokenizer")
@@ -66,7 +75,7 @@ def marked_text(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizer
     text, start = Text(), 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or mask[end] != mask[start]:
-            piece = str(tokenizer.decode(ids[start:end]))
+            piece = printable(str(tokenizer.decode(ids[start:end])))
             text.append(piece if colours or not mask[start] else f"⟦{piece}⟧", style="green" if mask[start] else "dim")
             start = end
     return text

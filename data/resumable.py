@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import re
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftsmith.data.text_files import LINE, short
 from draftsmith.inference import durable
 
 OURS = "draftsmith"  # the fact `by` of rows from our own decoder; otherwise it is the address of a server
 INSTEAD = "give another output, or delete the file"
-BEGINNING = b'{"id": '  # every row begins so
+BEGINNING = '{"id": %s, "domain": '  # every row begins so
 
 
 class Output:
@@ -35,11 +38,10 @@ class Output:
         self.rows: dict[str, int] = {}
 
     def __enter__(self) -> "Output":
-        if self.path.is_dir():
-            raise OSError(f"{self.path} is a folder; expected the name of a .jsonl file; add one")
+        self._check_kind()
         with self._errors_with_advice():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             self._lock()
             with self._errors_with_advice():
@@ -55,11 +57,21 @@ class Output:
         if kind is KeyboardInterrupt:
             print(f"stopped with {len(self.rows)} rows in {self.path}; the same command continues from there", file=sys.stderr)
 
+    def _check_kind(self) -> None:
+        """Raises OSError for what is no file of its own: nothing is written through a link."""
+        if self.path.is_symlink():
+            raise OSError(f"{self.path} is a link to {os.readlink(self.path)}; expected a file of its own; give the file that it leads to")
+        if self.path.is_dir():
+            raise OSError(f"{self.path} is a folder; expected the name of a .jsonl file; add one")
+        if self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode):
+            raise OSError(f"{self.path} is no regular file; expected the name of a .jsonl file; give one")
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"{self.path} is being written by another run; wait for it, or give another output") from None
+            holder = _holder(os.fstat(self.file).st_ino)
+            raise OSError(f"{self.path}: {holder} is writing it; wait for it, end it, or give another output") from None
         except OSError:
             pass  # a network file system without locks
 
@@ -78,10 +90,10 @@ class Output:
     def _load(self) -> None:
         """Read the rows of earlier runs, and drop an unfinished last line."""
         with self._errors_with_advice(), self.path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(lambda: lines.readline(LINE), b""), 1):
                 row = _parse(line)
                 # Only an unfinished row of this command is dropped.
-                if not line.endswith(b"\n") and (row or (row is None and BEGINNING.startswith(line[: len(BEGINNING)]))):
+                if not line.endswith(b"\n") and (row or (row is None and self._is_beginning(line))):
                     break
                 if not row:
                     raise ValueError(f"{self.path}:{number}: not a row that this command wrote; {INSTEAD}")
@@ -89,14 +101,19 @@ class Output:
                 self.rows[row["id"]] = self.size + len(line)
         self.cut(len(self.rows))
 
+    def _is_beginning(self, line: bytes) -> bool:
+        """Whether a row of this command that was cut off reads so."""
+        beginnings = ((BEGINNING % json.dumps(name, ensure_ascii=False)).encode("utf-8", "backslashreplace") for name in self.ids)
+        return any(line.startswith(beginning) or beginning.startswith(line) for beginning in beginnings)
+
     def _check(self, where: str, name: str, theirs: dict[str, Any]) -> None:
         if name not in self.ids or name in self.rows:
-            raise ValueError(f"{where}: id {name!r} is {'there twice' if name in self.rows else 'not in the input'}; {INSTEAD}")
+            raise ValueError(f"{where}: id {short(name)} is {'there twice' if name in self.rows else 'not in the input'}; {INSTEAD}")
         for fact in self.facts | theirs:
             then, now = theirs.get(fact), self.facts.get(fact)
             moved = fact == "by" and OURS not in (then, now)  # a server may have another address by now
             if then != now and fact != "finish_reasons" and not moved:
-                raise ValueError(f"{where}: made with {fact} {then!r}, now it is {now!r}; {INSTEAD}")
+                raise ValueError(f"{where}: made with {fact} {short(then)}, now it is {short(now)}; {INSTEAD}")
 
     def cut(self, rows: int) -> None:
         """Truncate the file to its first `rows` rows."""
@@ -134,6 +151,18 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The row of a line; {} for JSON that is not a row, None for text that is not JSON."""
     try:
         row = json.loads(line)
+    except RecursionError:
+        return {}
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("generation"), dict) else {}
+
+
+def _holder(inode: int) -> str:
+    """The process that has locked a file, where the system says which."""
+    with suppress(OSError):
+        for lock in Path("/proc/locks").read_text().splitlines():
+            if match := re.search(rf"FLOCK +ADVISORY +WRITE +(\d+) \w+:\w+:{inode} ", lock):
+                words = Path(f"/proc/{match[1]}/cmdline").read_text().split("\0")
+                return f"process {match[1]} ({' '.join(Path(word).name for word in words[:2] if word)})"
+    return "another run"

@@ -12,10 +12,15 @@ from typing import Any, TypeVar
 
 import httpx
 
+from draftsmith.data.text_files import parse
+from draftsmith.inference.terminal import printable
+
 Message = dict[str, Any]
 Job = TypeVar("Job")
 
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a request is repeated; doubled each time
+ANSWER = 1 << 24  # most bytes of an answer
+SECRET = 16  # characters from which a key is taken out of answers; "EMPTY" is no secret, and a word
 LONGEST_ASKED = 600.0  # seconds: a Retry-After beyond it is a mistake, or a night
 # Errors of one request, not of all requests: too long (OpenAI and vLLM, SGLang, TGI), refused by the model's chat template.
 ONE_REQUEST = re.compile(r"context.?length|`inputs` (must have less|tokens \+)|roles? (must alternate|not supported)", re.IGNORECASE)
@@ -23,6 +28,10 @@ ONE_REQUEST = re.compile(r"context.?length|`inputs` (must have less|tokens \+)|r
 
 class Refused(Exception):
     """This server cannot answer this request, but can answer others; the message is the server's."""
+
+
+class TooLong(Exception):
+    """An answer that is longer than any answer is, or that might expand to one."""
 
 
 class Failed(Exception):
@@ -44,7 +53,8 @@ class Server:
         try:
             address = httpx.URL(base_url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"got a server's address with {error}; expected one such as http://localhost:8000/v1; correct it") from None
+            reason = str(error) if "@" not in base_url else "a fault"  # which might quote the password
+            raise ValueError(f"got a server's address with {reason}; expected one such as http://localhost:8000/v1; correct it") from None
         self.name = f"{address.scheme}://{address.netloc.decode()}{address.path.rstrip('/')}"
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"got server {self.name!r}; expected an address such as http://localhost:8000/v1; correct it")
@@ -53,7 +63,8 @@ class Server:
 
     def connected(self, concurrency: int) -> httpx.AsyncClient:
         """A context in which `post` works, with at most `concurrency` connections."""
-        headers = {"Content-Type": "application/json"}
+        # Nothing compressed: a few bytes could expand to more than there is memory.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
@@ -62,6 +73,7 @@ class Server:
 
     def each(self, jobs: Iterable[Job], do: Callable[[Job], Awaitable[None]], concurrency: int) -> None:
         """Run `do` on each job, at most `concurrency` at a time. The first error cancels the rest and is raised."""
+        jobs = list(jobs)
         waiting = iter(jobs)
 
         async def work() -> None:
@@ -70,7 +82,7 @@ class Server:
 
         async def work_together() -> None:
             async with self.connected(concurrency), asyncio.TaskGroup() as workers:
-                for _ in range(concurrency):
+                for _ in range(min(concurrency, len(jobs))):
                     workers.create_task(work())
 
         try:
@@ -93,18 +105,18 @@ class Server:
                 await asyncio.sleep(max(pause, wait * random.uniform(0.5, 1.0)))
             pause = 0.0
             try:
-                async with asyncio.timeout(self.timeout):
-                    response = await self.client.post(path, content=body)
+                async with asyncio.timeout(self.timeout), self.client.stream("POST", path, content=body) as response:
+                    text = await self._text(response)
             except TimeoutError:
                 problem = f"no answer within {self.timeout:g} seconds"
                 continue
-            except httpx.RequestError as error:
-                problem = f"{type(error).__name__} {error}".strip()
+            except (httpx.RequestError, TooLong) as error:
+                problem = self._printable(f"{type(error).__name__} {error}".strip())
                 continue
-            status, message = response.status_code, self._message(response)
-            answer = _read(response.text) if status == 200 else None
+            status, message = response.status_code, self._message(text)
+            answer = _read(text) if status == 200 else None
             if answer:
-                return answer
+                return self._without_key(answer[0]), answer[1]
             problem = f"{status} {message}" if status != 200 else f"a broken answer: {message}"
             if status < 500 and status not in (200, 408, 425, 429):
                 if ONE_REQUEST.search(problem):
@@ -113,38 +125,58 @@ class Server:
             pause = _seconds(response.headers.get("Retry-After", ""))
         raise Failed(f"{problem} ({self.retries + 1} times)")
 
-    def _message(self, response: httpx.Response) -> str:
+    async def _text(self, response: httpx.Response) -> str:
+        """The body of a response. Raises TooLong for one of more than ANSWER bytes, or a compressed one."""
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise TooLong(f"an answer in {response.headers['Content-Encoding']}, which was not asked for")
+        body = bytearray()
+        async for block in response.aiter_raw():
+            body += block
+            if len(body) > ANSWER:
+                raise TooLong(f"an answer of more than {ANSWER:,} bytes")
+        return body.decode("utf-8", "replace")
+
+    def _message(self, text: str) -> str:
         """The server's error message in one line, without the key."""
-        said: Any = response.text
+        said: Any = text
         with suppress(ValueError):
-            said = json.loads(said)
+            said = parse(text, "", surrogates=True)
         for name in ("error", "message", "detail"):
             said = said.get(name, said) if isinstance(said, dict) else said
-        words = " ".join(str(said).split())
-        return (words.replace(self.key, "***") if self.key else words)[:300]
+        return self._printable(" ".join(str(said).split()))[:300]
+
+    def _printable(self, words: str) -> str:
+        return printable(words.replace(self.key, "***") if self.key else words, "")
+
+    def _without_key(self, answer: Message) -> Message:
+        if len(self.key) < SECRET:
+            return answer
+        return {name: value.replace(self.key, "***") for name, value in answer.items()}
 
 
 def _read(text: str) -> tuple[Message, str] | None:
     """The answer in a server's JSON; None if there is none or it is incomplete."""
     try:
-        choice = json.loads(text)["choices"][0]
+        choice = parse(text, "", surrogates=True)["choices"][0]
         message: Any = choice.get("message") or {"content": choice["text"]}
         reason = {"eos_token": "stop", "stop_sequence": "stop"}.get(choice["finish_reason"], choice["finish_reason"])
         thought = message.get("reasoning_content") or message.get("reasoning")
         content = message["content"] if thought is None else message.get("content") or ""
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
-    if reason not in ("stop", "length") or not isinstance(content, str):
+    if reason not in ("stop", "length") or not isinstance(content, str) or not isinstance(thought, str | None):
         return None
     return {"content": content} | ({"reasoning_content": thought} if thought else {}), reason
 
 
 def to_api(message: Message) -> Message:
-    """A message in the API's format, in which arguments of calls are text and calls have ids."""
+    """A message in the API's format, in which arguments of calls are text and calls have ids. Raises Refused for a call without a name."""
     fields = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if message.get(name) is not None}
     calls = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused("a tool call in it names no function")
         arguments = function.get("arguments", {})
         api_function = {"name": function["name"], "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
         calls.append({"id": call.get("id") or f"call_{number}", "type": "function", "function": api_function})
@@ -160,6 +192,6 @@ def _seconds(retry_after: str) -> float:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return 0.0
     return min(max(0.0, seconds), LONGEST_ASKED)

@@ -34,7 +34,7 @@ def test_prompt_files_with_other_keys(tmp_path):
     for content, says in (
         ("", "no prompts in it"),
         ('{"q": 1}\n', "expected `prompt`, `turns` or `messages`"),
-        ("{\n", "not a JSON object"),
+        ("{\n", "not JSON"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=f"{says}.*; ") as caught:

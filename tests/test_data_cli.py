@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith.data.regenerate import Settings
+from draftsmith.inference.claim import MARK
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import cli, data_cli, medusa
 
@@ -100,7 +101,7 @@ def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run([sys.executable, *launch, *module], capture_output=True, text=True, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
-        contents.append({file.name: file.read_bytes() for file in store.iterdir() if file.name != "verified.json"})
+        contents.append({file.name: file.read_bytes() for file in store.iterdir() if file.name != MARK})
     assert len(contents[0]) >= 3 and contents[0] == contents[1]
 
 

@@ -21,6 +21,7 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, sample_key
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference import durable
+from draftsmith.inference.claim import MARK
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import prefetched
@@ -45,7 +46,7 @@ def corpus():
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "verified.json"}
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != MARK}
 
 
 def rows_of(target, corpus, folder, taps=TAPS, **how) -> FeatureDataset:
@@ -134,14 +135,14 @@ class Faults:
         for owner, name in ((Path, "write_bytes"), (Path, "write_text"), (os, "fsync"), (Path, "replace")):
             real = getattr(owner, name)
 
-            def faulty(first, *rest, real=real, name=name):
+            def faulty(first, *rest, real=real, name=name, **options):
                 if name == "fsync" or str(first).startswith(str(folder)):
                     self.count += 1
                     if self.count == self.at:
                         if name.startswith("write"):
-                            real(first, rest[0][: len(rest[0]) // 2])
+                            real(first, rest[0][: len(rest[0]) // 2], **options)
                         raise OSError(28, "No space left on device")
-                return real(first, *rest)
+                return real(first, *rest, **options)
 
             monkeypatch.setattr(owner, name, faulty)
 
@@ -178,6 +179,7 @@ from packed_data import corpus_of
 from zoo import tiny
 from draftsmith.data import features
 from draftsmith.inference import durable
+from draftsmith.inference.claim import MARK
 from draftsmith.data.capture import capture
 from draftsmith.models.target import Target
 
@@ -254,7 +256,7 @@ def test_a_full_disk_is_said_before_the_first_byte(target, corpus, tmp_path, mon
     monkeypatch.setattr(capturing.shutil, "disk_usage", lambda folder: Usage(10, 9, 9000))
     with pytest.raises(OSError, match="0.00 GB free, the features need .* features.mode=online"):
         capture(target, [corpus], tmp_path / "s")
-    assert [file.name for file in (tmp_path / "s").iterdir()] == ["index.json"]
+    assert {file.name for file in (tmp_path / "s").iterdir()} == {"index.json", MARK}
 
 
 def test_a_store_of_something_else_is_refused_or_said(target, corpus, tmp_path, capsys):

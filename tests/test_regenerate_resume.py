@@ -259,7 +259,9 @@ def test_two_runs_do_not_write_one_file(target, tmp_path):
     with_decoder(CONVERSATIONS[:1], out, target, SAMPLED, show=False)
     facts = {key: value for key, value in rows_of(out)[0]["generation"].items() if key != "finish_reasons"}
     with resumable.Output(out, facts, {"c9"}):
-        refused(out, "another run", lambda: with_decoder(CONVERSATIONS[:1], out, target, SAMPLED, show=False))
+        refused(
+            out, rf"process {os.getpid()} \(.*\) is writing it", lambda: with_decoder(CONVERSATIONS[:1], out, target, SAMPLED, show=False)
+        )
     assert with_decoder(CONVERSATIONS[:1], out, target, SAMPLED, show=False).rows == 1
 
 

@@ -39,17 +39,15 @@ SETTINGS = {
 def run_prepare(arguments: list[str]) -> None:
     """Make the corpora of a recipe and print what is in them."""
     options = _recipe_parser("prepare", run_prepare).parse_intermixed_args(arguments)
-    from rich.console import Console
-
     from draftsmith.data import report
 
     tokenizer, corpora = _corpora(options)
-    console = Console()
+    console = report.console()
     for part, corpus in corpora.items():
         console.print(report.contents(part, corpus))
     console.print(report.draft_vocabularies(corpora["train"], len(tokenizer)))
     for line in report.preparation(corpora["train"]):
-        console.print(line, highlight=False)
+        console.print(line)
 
 
 def run_show(arguments: list[str]) -> None:
@@ -59,23 +57,25 @@ def run_show(arguments: list[str]) -> None:
     parser.add_argument("--domain", help="print samples of this domain only")
     parser.add_argument("--part", choices=["train", "valid"], default="train", help="training or held-out samples (default: train)")
     options = parser.parse_intermixed_args(arguments)
+    if options.examples < 1:
+        raise ValueError(f"--examples {options.examples}: expected 1 or more")
     import torch
-    from rich.console import Console
 
-    from draftsmith.data.report import marked_text
+    from draftsmith.data import report
+    from draftsmith.inference.terminal import printable
 
     tokenizer, corpora = _corpora(options)
     corpus = corpora[options.part]
     if options.domain is not None and options.domain not in corpus.domains:
-        raise ValueError(f"--domain {options.domain}: expected one of {', '.join(corpus.domains)}")
+        raise ValueError(f"--domain {options.domain}: expected one of {printable(', '.join(corpus.domains), '')}")
     order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(0)).tolist()
     domains = [corpus.domains[number] for number in corpus.domain.tolist()]
     samples = [n for n in order if options.domain in (None, domains[n])]
-    console = Console()
+    console = report.console()
     for n in samples[: options.examples]:
         ids, mask = corpus.sample(n)
-        console.rule(f"sample {n} of {len(corpus)}, {domains[n]}: {len(ids)} tokens, {int(mask.sum())} supervised")
-        console.print(marked_text(ids.tolist(), mask.tolist(), tokenizer, console.is_terminal), highlight=False)
+        console.rule(f"sample {n} of {len(corpus)}, {printable(domains[n], '')}: {len(ids)} tokens, {int(mask.sum())} supervised")
+        console.print(report.marked_text(ids.tolist(), mask.tolist(), tokenizer, console.is_terminal))
     console.rule()
     console.print("green tokens are supervised" if console.is_terminal else "tokens between ⟦ and ⟧ are supervised")
 
@@ -103,7 +103,7 @@ def run_capture(arguments: list[str]) -> None:
     capture.capture(
         target,
         corpora.values(),
-        Path(section.store),
+        Path(section.store).expanduser(),
         section.precision,
         section.taps,
         section.batch_tokens,
@@ -120,10 +120,16 @@ def run_regenerate(arguments: list[str]) -> None:
     from draftsmith.data.conversations import Source
     from draftsmith.eval import loading
     from draftsmith.eval.options import check_numbers
+    from draftsmith.inference.terminal import printable
 
     check_numbers(options)
     settings = regenerate.Settings(**{name: getattr(options, name) for name in SETTINGS})
-    examples, out = conversations.read(Source(path=options.source, split=options.split, subset=options.subset)), Path(options.out)
+    examples, out = (
+        conversations.read(Source(path=options.source, split=options.split, subset=options.subset)),
+        Path(options.out).expanduser(),
+    )
+    if out.parent.resolve() == Path(options.source).expanduser().resolve():
+        raise ValueError(f"{out} would be one of the files of {options.source} when the command is run again; give an output elsewhere")
     if options.server:
         if not options.model:
             raise ValueError("--server needs --model, the name by which the server knows it")
@@ -142,7 +148,7 @@ def run_regenerate(arguments: list[str]) -> None:
         target, drafters = loading.open_models(options.target, names, options.dtype, options.trust_remote_code)
         drafter = drafters[0] if drafters else None
         summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots)
-    print(f"{out}: {summary.report()}")
+    print(f"{printable(str(out), '')}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from draftsmith.data.conversations import Source
+from draftsmith.data.text_files import check_regular, lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,10 +89,11 @@ class DataSection(Section):
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
         if self.template is None:
             return
-        file = Path(self.template)
+        file = Path(self.template).expanduser()
+        check_regular(file, "data.template")
         if not file.is_file():
             raise ValueError(f"data.template {self.template!r} not found; give a file with a Jinja chat template")
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.chat_template = "".join(line for _, line in lines(file))
 
     def plan(self) -> "CorpusPlan":
         """The corpora that this section asks `data/prepare.py` for."""
@@ -279,7 +281,7 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
         schema: the recipe class of the method.
         path: a file, or the name of a shipped recipe (see `find`).
         overrides: `section.key=value` texts, later ones winning.
-        shared: read only the sections in `schema`, and ignore the others; with `Recipe` those that all methods share.
+        shared: read only the sections in `schema`, and ignore those of the shipped recipes; with `Recipe` those that all methods share.
 
     Raises:
         ValueError: in one line, for a missing file, an unknown key (naming the nearest) or a value of the wrong type.
@@ -291,7 +293,8 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
             raise ValueError(f"override {override!r} is not of the form key=value, for example train.steps=20")
         values[key] = _value(key, text, known)
     if shared:
-        values = {key: value for key, value in values.items() if key.split(".")[0] in schema.model_fields}
+        ignored = {key.split(".")[0] for name in shipped() for key in _parse(RECIPES / f"{name}.yaml")} - schema.model_fields.keys()
+        values = {key: value for key, value in values.items() if key.split(".")[0] not in ignored}
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
