@@ -574,13 +574,13 @@ def test_a_token_across_the_end_of_the_prompt_is_the_assistants():
 def test_each_prefix_is_rendered_once(monkeypatch):
     from draftsmith.data import chat
 
-    calls, render = [], chat.render_jinja_template
+    calls, render = [], chat.render
 
-    def counted(conversations, **options):
-        calls.append(len(conversations[0]))
-        return render(conversations, **options)
+    def counted(source, messages, *rest):
+        calls.append(len(messages))
+        return render(source, messages, *rest)
 
-    monkeypatch.setattr(chat, "render_jinja_template", counted)
+    monkeypatch.setattr(chat, "render", counted)
     template = Template(tokenizer_with("bytes", CHATML, IM))
     template.encode(turns("a", "b"))
     calls.clear()
