@@ -18,8 +18,8 @@ from draftsmith.models.turn_end import SENTINEL, Specials, TurnEnd, find_turn_en
 
 UNWRITTEN_CALLS = "the template does not write its tool calls"
 REFUSES = "the template refuses it: "
-OTHER_PROMPT = "the generation prompt is not how the template begins the assistant's turns"
-THINKING = re.compile(r"[<\[][^<>\[\]]*think", re.IGNORECASE)
+THINKING = re.compile(r"[<\[][^<>\[\]]*(think|[>\]]thought)", re.IGNORECASE)
+OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 PLAIN = [
     {"role": "user", "content": "Which Rivers meet in Koblenz?"},
     {"role": "assistant", "content": "The Moselle and the Rhine do, at a place\nthat is called the German Corner."},
@@ -126,6 +126,8 @@ class Template:
         text, marked = self._written(messages, tools)
         if not self._writes_calls(messages, tools):
             raise Unusable(UNWRITTEN_CALLS)
+        if self.specials.end and self.specials.end in self._turn_end(tools).opening:
+            raise self._refusal(f"the assistant's turns begin with {self.specials.end}, at which decoding stops")
         marked_turns = dict(zip(turns, marked, strict=True)) if len(turns) == len(marked) else {}
         spans: list[tuple[int, int]] = []
         next_message, previous_end = 0, 0
@@ -176,7 +178,9 @@ class Template:
         start = len(before)
         if not text.startswith(before):
             reasoning = (stand_in["content"] or "").removesuffix(SENTINEL).lstrip()  # it may quote the generation prompt
-            start = self._start(messages[:turn], tools, lead.removesuffix(reasoning), before, last_lead, previous_end)
+            lead, earlier = lead.removesuffix(reasoning), messages[:turn]
+            headings = self._headings(self._body(earlier, tools), before, last_lead, reasoning or stand_in.get("reasoning_content", ""))
+            start = self._start(headings, earlier[-1], lead, previous_end)
         length = self.specials.common_length(rest, last_rest)
         if self._turn_end(tools).inner and not self.specials.pattern.search(rest, 0, length):
             end_token, last_end_token = self.specials.pattern.match(rest, length), self.specials.pattern.match(last_rest, length)
@@ -184,29 +188,37 @@ class Template:
                 length = end_token.end()
         return start, len(body) - len(rest) + length
 
-    def _start(self, earlier: list[dict[str, Any]], tools: Any, lead: str, before: str, last_lead: str, previous_end: int) -> int:
-        """Index in `lead` (the text before the assistant's words) just after the generation prompt, with which `before` ends."""
-        body, last = self._body(earlier, tools), (earlier[-1]["content"] or "").strip()
-        for heading in self._headings(body, before, last_lead):
+    def _start(self, headings: Iterator[tuple[str, int]], previous: dict[str, Any], lead: str, previous_end: int) -> int:
+        """Index in `lead` (the text before the assistant's words) just after the first of the headings that is there."""
+        last = (previous["content"] or "").strip()
+        for heading, length in headings:
             # The longest end of the heading that occurs in the lead after the last turn, no special token cut in two.
             longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], previous_end) < 0)
             cut = len(heading) - longest
             cut = next((token.end() for token in self.specials.pattern.finditer(heading) if token.start() < cut < token.end()), cut)
             matched = heading[cut:]
-            if len(matched) > max(0, len(heading) - len(body)) and last[-16:] in matched:
+            if len(matched) > length and last[-16:] in matched:
                 return lead.rfind(matched, previous_end) + len(matched)
-        raise self._refusal(OTHER_PROMPT)
+        raise self._refusal("the generation prompt is not how the template begins the assistant's turns")
 
-    def _headings(self, body: str, before: str, last_lead: str) -> Iterator[str]:
-        """What may stand before the assistant's words: `before`, without what the generation prompt begins of the answer (`<think>`)."""
+    def _headings(self, body: str, before: str, last_lead: str, reasoning: str) -> Iterator[tuple[str, int]]:
+        """What may stand before the assistant's words, and the length of the generation prompt in it.
+
+        This is `before`, without what the generation prompt begins of the answer: a last turn, or a tag such as `<think>`, shows what that is.
+        """
         written = self.specials.common_length(before, last_lead)
+        if written >= len(body):
+            tag = OPEN_TAG.search(before, len(body), written)
+            written = tag.start() if tag else written
+            begun, said = before[written:].lstrip(), last_lead[written:].lstrip()
+            if not begun or not said or THINKING.match(begun) or (reasoning and said.startswith(reasoning.strip())):
+                yield before[:written], written - len(body)
+        else:
+            yield before, max(0, len(before) - len(body))
         generation = before[len(body) :] if before.startswith(body) else ""
-        if generation.strip() and len(body) <= written and not before[len(body) : written].strip():
-            return  # the last turn begins otherwise
-        yield before[:written] if written >= len(body) else before
         for tag in reversed(list(THINKING.finditer(generation))):
             role = generation[: tag.start()]
-            yield from (body + words for words in (role, role.rstrip()) if words.strip())
+            yield from ((body + words, len(words)) for words in (role, role.rstrip()) if words.strip())
 
     def _end(self, text: str, start: int, end: int, turn_end: TurnEnd, marked: bool, cut_off: bool) -> int:
         """The end of a turn's supervised text, given the end of its text: what follows the end-of-turn token is not the model's to say."""
@@ -278,7 +290,9 @@ class Template:
                 raise Unusable(f"{REFUSES}{error.reason}") from None
             if error.kind == "syntax":
                 raise self._refusal(f"the template is not valid Jinja ({error.reason})") from None
-            self.too_much = TemplateRefused(_name(self.tokenizer), error.reason, "take another template, or give examples with `text` instead")
+            self.too_much = TemplateRefused(
+                _name(self.tokenizer), error.reason, "take another template, or give examples with `text` instead"
+            )
             raise self.too_much from None
 
     def _written(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:

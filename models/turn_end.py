@@ -75,6 +75,7 @@ class TurnEnd:
         missing: what a last turn lacks of `text`. Templates that leave it out of a last turn let a model continue it; where the turn is
             complete it has to be there.
         inner: ends a turn that others follow, where that differs from how a last turn ends.
+        opening: what the assistant says before its words: reasoning, a channel.
         stop: the special token at which decoding of a turn can stop, "" if there is none.
     """
 
@@ -84,6 +85,7 @@ class TurnEnd:
     closing: str = ""
     missing: str = ""
     inner: str = ""
+    opening: str = ""
     stop: str = ""
 
 
@@ -108,18 +110,19 @@ def find_turn_end(write: Render, specials: Specials) -> TurnEnd:
     generation = asking[len(plain) :] if asking.startswith(plain) else ""
     until_next = inner.partition(QUESTION)[0]
     header = _header_start(until_next, before, generation, specials)
-    opening = before[specials.common_length(asking, before) :]
+    shared = specials.common_length(asking, before)
+    opening = before[shared:] if QUESTION in before[:shared] else ""
     common = specials.common_length(last, inner if header is None else inner[:header])
     text = specials.through_end(last[:common])
     if text:
-        return TurnEnd(text, True, last[len(text) : common], last[common:], stop=_stop(text, opening, specials))
+        return TurnEnd(text, True, last[len(text) : common], last[common:], opening=opening, stop=_stop(text, opening, specials))
     if header is None:
         header = _own_header_start(until_next, before.partition(QUESTION)[0], specials)
     inner_end = specials.through_end(until_next[:header])
     if inner_end and inner_end.startswith(last):
-        return TurnEnd(inner_end, True, missing=inner_end[len(last) :], stop=_stop(inner_end, opening, specials))
+        return TurnEnd(inner_end, True, missing=inner_end[len(last) :], opening=opening, stop=_stop(inner_end, opening, specials))
     token = specials.pattern.match(last.lstrip())
-    return TurnEnd(last[:common], inner=inner_end, stop=_stop(token[0] if token else "", opening, specials))
+    return TurnEnd(last[:common], inner=inner_end, opening=opening, stop=_stop(token[0] if token else "", opening, specials))
 
 
 def _header_start(until_next: str, before: str, generation: str, specials: Specials) -> int | None:
