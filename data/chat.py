@@ -180,17 +180,22 @@ class Template:
             reasoning = (stand_in["content"] or "").removesuffix(SENTINEL).lstrip()  # it may quote the generation prompt
             lead, earlier = lead.removesuffix(reasoning), messages[:turn]
             headings = self._headings(self._body(earlier, tools), before, last_lead, reasoning or stand_in.get("reasoning_content", ""))
-            start = self._start(headings, earlier[-1], lead, previous_end)
-        length = self.specials.common_length(rest, last_rest)
-        if self._turn_end(tools).inner and not self.specials.pattern.search(rest, 0, length):
+            start = self._start(list(headings), earlier[-1], lead, previous_end)
+        length, turn_end = self.specials.common_length(rest, last_rest), self._turn_end(tools)
+        if turn_end.special and rest.startswith(turn_end.text, length) and last_rest[length:].lstrip().startswith(turn_end.text.lstrip()):
+            length += len(turn_end.text)  # only the blanks before it differ
+        if turn_end.inner and not self.specials.pattern.search(rest, 0, length):
             end_token, last_end_token = self.specials.pattern.match(rest, length), self.specials.pattern.match(last_rest, length)
             if end_token and last_end_token:  # an end-of-turn token that depends on what follows
                 length = end_token.end()
         return start, len(body) - len(rest) + length
 
-    def _start(self, headings: Iterator[tuple[str, int]], previous: dict[str, Any], lead: str, previous_end: int) -> int:
+    def _start(self, headings: list[tuple[str, int]], previous: dict[str, Any], lead: str, previous_end: int) -> int:
         """Index in `lead` (the text before the assistant's words) just after the first of the headings that is there."""
         last = (previous["content"] or "").strip()
+        for heading, _ in headings:
+            if lead.startswith(heading):
+                return len(heading)
         for heading, length in headings:
             # The longest end of the heading that occurs in the lead after the last turn, no special token cut in two.
             longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], previous_end) < 0)
@@ -229,6 +234,8 @@ class Template:
             ended = text.endswith(turn_end.text, start, trimmed) or text.endswith(self.specials.texts, start, trimmed)
             if ended and text.endswith(turn_end.after, start, end):
                 end = trimmed
+            elif text[start:end].rstrip().endswith(self.specials.texts):
+                end = start + len(text[start:end].rstrip())
         if cut_off and turn_end.text and text.endswith(turn_end.text, start, end):
             return end - len(turn_end.text)
         if cut_off and text.endswith(self.specials.texts, start, end):

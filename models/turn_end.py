@@ -126,10 +126,12 @@ def find_turn_end(write: Render, specials: Specials) -> TurnEnd:
 
 
 def _header_start(until_next: str, before: str, generation: str, specials: Specials) -> int | None:
-    """Where the next message's header begins: with the special token that begins the conversation or the generation prompt."""
-    heads = {specials.start, specials.first(before.removeprefix(specials.start)), specials.first(generation)} - {"", specials.end}
-    starts = [until_next.find(head) for head in heads if head in until_next]
-    return min(starts, default=None)
+    """Where the next message's header begins: with the special token that begins the conversation, or else the generation prompt."""
+    for heads in ({specials.start, specials.first(before.removeprefix(specials.start))}, {specials.first(generation)}):
+        starts = [until_next.find(head) for head in heads - {"", specials.end} if head in until_next]
+        if starts:
+            return min(starts)
+    return None
 
 
 def _own_header_start(until_next: str, until_first: str, specials: Specials) -> int:

@@ -91,7 +91,7 @@ def test_what_the_assistant_says_is_supervised(kind, name):
     template = Template(tokenizer)
     for case, messages in conversations(chat):
         ids, mask = template.encode(messages)
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False) + (chat.added if messages[-1]["role"] == "assistant" else "")
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text, case
         assert len(ids) == len(mask) and all(type(keep) is bool for keep in mask), case
         wanted = expected(chat, messages)
@@ -110,8 +110,9 @@ def test_the_prompt_is_what_precedes_the_supervised_text(name):
     assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     if chat.template.startswith("{{ bos_token"):
         assert ids.count(tokenizer.bos_token_id) == prompt.count(tokenizer.bos_token_id) == 1
-    if not name.startswith("deepseek"):  # whose prompt begins the reasoning, which its history leaves out
-        assert prompt == ids[: len(prompt)] and (mask[len(prompt) - 1], mask[len(prompt)]) == (False, True)
+    size = len(prompt) - len(tokenizer.encode(chat.begun))
+    assert tokenizer.decode(prompt[size:]) == chat.begun
+    assert prompt[:size] == ids[:size] and (mask[size - 1], mask[size]) == (False, True)
 
 
 def test_only_the_last_turn():
@@ -133,7 +134,7 @@ def test_a_turn_that_was_cut_off_has_no_end():
         wanted[0] = wanted[0][: wanted[0].index("2, of") + 5]
         wanted[2] = wanted[2][: wanted[2].index("4 it") + 4]
         assert supervised_texts(tokenizer, ids, mask) == wanted, name
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False) + chat.added
 
 
 FAULTS = {
