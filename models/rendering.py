@@ -23,7 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-CPU_SECONDS = 3.0  # that a rendering may take
+CPU_SECONDS = 2.0  # that a rendering may take
 EARNED_SECONDS = 0.1  # of these a process gets back with each rendering, so that many slow ones end as well
 MEMORY = 1 << 30  # bytes of address space
 CHARACTERS, TIMES = 1_000_000, 16  # a text may be this long, and this many times as long as what it is made of

@@ -108,8 +108,8 @@ def find_turn_end(write: Render, specials: Specials) -> TurnEnd:
         return TurnEnd()
     asking, plain = write([question], True), write([question], False)
     generation = asking[len(plain) :] if asking.startswith(plain) else ""
-    until_next = inner.partition(QUESTION)[0]
-    header = _header_start(until_next, before, generation, specials)
+    until_next, until_first = inner.partition(QUESTION)[0], before.partition(QUESTION)[0]
+    header = _header_start(until_next, until_first, generation, specials)
     shared = specials.common_length(asking, before)
     opening = before[shared:] if QUESTION in before[:shared] else ""
     common = specials.common_length(last, inner if header is None else inner[:header])
@@ -117,7 +117,7 @@ def find_turn_end(write: Render, specials: Specials) -> TurnEnd:
     if text:
         return TurnEnd(text, True, last[len(text) : common], last[common:], opening=opening, stop=_stop(text, opening, specials))
     if header is None:
-        header = _own_header_start(until_next, before.partition(QUESTION)[0], specials)
+        header = _own_header_start(until_next, until_first, specials)
     inner_end = specials.through_end(until_next[:header])
     if inner_end and inner_end.startswith(last):
         return TurnEnd(inner_end, True, missing=inner_end[len(last) :], opening=opening, stop=_stop(inner_end, opening, specials))
@@ -125,9 +125,9 @@ def find_turn_end(write: Render, specials: Specials) -> TurnEnd:
     return TurnEnd(last[:common], inner=inner_end, opening=opening, stop=_stop(token[0] if token else "", opening, specials))
 
 
-def _header_start(until_next: str, before: str, generation: str, specials: Specials) -> int | None:
+def _header_start(until_next: str, until_first: str, generation: str, specials: Specials) -> int | None:
     """Where the next message's header begins: with the special token that begins the conversation, or else the generation prompt."""
-    for heads in ({specials.start, specials.first(before.removeprefix(specials.start))}, {specials.first(generation)}):
+    for heads in ({specials.start, specials.first(until_first.removeprefix(specials.start))}, {specials.first(generation)}):
         starts = [until_next.find(head) for head in heads - {"", specials.end} if head in until_next]
         if starts:
             return min(starts)

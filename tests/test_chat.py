@@ -379,6 +379,103 @@ def test_contents_in_parts_and_turns_in_odd_order():
     ]
 
 
+HEADERS = "{% for m in messages %}{{ '<|start|>' + m.role + '<|header|>' + m.content + '<|end|>' }}{% endfor %}"
+REFUSED_PROMPTS = {
+    "alpaca, whose prompt follows the question at once": "{% for m in messages %}"
+    "{{ '### ' + ('Response' if m.role == 'assistant' else 'Instruction') + ':\n' + m.content | trim }}{{ '\n\n' if not loop.last }}{% endfor %}"
+    "{{ '### Response:\n' if add_generation_prompt }}",
+    "inkbot, the same with tags": "<#chat#>\n{% for m in messages %}{{ '<#bot#>\n' if m.role == 'assistant' else '<#user#>\n' }}{{ m.content }}"
+    "{{ '\n' if not loop.last }}{% endfor %}{{ '<#bot#>\n' if add_generation_prompt }}",
+    "llama 4, a blank line before the prompt alone": HEADERS + "{{ '\n<|start|>assistant<|header|>' if add_generation_prompt }}",
+    "deepseek 3.1, other blanks before the prompt": "{% for m in messages %}{{ ('   <|Assistant|> </think> ' if m.role == 'assistant' else '<|User|>') }}"
+    "{{ m.content + ('<|end|>' if m.role == 'assistant' else '') }}{% endfor %}{{ ' <|Assistant|><think>' if add_generation_prompt }}",
+    "command r plus, a system turn before the prompt": HEADERS
+    + "{{ '<|start|>system<|header|>Call a tool.<|end|>' }}{{ '<|start|>assistant<|header|>' if add_generation_prompt }}",
+    "muse, a system turn where a prompt is asked for": "{% if add_generation_prompt %}<|start|>system<|header|>It is 2026.<|end|>{% endif %}"
+    + HEADERS.replace("m.role", "m.role + ' to=all'")
+    + "{{ '<|start|>assistant' if add_generation_prompt }}",
+    "another header in the prompt": HEADERS + "{{ '<|start|>assistant<|think|>' if add_generation_prompt }}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_PROMPTS)
+def test_a_prompt_that_is_not_how_the_turns_begin_is_refused(name, kind):
+    specials = ("<|start|>", "<|header|>", "<|end|>", "<|think|>", "<|User|>", "<|Assistant|>")
+    for messages in (turns("Two?", "2, of course.", "Three?", "3"), turns("Two?", "2"), turns("Two?", "2", "Three?", "3", system="Count.")):
+        template = Template(tokenizer_with(kind, REFUSED_PROMPTS[name], specials))
+        with pytest.raises(TemplateRefused, match="the generation prompt is not how the template begins the assistant's turns"):
+            template.encode(messages)
+
+
+BLIP = (
+    "{% for m in messages %}{{ ('Answer: ' if m.role == 'assistant' else 'Question: ') + m.content + ' ' }}{% endfor %}"
+    "{{ 'Answer:' if add_generation_prompt }}"
+)
+LLAVA = (
+    "{% for m in messages %}{{ m.role.upper() + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' ' }}{% endgeneration %}"
+    "{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}{{ 'ASSISTANT:' if add_generation_prompt }}"
+)
+
+
+def merging_tokenizer(template):
+    """Bytes, and the tokens ` Q`, ` U`, `eQ` and `:(`, which cross the edges of turns."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = tokenizer_with("bytes", template)
+    vocab = tokenizer.get_vocab()
+    merges = [("Ġ", "Q"), ("Ġ", "U"), ("e", "Q"), (":", "(")]
+    size = max(vocab.values()) + 1
+    vocab |= {"".join(pair): size + i for i, pair in enumerate(merges)}
+    backend = Tokenizer(models.BPE({symbol: i for symbol, i in vocab.items() if not symbol.startswith("<")}, merges))
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        tokenizer.backend_tokenizer.decoder,
+    )
+    merged = type(tokenizer)(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    merged.chat_template = template
+    return merged
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(BLIP, [" three", " five "]), (LLAVA, ["three", "five "])])
+def test_a_blank_that_begins_the_next_header_is_not_the_assistants(text, wanted):
+    tokenizer = merging_tokenizer(text)
+    ids, mask = Template(tokenizer).encode(turns("Two?", "three", "Four?", "five"))
+    assert any(token in tokenizer.batch_decode(ids) for token in (" Q", " U"))
+    assert supervised_texts(tokenizer, ids, mask) == wanted
+
+
+def test_a_token_across_words_of_two_turns_is_refused():
+    without_blank = BLIP.replace("m.content + ' '", "m.content")
+    messages = turns("Two?", "three", "Four?", "five")
+    with pytest.raises(Unusable, match="a token reaches across the edge"):
+        Template(merging_tokenizer(without_blank)).encode(messages)
+    template = Template(merging_tokenizer(BLIP.replace("'Answer: '", "'Answer:'")))
+    assert supervised_texts(template.tokenizer, *template.encode(messages)) == ["three", "five "]
+    with pytest.raises(Unusable, match="a token reaches across the edge"):
+        template.encode(turns("Two?", "(three)", "Four?", "five"))
+
+
+def test_decoding_that_stops_at_the_beginning_of_a_turn_is_refused():
+    text = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}</s>{% endif %}{{ m.content }}")
+    with pytest.raises(TemplateRefused, match="the assistant's turns begin with </s>, at which decoding stops"):
+        Template(tokenizer_with("bytes", text, IM)).encode(turns("Two?", "2"))
+
+
+def test_the_first_reason_is_kept():
+    """The form of tool calls that is tried second fails in its own way, which says nothing to the user."""
+    messages = [*turns("Sum?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    joined = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    template = Template(tokenizer_with("bytes", joined, IM))
+    for call in (template.encode, template.prompt):
+        with pytest.raises(Unusable) as caught:
+            call(messages)
+        assert caught.value.reason == "the template does not write its tool calls"
+    refusing = Template(tokenizer_with("bytes", "{{ raise_exception('no tools: ' + (messages[1].content is none) | string) }}", IM))
+    for call in (refusing.encode, refusing.prompt):
+        with pytest.raises(Unusable, match="no tools: False"):
+            call(messages)
+
+
 REFUSED = {
     "uppercase": "{% for m in messages %}{{ '[' + m.role + ']' + m.content | upper + '\n' }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
     "hash": "{% for m in messages %}{{ '[' + m.role + ']' }}{{ m.content | length }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
