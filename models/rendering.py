@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 CPU_SECONDS = 2.0  # that a rendering may take

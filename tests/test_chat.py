@@ -391,16 +391,13 @@ REFUSED_PROMPTS = {
     "{{ m.content + ('<|end|>' if m.role == 'assistant' else '') }}{% endfor %}{{ ' <|Assistant|><think>' if add_generation_prompt }}",
     "command r plus, a system turn before the prompt": HEADERS
     + "{{ '<|start|>system<|header|>Call a tool.<|end|>' }}{{ '<|start|>assistant<|header|>' if add_generation_prompt }}",
-    "muse, a system turn where a prompt is asked for": "{% if add_generation_prompt %}<|start|>system<|header|>It is 2026.<|end|>{% endif %}"
-    + HEADERS.replace("m.role", "m.role + ' to=all'")
-    + "{{ '<|start|>assistant' if add_generation_prompt }}",
-    "another header in the prompt": HEADERS + "{{ '<|start|>assistant<|think|>' if add_generation_prompt }}",
+    "another header in the prompt": HEADERS + "{{ '<|start|>assistant<|tail|>' if add_generation_prompt }}",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_PROMPTS)
 def test_a_prompt_that_is_not_how_the_turns_begin_is_refused(name, kind):
-    specials = ("<|start|>", "<|header|>", "<|end|>", "<|think|>", "<|User|>", "<|Assistant|>")
+    specials = ("<|start|>", "<|header|>", "<|end|>", "<|tail|>", "<|User|>", "<|Assistant|>")
     for messages in (turns("Two?", "2, of course.", "Three?", "3"), turns("Two?", "2"), turns("Two?", "2", "Three?", "3", system="Count.")):
         template = Template(tokenizer_with(kind, REFUSED_PROMPTS[name], specials))
         with pytest.raises(TemplateRefused, match="the generation prompt is not how the template begins the assistant's turns"):
@@ -422,11 +419,10 @@ def merging_tokenizer(template):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = tokenizer_with("bytes", template)
-    vocab = tokenizer.get_vocab()
     merges = [("Ġ", "Q"), ("Ġ", "U"), ("e", "Q"), (":", "(")]
-    size = max(vocab.values()) + 1
-    vocab |= {"".join(pair): size + i for i, pair in enumerate(merges)}
-    backend = Tokenizer(models.BPE({symbol: i for symbol, i in vocab.items() if not symbol.startswith("<")}, merges))
+    symbols = [symbol for symbol in tokenizer.get_vocab() if len(symbol) == 1]
+    vocab = {symbol: i for i, symbol in enumerate([*symbols, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer, backend.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         tokenizer.backend_tokenizer.decoder,
@@ -440,7 +436,7 @@ def merging_tokenizer(template):
 def test_a_blank_that_begins_the_next_header_is_not_the_assistants(text, wanted):
     tokenizer = merging_tokenizer(text)
     ids, mask = Template(tokenizer).encode(turns("Two?", "three", "Four?", "five"))
-    assert any(token in tokenizer.batch_decode(ids) for token in (" Q", " U"))
+    assert {" Q", " U"} & {tokenizer.decode([token]) for token in ids}
     assert supervised_texts(tokenizer, ids, mask) == wanted
 
 

@@ -104,7 +104,7 @@ def test_no_template_takes_for_ever(name, capsys):
     ended = rendering._renderer.process
     for call in (template.encode, template.prompt):
         with pytest.raises(TemplateRefused, match="rendering takes more than 2 s"):
-            call(QUESTION * 2)
+            call([*QUESTION, {"role": "assistant", "content": "2"}])
     assert rendering._renderer.process is ended  # it was not tried again
 
 
@@ -112,10 +112,10 @@ def test_many_slow_renderings_end_as_well():
     slow = "{% for i in range(1000) %}{% for j in range(1000) %}{% if i == j %}{% endif %}{% endfor %}{% endfor %}"
     count = 0
     with pytest.raises(RenderingFailed, match="or 0.1 s each time"):
-        for _ in range(1000):
-            render(slow * 2, QUESTION, {})
+        for _ in range(40):
+            render(slow * 8, QUESTION, {})
             count += 1
-    assert count < 999
+    assert count > 1
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,11 @@ def test_many_slow_renderings_end_as_well():
 )
 def test_the_sandbox_holds(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RenderingFailed) as caught:
-        render(text, QUESTION, {})
-    assert caught.value.kind == "refused" and not list(tmp_path.iterdir())
+    try:
+        assert render(text, QUESTION, {})[0] == ""  # Jinja prints an attribute that it hides as nothing
+    except RenderingFailed as error:
+        assert error.kind == "refused"
+    assert not list(tmp_path.iterdir())
 
 
 def test_threads_and_forks_do_not_mix_their_texts():
