@@ -196,7 +196,7 @@ class _Marks(jinja2.ext.Extension):
         self.spans: list[tuple[int, int]] = []
         environment.extend(marks=self)
 
-    def parse(self, parser: Any) -> jinja2.nodes.CallBlock:
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("note"), [], [], body).set_lineno(line)

@@ -5,7 +5,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -158,4 +158,4 @@ def stop_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         stop = find_turn_end(write, Specials(tokenizer)).stop
     except ValueError:  # a template's fault matters only where somebody asks for the template
         return None
-    return tokenizer.added_tokens_encoder.get(stop)
+    return cast(dict[str, int], tokenizer.added_tokens_encoder).get(stop)
