@@ -9,17 +9,17 @@ import re
 import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
-from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys that data use for it; templates read the first two
-SENTINEL = "\uf8f0said\uf8f1"  # stands for the assistant's words; private-use characters, which occur in no conversation
+from draftsmith.models.rendering import RenderingFailed, render, with_reasoning
+from draftsmith.models.turn_end import SENTINEL, Specials, TurnEnd, find_turn_end
+
 UNWRITTEN_CALLS = "the template does not write its tool calls"
-GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+REFUSES = "the template refuses it: "
+THINKING = re.compile(r"[<\[][^<>\[\]]*(think|[>\]]thought)", re.IGNORECASE)
+OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 PLAIN = [
     {"role": "user", "content": "Which Rivers meet in Koblenz?"},
     {"role": "assistant", "content": "The Moselle and the Rhine do, at a place\nthat is called the German Corner."},
@@ -50,23 +50,6 @@ class Unusable(ValueError):
         return f"the conversation cannot be used: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
-    """What a template writes after the assistant's words.
-
-    Attributes:
-        text: ends each turn.
-        special: whether `text` ends with a special token.
-        after: follows `text` in each turn.
-        closing: follows the last turn only.
-    """
-
-    text: str
-    special: bool
-    after: str
-    closing: str
-
-
 class Template:
     """The chat template of a tokenizer.
 
@@ -90,10 +73,8 @@ class Template:
             raise TemplateRefused(
                 _name(tokenizer), "its tokens carry no character offsets", "use a fast tokenizer (one with a tokenizer.json)"
             )
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        # Some tokenizers add runs of blanks as tokens: those end no turn.
-        self.specials = tuple(sorted({token for token in [*added, *tokenizer.all_special_tokens] if token.strip()}, key=len, reverse=True))
-        self.special = re.compile("|".join(map(re.escape, self.specials)) or "(?!)")
+        self.specials = Specials(tokenizer)
+        self.too_much: TemplateRefused | None = None
         self.turn_ends: dict[str, TurnEnd] = {}
         self.plain_encodes: bool | None = None
 
@@ -113,8 +94,8 @@ class Template:
             try:
                 return self._encode(variant, tools or None)
             except (TemplateRefused, Unusable) as error:
-                if first_error is None or first_error.reason == UNWRITTEN_CALLS:
-                    first_error = error
+                if first_error is None or (first_error.reason == UNWRITTEN_CALLS and not error.reason.startswith(REFUSES)):
+                    first_error = error  # the first, or the one of the form of calls that the template does write
         if isinstance(first_error, TemplateRefused) and self._plain_encodes():
             raise Unusable(first_error.reason) from None
         raise first_error or Unusable("no messages")
@@ -135,15 +116,18 @@ class Template:
                 continue
             if self._writes_calls(variant, tools):
                 return self._tokenise(text)[0]
-        raise first_error or Unusable(UNWRITTEN_CALLS)
+            first_error = first_error or Unusable(UNWRITTEN_CALLS)
+        raise first_error or Unusable("no messages")
 
     def _encode(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[list[int], list[bool]]:
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise Unusable("no assistant turn")
-        text, marked = self._render(messages, tools)
+        text, marked = self._written(messages, tools)
         if not self._writes_calls(messages, tools):
             raise Unusable(UNWRITTEN_CALLS)
+        if self.specials.end and self.specials.end in self._turn_end(tools).opening:
+            raise self._refusal(f"the assistant's turns begin with {self.specials.end}, at which decoding stops")
         marked_turns = dict(zip(turns, marked, strict=True)) if len(turns) == len(marked) else {}
         spans: list[tuple[int, int]] = []
         next_message, previous_end = 0, 0
@@ -194,27 +178,52 @@ class Template:
         start = len(before)
         if not text.startswith(before):
             reasoning = (stand_in["content"] or "").removesuffix(SENTINEL).lstrip()  # it may quote the generation prompt
-            start = self._start(messages[:turn], tools, lead.removesuffix(reasoning), before, last_lead, previous_end)
-        length = self._common_length(rest, last_rest)
-        if not self.special.search(rest, 0, length):
-            end_token, last_end_token = self.special.match(rest, length), self.special.match(last_rest, length)
+            lead, earlier = lead.removesuffix(reasoning), messages[:turn]
+            headings = self._headings(self._body(earlier, tools), before, last_lead, reasoning or stand_in.get("reasoning_content", ""))
+            start = self._start(list(headings), earlier[-1], lead, previous_end)
+        length, turn_end = self.specials.common_length(rest, last_rest), self._turn_end(tools)
+        if turn_end.special and rest.startswith(turn_end.text, length) and last_rest[length:].lstrip().startswith(turn_end.text.lstrip()):
+            length += len(turn_end.text)  # only the blanks before it differ
+        if turn_end.inner and not self.specials.pattern.search(rest, 0, length):
+            end_token, last_end_token = self.specials.pattern.match(rest, length), self.specials.pattern.match(last_rest, length)
             if end_token and last_end_token:  # an end-of-turn token that depends on what follows
                 length = end_token.end()
         return start, len(body) - len(rest) + length
 
-    def _start(self, earlier: list[dict[str, Any]], tools: Any, lead: str, before: str, last_lead: str, previous_end: int) -> int:
-        """Index in `lead` (the text before the assistant's words) just after the generation prompt, with which `before` ends."""
-        length = len(self._body(earlier, tools))
-        written = self._common_length(before, last_lead)  # the generation prompt, without what it begins of the answer (`<think>`)
-        heading = before[:written] if written >= length else before
-        # The longest end of the heading that occurs in the lead after the last turn, no special token cut in two.
-        longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], previous_end) < 0)
-        cut = len(heading) - longest
-        cut = next((token.end() for token in self.special.finditer(heading) if token.start() < cut < token.end()), cut)
-        matched, last = heading[cut:], (earlier[-1]["content"] or "").strip()
-        if len(matched) <= max(0, len(heading) - length) or last[-16:] not in matched:
-            raise self._refusal("the generation prompt is not how the template begins the assistant's turns")
-        return lead.rfind(matched, previous_end) + len(matched)
+    def _start(self, headings: list[tuple[str, int]], previous: dict[str, Any], lead: str, previous_end: int) -> int:
+        """Index in `lead` (the text before the assistant's words) just after the first of the headings that is there."""
+        last = (previous["content"] or "").strip()
+        for heading, _ in headings:
+            if lead.startswith(heading):
+                return len(heading)
+        for heading, length in headings:
+            # The longest end of the heading that occurs in the lead after the last turn, no special token cut in two.
+            longest = bisect_left(range(1, len(heading) + 1), True, key=lambda n: lead.rfind(heading[-n:], previous_end) < 0)
+            cut = len(heading) - longest
+            cut = next((token.end() for token in self.specials.pattern.finditer(heading) if token.start() < cut < token.end()), cut)
+            matched = heading[cut:]
+            if len(matched) > length and last[-16:] in matched:
+                return lead.rfind(matched, previous_end) + len(matched)
+        raise self._refusal("the generation prompt is not how the template begins the assistant's turns")
+
+    def _headings(self, body: str, before: str, last_lead: str, reasoning: str) -> Iterator[tuple[str, int]]:
+        """What may stand before the assistant's words, and the length of the generation prompt in it.
+
+        This is `before`, without what the generation prompt begins of the answer: a last turn, or a tag such as `<think>`, shows what that is.
+        """
+        written = self.specials.common_length(before, last_lead)
+        if written >= len(body):
+            tag = OPEN_TAG.search(before, len(body), written)
+            written = tag.start() if tag else written
+            begun, said = before[written:].lstrip(), last_lead[written:].lstrip()
+            if not begun or not said or THINKING.match(begun) or (reasoning and said.startswith(reasoning.strip())):
+                yield before[:written], written - len(body)
+        else:
+            yield before, max(0, len(before) - len(body))
+        generation = before[len(body) :] if before.startswith(body) else ""
+        for tag in reversed(list(THINKING.finditer(generation))):
+            role = generation[: tag.start()]
+            yield from ((body + words, len(words)) for words in (role, role.rstrip()) if words.strip())
 
     def _end(self, text: str, start: int, end: int, turn_end: TurnEnd, marked: bool, cut_off: bool) -> int:
         """The end of a turn's supervised text, given the end of its text: what follows the end-of-turn token is not the model's to say."""
@@ -222,13 +231,15 @@ class Template:
             if marked and text.startswith(turn_end.text, end):
                 end += len(turn_end.text)
             trimmed = end - len(turn_end.after)
-            ended = text.endswith(turn_end.text, start, trimmed) or text.endswith(self.specials, start, trimmed)
+            ended = text.endswith(turn_end.text, start, trimmed) or text.endswith(self.specials.texts, start, trimmed)
             if ended and text.endswith(turn_end.after, start, end):
                 end = trimmed
+            elif text[start:end].rstrip().endswith(self.specials.texts):
+                end = start + len(text[start:end].rstrip())
         if cut_off and turn_end.text and text.endswith(turn_end.text, start, end):
             return end - len(turn_end.text)
-        if cut_off and text.endswith(self.specials, start, end):
-            return end - next(len(token) for token in self.specials if text.endswith(token, start, end))
+        if cut_off and text.endswith(self.specials.texts, start, end):
+            return end - next(len(token) for token in self.specials.texts if text.endswith(token, start, end))
         return end
 
     def _check(self, earlier: list[dict[str, Any]], message: dict[str, Any], gap: str, span: str) -> None:
@@ -254,6 +265,10 @@ class Template:
         for start, end in spans:
             # Tokens of no characters, such as SentencePiece's dummy prefix, count as the model's where they follow its prompt.
             low, high = min(bisect_right(ends, start), bisect_left(starts, start)), bisect_left(starts, end)
+            if low < high and text[end : ends[high - 1]].strip() and not text[max(start, starts[high - 1]) : end].strip():
+                high -= 1  # the blank that begins a word of others
+            if low < high and (text[starts[low] : start] + text[end : ends[high - 1]]).strip():
+                raise self._refusal("a token reaches across the edge of what the assistant says")
             mask[low:high] = [True] * (high - low)
             covered.append(text[starts[low] : ends[high - 1]] if low < high else "")
         supervised = [token for token, keep in zip(ids, mask, strict=True) if keep]
@@ -273,18 +288,26 @@ class Template:
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The conversation's text, and the spans [start, end) in it that the template itself marks."""
-        template = self._template(tools)
-        marks = GENERATION.search(template) is not None
-        options: dict[str, Any] = {**self.tokenizer.special_tokens_map, "add_generation_prompt": prompt}
+        if self.too_much:
+            raise self.too_much
         try:
-            rendered = render_jinja_template([messages], tools=tools, chat_template=template, return_assistant_tokens_mask=marks, **options)
-        except TemplateSyntaxError as error:
-            raise self._refusal(f"the template is not valid Jinja ({error.message})") from None
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # what Jinja code may raise
-            reason = str(error).strip().split("\n")[0][:100] or type(error).__name__
-            raise Unusable(f"the template refuses it: {reason}") from None
-        texts, spans = cast(tuple[list[str], list[list[tuple[int, int]]]], rendered)
-        return texts[0], spans[0] if marks else []
+            return render(self._template(tools), messages, self.tokenizer.special_tokens_map, tools, prompt)
+        except RenderingFailed as error:
+            if error.kind == "refused":
+                raise Unusable(f"{REFUSES}{error.reason}") from None
+            if error.kind == "syntax":
+                raise self._refusal(f"the template is not valid Jinja ({error.reason})") from None
+            self.too_much = TemplateRefused(
+                _name(self.tokenizer), error.reason, "take another template, or give examples with `text` instead"
+            )
+            raise self.too_much from None
+
+    def _written(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The same with the end of a last turn, where the template leaves it out."""
+        text, marked = self._render(messages, tools)
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            text += self._turn_end(tools).missing
+        return text, marked
 
     def _writes_calls(self, messages: list[dict[str, Any]], tools: Any) -> bool:
         """Whether the text shows each turn's tool calls: templates that know none write only the turn's words, or nothing."""
@@ -294,35 +317,19 @@ class Template:
 
     def _body(self, messages: list[dict[str, Any]], tools: Any) -> str:
         """The conversation's text, without what the template writes at the very end."""
-        return self._render(messages, tools)[0].removesuffix(self._turn_end(tools).closing)
+        text = self._written(messages, tools)[0] if messages else self._render(messages, tools)[0]
+        return text.removesuffix(self._turn_end(tools).closing)
 
     def _turn_end(self, tools: Any) -> TurnEnd:
-        """How the template that `tools` select ends a turn: a turn that is last is compared with the same turn before another one."""
+        """How the template that `tools` select ends a turn."""
         template = self._template(tools)
         if template not in self.turn_ends:
-            question, answer = {"role": "user", "content": "ask"}, {"role": "assistant", "content": SENTINEL}
             try:
-                last = self._render([question, answer], tools)[0].partition(SENTINEL)[2]
-                inner = self._render([question, answer, question], tools)[0].partition(SENTINEL)[2]
+                turn_end = find_turn_end(lambda messages, prompt: self._render(messages, tools, prompt)[0], self.specials)
             except Unusable:
-                last = inner = ""
-            common = self._common_length(last, inner)
-            special = re.search(f"(?:{self.special.pattern})+", last[:common])
-            if special:
-                turn_end = TurnEnd(last[: special.end()], True, last[special.end() : common], last[common:])
-            else:
-                turn_end = TurnEnd(last[:common], False, "", "")
+                turn_end = TurnEnd()
             self.turn_ends[template] = turn_end
         return self.turn_ends[template]
-
-    def _common_length(self, a: str, b: str) -> int:
-        """The length of the common beginning of two texts, no special token cut in two."""
-        length = bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: a[:n] != b[:n])
-        for text in (a, b):
-            for token in self.special.finditer(text, 0, length + 64):
-                if token.start() < length < token.end():
-                    length = token.start()
-        return length
 
     def _template(self, tools: Any) -> str:
         try:
@@ -369,9 +376,7 @@ def _plain(message: Any, documented: bool = True) -> dict[str, Any]:
     if not isinstance(content, str):
         raise Unusable(f"the content of a turn of role {plain['role']!r} is not text")
     plain["content"] = content
-    reasoning = next((plain[name] for name in REASONING if name in plain), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    plain = with_reasoning(plain)
     if "tool_calls" in plain:
         calls = plain["tool_calls"]
         plain["tool_calls"] = [_call(call, documented) for call in (calls if isinstance(calls, list) else [calls])]

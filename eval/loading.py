@@ -20,6 +20,7 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.reading import field
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
+from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair
 
@@ -212,10 +213,21 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. A conversation goes through the target's chat template, which writes its own special tokens."""
+    """Token ids of a prompt. A conversation goes through the target's chat template, which writes its own special tokens.
+
+    Raises:
+        ValueError: the template does not write this conversation.
+    """
     tokenizer = target.tokenizer
     assert tokenizer is not None, "open_models refuses a target without one"
-    if prompt.messages and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(str(text), add_special_tokens=False)
-    return tokenizer.encode(prompt.text)
+    if not prompt.messages or not tokenizer.chat_template:
+        return tokenizer.encode(prompt.text)
+    try:
+        template = tokenizer.get_chat_template()
+        text, _ = render(template, list(prompt.messages), tokenizer.special_tokens_map, prompt=True)
+    except ValueError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"prompt {prompt.id!r}: the chat template of {target.name!r} does not write it ({reason}); give it as text, or mend the template"
+        ) from None
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -10,7 +10,6 @@ from os.path import isdir
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
@@ -33,6 +32,7 @@ from draftsmith.models.model_files import (
 )
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
+from draftsmith.models.turn_end import stop_token
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -404,19 +404,5 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
     ids: Any = generation.eos_token_id if generation is not None else None
     stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
     if tokenizer is not None:
-        stops.update((tokenizer.eos_token_id, _end_of_turn(tokenizer)))
+        stops.update((tokenizer.eos_token_id, stop_token(tokenizer)))
     return frozenset(int(stop) for stop in stops if stop is not None)
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after the assistant's words, if it writes one."""
-    if not tokenizer.chat_template:
-        return None
-    words = "Answer"
-    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": words}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError:
-        return None
-    after = tokenizer(text[text.rindex(words) + len(words) :].lstrip(), add_special_tokens=False)["input_ids"] if words in text else []
-    return after[0] if after and after[0] in tokenizer.added_tokens_decoder else None

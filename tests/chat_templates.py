@@ -15,6 +15,8 @@ class ChatTemplate:
     system: bool = True  # whether it takes a system turn
     blanks: bool = True  # whether the words' outer blanks stay
     history: Callable[[str], str] | None = None  # as `says`, of turns that others follow, where that differs
+    begun: str = ""  # what the generation prompt begins of the answer, and no turn that others follow has
+    added: str = ""  # the end of a turn, which the template leaves out of a last one
 
 
 IM = ("<|im_start|>", "<|im_end|>")
@@ -56,6 +58,14 @@ QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role 
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
+
+
+def qwen35(begun):
+    """QWEN3 with reasoning in each turn after the last question, and a prompt that begins it."""
+    text = QWEN3.replace("(loop.last or reasoning)", "true").rpartition("{%- if add_generation_prompt %}")[0]
+    return text + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + begun + "' }}{%- endif %}"
+
+
 DEEPSEEK = """{% set ns = namespace(system='', tool=false, first=true) %}{{ bos_token }}
 {%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.tool = false %}{{ '<|User|>' + m.content }}{% endif %}
@@ -93,6 +103,12 @@ def think(words):
 def qwen(words):
     """In Qwen's history, the blank lines after the reasoning go with it."""
     return think(words).lstrip("\n") if "</think>" in words else words
+
+
+def reasoned(words, between="\n</think>\n\n"):
+    """The reasoning and the words, as Qwen takes them apart."""
+    reasoning = words.split("</think>")[0].rstrip("\n").split("<think>")[-1].strip("\n") if "</think>" in words else ""
+    return (reasoning + "\n</think>\n\n" if reasoning else between) + think(words).lstrip("\n")
 
 
 CHAT_TEMPLATES = {
@@ -180,6 +196,7 @@ CHAT_TEMPLATES = {
         lambda s: think(s) + "<|eos|>",
         "<|Assistant|><think>\n",
         ("<|User|>", "<|Assistant|>", "<|eos|>", "<|calls|>", "<|call|>", "<|calls_end|>", "<|outputs|>", "<|output|>", "<|outputs_end|>"),
+        begun="<think>\n",
     ),
     "qwen 3, an empty block for the last turn": ChatTemplate(
         QWEN3,
@@ -243,6 +260,131 @@ CHAT_TEMPLATES = {
             "<|END_OF_TURN_TOKEN|>",
         ),
         blanks=False,
+    ),
+    "the end is left out of a last turn": ChatTemplate(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if add_generation_prompt or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        lambda s: s + "<|im_end|>",
+        "<|im_end|>\n<|im_start|>assistant\n",
+        IM,
+        added="<|im_end|>",
+    ),
+    "the same after a default system prompt": ChatTemplate(
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if m.role != 'assistant' or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        lambda s: s + "<|im_end|>",
+        "<|im_start|>assistant\n",
+        IM,
+        added="<|im_end|>",
+    ),
+    "apertus, whose roles have tokens of their own and whose last turn no end": ChatTemplate(
+        "{{ bos_token + '<|developer_start|>No tools.<|developer_end|>' }}{% for m in messages %}{{ '<|' + m.role + '_start|>' + m.content }}"
+        "{% if m.role != 'assistant' or not loop.last %}{{ '<|' + m.role + '_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif %}",
+        lambda s: s + "<|assistant_end|>",
+        "<|assistant_start|>",
+        tuple(f"<|{role}_{edge}|>" for role in ("developer", "system", "user", "assistant") for edge in ("start", "end")),
+        added="<|assistant_end|>",
+    ),
+    "apriel 1.6, whose prompt begins the reasoning in words": ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '\n<|begin_assistant|>\n' + m.content }}"
+        "{% if not loop.last %}{{ '\n<|end|>\n' }}{% endif %}{% else %}{{ '<|begin_' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n<|begin_assistant|>\nHere are my reasoning steps:\n' }}{% endif %}",
+        lambda s: s + "\n<|end|>",
+        "<|begin_assistant|>\n",
+        ("<|begin_system|>", "<|begin_user|>", "<|begin_assistant|>", "<|end|>"),
+        begun="Here are my reasoning steps:\n",
+        added="\n<|end|>",
+    ),
+    "hy 3, an empty block in the prompt and no end of a last turn": ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + ('<think></think>' if m.role == 'assistant' else '') + m.content }}"
+        "{% if m.role == 'assistant' and not loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|><think></think>' }}{% endif %}",
+        lambda s: s + "</s>",
+        "<|assistant|><think></think>",
+        ("<|user|>", "<|assistant|>", "<|system|>", "<think>", "</think>"),
+        added="</s>",
+    ),
+    "kimi k3, whose tags are three tokens": ChatTemplate(
+        "{% macro open(tag) %}{{ '<|open|>' + tag + '<|sep|>' }}{% endmacro %}{% macro close(tag) %}{{ '<|close|>' + tag + '<|sep|>' }}{% endmacro %}"
+        "{% for m in messages %}{{ open('message role=' + m.role) }}{% if m.role == 'assistant' %}"
+        "{{ open('think') + close('think') + open('response') + m.content + close('response') }}{% else %}{{ m.content }}{% endif %}"
+        "{{ close('message') + '<|end_of_msg|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ open('message role=assistant') + open('think') }}{% endif %}",
+        lambda s: f"<|close|>think<|sep|><|open|>response<|sep|>{s}<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+        "<|open|>message role=assistant<|sep|><|open|>think<|sep|>",
+        ("<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>"),
+    ),
+    "command r7b, whose generation prompt is always there": ChatTemplate(
+        "{{ bos_token + '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>You are Command.<|END_OF_TURN_TOKEN|>' }}"
+        "{% for m in messages %}{% set role = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'}[m.role] %}"
+        "{{ '<|START_OF_TURN_TOKEN|><|' + role + '_TOKEN|>' + ('<|START_RESPONSE|>' if role == 'CHATBOT' else '') + m.content"
+        " + ('<|END_RESPONSE|>' if role == 'CHATBOT' else '') + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
+        "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>' }}",
+        lambda s: f"<|START_RESPONSE|>{s}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        (*(f"<|{role}_TOKEN|>" for role in ("START_OF_TURN", "END_OF_TURN", "CHATBOT", "USER", "SYSTEM")),)
+        + ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        begun="<|START_THINKING|><|END_THINKING|>",
+    ),
+    "toolace, llama 3 whose generation prompt is always there": ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}"
+        "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
+        lambda s: s + "<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "metharme, where only the last turn has an end": ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}{{ '<|' + ('model' if m.role == 'assistant' else m.role) + '|>' + m.content | trim }}{% endfor %}"
+        "{{ '<|model|>' if add_generation_prompt else eos_token }}",
+        lambda s: s + "</s>",
+        "<|model|>",
+        ("<|system|>", "<|user|>", "<|model|>"),
+        blanks=False,
+        history=lambda s: s,
+    ),
+    "qwen 3.5, whose prompt begins the reasoning": ChatTemplate(
+        qwen35("<think>\\n"),
+        lambda s: reasoned(s) + "<|im_end|>",
+        "<|im_start|>assistant\n<think>\n",
+        IM,
+        history=lambda s: qwen(s) + "<|im_end|>",
+    ),
+    "axolotl's qwen 3, whose prompt goes on after the tag": ChatTemplate(
+        qwen35("<think>\\n\\n"),
+        lambda s: reasoned(s, "</think>\n\n") + "<|im_end|>",
+        "<|im_start|>assistant\n<think>\n",
+        (*IM, "<think>", "</think>"),
+        history=lambda s: qwen(s) + "<|im_end|>",
+    ),
+    "minicpm 4.5, an empty block in the prompt and before the last turn": ChatTemplate(
+        qwen35("<think>\\n\\n</think>\\n\\n"),
+        lambda s: reasoned(s, "") + "<|im_end|>",
+        "<|im_start|>assistant\n<think>\n",
+        IM,
+        history=lambda s: qwen(s) + "<|im_end|>",
+    ),
+    "nemotron nano 2, a tag before the last turn alone": ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ '<S11>Assistant\n' + ('<think>\n' if loop.last else '') + m.content | trim + '\n<S12>\n' }}"
+        "{% else %}{{ ('<S10>System' if m.role == 'system' else '<S11>User') + '\n' + m.content | trim + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<S11>Assistant\n<think>\n' }}{% endif %}",
+        lambda s: s + "\n<S12>",
+        "<S11>Assistant\n",
+        ("<S10>", "<S11>", "<S12>"),
+        blanks=False,
+    ),
+    "gemma 4, a channel in the prompt alone": ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}"
+        "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content + '<turn|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}",
+        lambda s: s + "<turn|>",
+        "<|turn>model\n",
+        ("<|turn>", "<turn|>", "<|channel>", "<channel|>"),
+        begun="<|channel>thought\n<channel|>",
     ),
     "glm, where the next role ends a turn": ChatTemplate(
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",

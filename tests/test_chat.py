@@ -91,7 +91,7 @@ def test_what_the_assistant_says_is_supervised(kind, name):
     template = Template(tokenizer)
     for case, messages in conversations(chat):
         ids, mask = template.encode(messages)
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False) + (chat.added if messages[-1]["role"] == "assistant" else "")
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text, case
         assert len(ids) == len(mask) and all(type(keep) is bool for keep in mask), case
         wanted = expected(chat, messages)
@@ -110,8 +110,9 @@ def test_the_prompt_is_what_precedes_the_supervised_text(name):
     assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     if chat.template.startswith("{{ bos_token"):
         assert ids.count(tokenizer.bos_token_id) == prompt.count(tokenizer.bos_token_id) == 1
-    if not name.startswith("deepseek"):  # whose prompt begins the reasoning, which its history leaves out
-        assert prompt == ids[: len(prompt)] and (mask[len(prompt) - 1], mask[len(prompt)]) == (False, True)
+    size = len(prompt) - len(tokenizer.encode(chat.begun))
+    assert tokenizer.decode(prompt[size:]) == chat.begun
+    assert prompt[:size] == ids[:size] and (mask[size - 1], mask[size]) == (False, True)
 
 
 def test_only_the_last_turn():
@@ -133,7 +134,7 @@ def test_a_turn_that_was_cut_off_has_no_end():
         wanted[0] = wanted[0][: wanted[0].index("2, of") + 5]
         wanted[2] = wanted[2][: wanted[2].index("4 it") + 4]
         assert supervised_texts(tokenizer, ids, mask) == wanted, name
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False) + chat.added
 
 
 FAULTS = {
@@ -378,6 +379,99 @@ def test_contents_in_parts_and_turns_in_odd_order():
     ]
 
 
+HEADERS = "{% for m in messages %}{{ '<|start|>' + m.role + '<|header|>' + m.content + '<|end|>' }}{% endfor %}"
+REFUSED_PROMPTS = {
+    "alpaca, whose prompt follows the question at once": "{% for m in messages %}"
+    "{{ '### ' + ('Response' if m.role == 'assistant' else 'Instruction') + ':\n' + m.content | trim }}{{ '\n\n' if not loop.last }}{% endfor %}"
+    "{{ '### Response:\n' if add_generation_prompt }}",
+    "inkbot, the same with tags": "<#chat#>\n{% for m in messages %}{{ '<#bot#>\n' if m.role == 'assistant' else '<#user#>\n' }}{{ m.content }}"
+    "{{ '\n' if not loop.last }}{% endfor %}{{ '<#bot#>\n' if add_generation_prompt }}",
+    "llama 4, a blank line before the prompt alone": HEADERS + "{{ '\n<|start|>assistant<|header|>' if add_generation_prompt }}",
+    "deepseek 3.1, other blanks before the prompt": "{% for m in messages %}{{ ('   <|Assistant|> </think> ' if m.role == 'assistant' else '<|User|>') }}"
+    "{{ m.content + ('<|end|>' if m.role == 'assistant' else '') }}{% endfor %}{{ ' <|Assistant|><think>' if add_generation_prompt }}",
+    "command r plus, a system turn before the prompt": HEADERS
+    + "{{ '<|start|>system<|header|>Call a tool.<|end|>' }}{{ '<|start|>assistant<|header|>' if add_generation_prompt }}",
+    "another header in the prompt": HEADERS + "{{ '<|start|>assistant<|tail|>' if add_generation_prompt }}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_PROMPTS)
+def test_a_prompt_that_is_not_how_the_turns_begin_is_refused(name, kind):
+    specials = ("<|start|>", "<|header|>", "<|end|>", "<|tail|>", "<|User|>", "<|Assistant|>")
+    for messages in (turns("Two?", "2, of course.", "Three?", "3"), turns("Two?", "2"), turns("Two?", "2", "Three?", "3", system="Count.")):
+        template = Template(tokenizer_with(kind, REFUSED_PROMPTS[name], specials))
+        with pytest.raises(TemplateRefused, match="the generation prompt is not how the template begins the assistant's turns"):
+            template.encode(messages)
+
+
+BLIP = (
+    "{% for m in messages %}{{ ('Answer: ' if m.role == 'assistant' else 'Question: ') + m.content + ' ' }}{% endfor %}"
+    "{{ 'Answer:' if add_generation_prompt }}"
+)
+LLAVA = (
+    "{% for m in messages %}{{ m.role.upper() + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' ' }}{% endgeneration %}"
+    "{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}{{ 'ASSISTANT:' if add_generation_prompt }}"
+)
+
+
+def merging_tokenizer(template):
+    """Bytes, and the tokens ` Q`, ` U`, `eQ` and `:(`, which cross the edges of turns."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = tokenizer_with("bytes", template)
+    merges = [("Ġ", "Q"), ("Ġ", "U"), ("e", "Q"), (":", "(")]
+    symbols = [symbol for symbol in tokenizer.get_vocab() if len(symbol) == 1]
+    vocab = {symbol: i for i, symbol in enumerate([*symbols, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        tokenizer.backend_tokenizer.decoder,
+    )
+    merged = type(tokenizer)(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    merged.chat_template = template
+    return merged
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(BLIP, [" three", " five "]), (LLAVA, ["three", "five "])])
+def test_a_blank_that_begins_the_next_header_is_not_the_assistants(text, wanted):
+    tokenizer = merging_tokenizer(text)
+    ids, mask = Template(tokenizer).encode(turns("Two?", "three", "Four?", "five"))
+    assert {" Q", " U"} & {tokenizer.decode([token]) for token in ids}
+    assert supervised_texts(tokenizer, ids, mask) == wanted
+
+
+def test_a_token_across_words_of_two_turns_is_refused():
+    without_blank = BLIP.replace("m.content + ' '", "m.content")
+    messages = turns("Two?", "three", "Four?", "five")
+    with pytest.raises(Unusable, match="a token reaches across the edge"):
+        Template(merging_tokenizer(without_blank)).encode(messages)
+    template = Template(merging_tokenizer(BLIP.replace("'Answer: '", "'Answer:'")))
+    assert supervised_texts(template.tokenizer, *template.encode(messages)) == ["three", "five "]
+    with pytest.raises(Unusable, match="a token reaches across the edge"):
+        template.encode(turns("Two?", "(three)", "Four?", "five"))
+
+
+def test_decoding_that_stops_at_the_beginning_of_a_turn_is_refused():
+    text = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}</s>{% endif %}{{ m.content }}")
+    with pytest.raises(TemplateRefused, match="the assistant's turns begin with </s>, at which decoding stops"):
+        Template(tokenizer_with("bytes", text, IM)).encode(turns("Two?", "2"))
+
+
+def test_the_first_reason_is_kept():
+    """The form of tool calls that is tried second fails in its own way, which says nothing to the user."""
+    messages = [*turns("Sum?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    joined = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    template = Template(tokenizer_with("bytes", joined, IM))
+    for call in (template.encode, template.prompt):
+        with pytest.raises(Unusable) as caught:
+            call(messages)
+        assert caught.value.reason == "the template does not write its tool calls"
+    refusing = Template(tokenizer_with("bytes", "{{ raise_exception('no tools: ' + (messages[1].content is none) | string) }}", IM))
+    for call in (refusing.encode, refusing.prompt):
+        with pytest.raises(Unusable, match="no tools: False"):
+            call(messages)
+
+
 REFUSED = {
     "uppercase": "{% for m in messages %}{{ '[' + m.role + ']' + m.content | upper + '\n' }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
     "hash": "{% for m in messages %}{{ '[' + m.role + ']' }}{{ m.content | length }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}",
@@ -574,13 +668,13 @@ def test_a_token_across_the_end_of_the_prompt_is_the_assistants():
 def test_each_prefix_is_rendered_once(monkeypatch):
     from draftsmith.data import chat
 
-    calls, render = [], chat.render_jinja_template
+    calls, render = [], chat.render
 
-    def counted(conversations, **options):
-        calls.append(len(conversations[0]))
-        return render(conversations, **options)
+    def counted(source, messages, *rest):
+        calls.append(len(messages))
+        return render(source, messages, *rest)
 
-    monkeypatch.setattr(chat, "render_jinja_template", counted)
+    monkeypatch.setattr(chat, "render", counted)
     template = Template(tokenizer_with("bytes", CHATML, IM))
     template.encode(turns("a", "b"))
     calls.clear()
