@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
@@ -18,6 +17,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models.artifact import student_entry as distilled
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair
@@ -41,15 +41,6 @@ def command() -> str:
         return "draftsmith"
     beside = Path(sys.executable).with_name("draftsmith")
     return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
-
-
-def distilled(path: str) -> dict[str, Any] | None:
-    """The entry `draftsmith` in the config of a draft model that Draftsmith distilled; None for any other model.
-
-    Its keys are target (a `TargetIdentity` as a dict), tree, confidence and training.
-    """
-    config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
-    return config.get("draftsmith")
 
 
 def open_models(

@@ -18,14 +18,12 @@ from transformers.masking_utils import create_masks_for_generate
 
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packed_linear import PackedLinears
-from draftsmith.models.head import Head, load_ends
+from draftsmith.models.head import Head, check_fits, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.model_files import (
     SHIPPED,
     TOKENIZER_FILES,
     cached_commit,
-    check_folder,
-    check_loaded,
     model_file,
     read_config,
     read_tokenizer,
@@ -33,6 +31,7 @@ from draftsmith.models.model_files import (
 )
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
+from draftsmith.models.weights import check_finite, check_folder, check_loaded, headers
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -136,10 +135,13 @@ class Target:
             "quantization_config": quantisation(quantise, dtype) if quantise else None,
             "trust_remote_code": trust_remote_code,
         }
+        if layers or local:  # for the ends alone of a model on the Hub, not all of its files are downloaded
+            check_fits(path, config, headers(source, commit), trust_remote_code)
         model = None if layers else _read_ends(path, source, commit, device, **arguments)
         has_layers = model is None
         if model is None:
             model = _read_complete(path, source, commit, device, parallel, own or quantise or "", **arguments)
+        check_finite(path, model)
         tokenizer = read_tokenizer(path, revision=commit, trust_remote_code=trust_remote_code, key=KEY)
         return cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
 
