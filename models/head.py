@@ -164,7 +164,9 @@ def check_fits(path: str, config: PretrainedConfig, stored: dict[str, Header], t
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(stored):
-        raise ValueError(f"config.json of {path!r} has `num_hidden_layers` {layers:,}, its safetensors have {len(stored):,} tensors; {_ADVICE}")
+        raise ValueError(
+            f"config.json of {path!r} has `num_hidden_layers` {layers:,}, its safetensors have {len(stored):,} tensors; {_ADVICE}"
+        )
     model = without_memory(path, config, None, trust_remote_code)
     names = {ours: stored[theirs] for ours, theirs in _stored_names(model, dict.fromkeys(stored, "")).items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))

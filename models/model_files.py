@@ -18,16 +18,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     StrictDataclassError,
 )
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from draftsmith.inference.reading import read_json
+from draftsmith.inference.reading import describe, field, read_json
 from draftsmith.inference.support import check_supported
 
 __all__ = [
     "TOKENIZER_FILES",
     "cached_commit",
+    "UNEXPECTED",
     "check_config",
+    "check_generation",
+    "check_stops",
+    "in_words",
     "looks_local",
     "model_file",
     "read_config",
@@ -42,6 +47,8 @@ _FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Keys that say how many modules or labels transformers makes, and the most that any model may have.
 _COUNTED, _MOST = re.compile(r"(^|_)(layers?|heads?|experts|labels|blocks)$"), 10_000
+_SIZES = re.compile(r"(vocab|hidden|intermediate)_size|head_dim|num_(hidden_layers|(attention|key_value)_heads)|max_position_embeddings")
+_KINDS = {"model_type": str, "auto_map": dict, "architectures": list, "quantization_config": dict}  # or null
 _DEEPEST = 32  # objects within objects
 # What transformers and tokenizers raise for values of a kind that they do not expect.
 UNEXPECTED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, AssertionError, RecursionError, StrictDataclassError)
@@ -105,6 +112,13 @@ def check_config(folder: str) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"no config.json in {folder!r}; give the folder that save_pretrained wrote")
     content = read_json(file)
+    for key, kind in _KINDS.items():
+        field(content, key, (kind, type(None)), file)
+    method = (content.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
+        raise ValueError(
+            f"{file}: `quant_method` {method!r} is unknown to transformers {transformers.__version__}; update it, or correct it"
+        )
     _check_raw(content, str(file))
     return content
 
@@ -122,8 +136,12 @@ def _check_raw(content: Any, source: str, key: str = "", depth: int = 0) -> None
         for name, value in content.items():
             if type(value) is int and _COUNTED.search(name) and value > _MOST:
                 raise ValueError(f"{source}: `{name}` is {value:,}; expected at most {_MOST:,}: correct it or restore the file")
+            if type(value) is int and _SIZES.fullmatch(name) and value < 1:
+                raise ValueError(f"{source}: `{name}` is {value}; expected at least 1: correct it or restore the file")
             if name == "transformers_weights" and value is not None:
-                raise ValueError(f"{source}: `{name}` names weights; expected them in {_WEIGHTS} or {_INDEX}: rename them, leave the key out")
+                raise ValueError(
+                    f"{source}: `{name}` names weights; expected them in {_WEIGHTS} or {_INDEX}: rename them, leave the key out"
+                )
             if name.endswith(("attn_implementation", "experts_implementation")) and isinstance(value, str) and "/" in value:
                 raise ValueError(f"{source}: `{name}` names code on the Hub ({value!r}), which is never run; leave the key out")
             _check_raw(value, source, name, depth + 1)
@@ -168,15 +186,76 @@ def read_tokenizer(
 
     Raises:
         FileNotFoundError: no such folder, nothing of that name on the Hub, or no access to it.
+        ValueError: files that are damaged, or code of its own.
     """
     source = resolve_path(path, key)
     local = os.path.isdir(source)
     if local and not any(model_file(source, name, "") for name in TOKENIZER_FILES):
         return None
-    with _hub_errors(path, revision, f"{key}: " if key else ""):
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=trust_remote_code, local_files_only=local
-        )
+    prefix = f"{key}: " if key else ""
+    try:
+        with _hub_errors(path, revision, prefix):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=revision or "main", trust_remote_code=trust_remote_code, local_files_only=local
+            )
+            tokenizer("a")  # some faults show when it is used
+            return tokenizer
+    except Exception as error:
+        # The tokenizers library raises Exception itself, and no class of its own.
+        if type(error) is not Exception and not isinstance(error, (ValueError, *UNEXPECTED)):
+            raise
+        _check_tokenizer_files(source if local else "", prefix)
+        raise ValueError(f"{prefix}the tokenizer of {path!r} ({_first(source)}): {in_words(error)}; restore its files") from None
+
+
+def _check_tokenizer_files(folder: str, prefix: str) -> None:
+    """Raises ValueError for the first of a tokenizer's files that is not JSON of the expected kind, once it is known that one is wrong."""
+    for name in TOKENIZER_FILES if folder else ():
+        file = Path(folder) / name
+        if name.endswith(".json") and file.is_file():
+            try:
+                _check_raw(read_json(file), str(file))
+            except ValueError as error:
+                raise ValueError(f"{prefix}{error}") from None
+
+
+def _first(source: str) -> str:
+    """The file that most of a tokenizer is in."""
+    return next((name for name in TOKENIZER_FILES if model_file(source, name, "main")), TOKENIZER_FILES[0])
+
+
+def check_generation(source: str, revision: str) -> None:
+    """Check a model's generation_config.json, where it has one, as far as decoding reads it. Arguments as in `model_file`.
+
+    Raises:
+        ValueError: no JSON object, or values of another kind, naming the file and the key.
+    """
+    path = model_file(source, "generation_config.json", revision)
+    if path is None:
+        return
+    content = read_json(Path(path))
+    _check_raw(content, path)
+    for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        field(content, key, (float, type(None)), path)
+    for key, kind in (("top_k", int), ("do_sample", bool), ("max_length", int), ("max_new_tokens", int)):
+        field(content, key, (kind, type(None)), path)
+    check_stops(field(content, "eos_token_id", (int, list, type(None)), path), path)
+    try:
+        GenerationConfig.from_dict(content).validate()
+    except (ValueError, *UNEXPECTED) as error:
+        raise ValueError(f"{path}: {in_words(error)}; correct it or restore the file") from None
+
+
+def check_stops(ids: Any, source: str, vocab_size: int | None = None) -> None:
+    """Check `eos_token_id`: a token or a list of tokens, within the vocabulary where its size is given; or null.
+
+    Raises:
+        ValueError: naming `source`.
+    """
+    for token in ids if isinstance(ids, list) else [ids]:
+        if token is not None and (type(token) is not int or not 0 <= token < (vocab_size or token + 1)):
+            expected = "token ids" if vocab_size is None else f"0..{vocab_size - 1}"
+            raise ValueError(f"{source}: `eos_token_id` is {describe(token)}; expected {expected}: correct it or restore the file")
 
 
 @contextmanager

@@ -230,7 +230,9 @@ def _check_adapter(folder: str) -> None:
         if config.get(key):
             raise ValueError(f"{path}: `{key}` is set, which is not supported; merge the adapter into the model's weights")
     if not os.path.isfile(os.path.join(folder, ADAPTER)):
-        raise FileNotFoundError(f"no {ADAPTER} in {folder!r}, which {ADAPTER_CONFIG} is for; pickles are never loaded: save it as safetensors")
+        raise FileNotFoundError(
+            f"no {ADAPTER} in {folder!r}, which {ADAPTER_CONFIG} is for; pickles are never loaded: save it as safetensors"
+        )
     shapes = {name: header.shape for name, header in _read_header(folder, ADAPTER, "").items()}
     ranks = {shape[0] for name, shape in shapes.items() if ("lora_A" in name or "lora_embedding_A" in name) and shape}
     pattern = field(config, "rank_pattern", (dict, type(None)), path) or {}
