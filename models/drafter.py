@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
+from draftsmith.inference.durable import give_usual_mode
 from draftsmith.inference.expand import TreeSpec, parse_tree_spec, tree_config
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
@@ -204,6 +205,12 @@ class DrafterModel(PreTrainedModel):
             raise ValueError(f"{path!r}: {error}") from None
         model._folder = Path(source) if Path(source).is_dir() else None
         return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As transformers' own; the weights are readable as other files are."""
+        cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
+        for file in Path(save_directory).glob("*.safetensors"):
+            give_usual_mode(file)
 
     @classmethod
     def _check_headers(cls, path: str, source: str, config: Any, revision: str | None) -> None:
