@@ -69,7 +69,7 @@ def open_models(
     entries = {path: distilled(path) for path in paths if path not in trained}
     targets = (load_config(path).target if path in trained else (entries[path] or {}).get("target") for path in paths)
     recorded = next(filter(None, targets), None) or {}
-    name = target or recorded.get("name") or "tiny"
+    name = target if target is not None else recorded.get("name") or "tiny"
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None

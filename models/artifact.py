@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from transformers.configuration_utils import PretrainedConfig
 
+from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.inference.reading import field
 from draftsmith.models.identity import TargetIdentity
 from draftsmith.models.model_files import check_config, model_file, resolve_path
@@ -92,6 +93,10 @@ def check_tree(tree: Any, name: str) -> None:
             f"{name} has {nodes:,} nodes on {deepest:,} levels, {candidates:,} candidates; expected at most {_NODES:,}, {DEEPEST} and "
             f"{_CANDIDATES:,}: correct it or restore the file"
         )
+    try:
+        parse_tree_spec(tree)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def student_entry(path: str) -> dict[str, Any] | None:

@@ -49,6 +49,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _COUNTED, _MOST = re.compile(r"(^|_)(layers?|heads?|experts|labels|blocks)$"), 10_000
 _SIZES = re.compile(r"(vocab|hidden|intermediate)_size|head_dim|num_(hidden_layers|(attention|key_value)_heads)|max_position_embeddings")
 _KINDS = {"model_type": str, "auto_map": dict, "architectures": list, "quantization_config": dict}  # or null
+_OWN_CODE = "runs model code of its own; read it, then set target.trust_remote_code=true or --trust-remote-code"
 _DEEPEST = 32  # objects within objects
 # What transformers and tokenizers raise for values of a kind that they do not expect.
 UNEXPECTED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, AssertionError, RecursionError, StrictDataclassError)
@@ -114,10 +115,12 @@ def check_config(folder: str) -> dict[str, Any]:
     content = read_json(file)
     for key, kind in _KINDS.items():
         field(content, key, (kind, type(None)), file)
-    method = (content.get("quantization_config") or {}).get("quant_method")
-    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
+    quantised = content.get("quantization_config")
+    method = quantised and quantised.get("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & quantised.keys() else None)
+    if quantised is not None and method != "bitsandbytes" and method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
         raise ValueError(
-            f"{file}: `quant_method` {method!r} is unknown to transformers {transformers.__version__}; update it, or correct it"
+            f"{file}: `quantization_config` has `quant_method` {method!r}, unknown to transformers {transformers.__version__}; update it, or "
+            "correct the file"
         )
     _check_raw(content, str(file))
     return content
@@ -138,6 +141,8 @@ def _check_raw(content: Any, source: str, key: str = "", depth: int = 0) -> None
                 raise ValueError(f"{source}: `{name}` is {value:,}; expected at most {_MOST:,}: correct it or restore the file")
             if type(value) is int and _SIZES.fullmatch(name) and value < 1:
                 raise ValueError(f"{source}: `{name}` is {value}; expected at least 1: correct it or restore the file")
+            if name == "rope_theta" and type(value) in (int, float) and value <= 0:
+                raise ValueError(f"{source}: `{name}` is {value}; expected a number above 0: correct it or restore the file")
             if name == "transformers_weights" and value is not None:
                 raise ValueError(
                     f"{source}: `{name}` names weights; expected them in {_WEIGHTS} or {_INDEX}: rename them, leave the key out"
@@ -204,6 +209,8 @@ def read_tokenizer(
         # The tokenizers library raises Exception itself, and no class of its own.
         if type(error) is not Exception and not isinstance(error, (ValueError, *UNEXPECTED)):
             raise
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{prefix}the tokenizer of {path!r} {_OWN_CODE}") from None
         _check_tokenizer_files(source if local else "", prefix)
         raise ValueError(f"{prefix}the tokenizer of {path!r} ({_first(source)}): {in_words(error)}; restore its files") from None
 
@@ -293,7 +300,7 @@ def _unknown_reason(raw: dict[str, Any], trust_remote_code: bool) -> str:
     """Why transformers could not tell what the config `raw` is of; "" where that is not what it refused."""
     kind = raw.get("model_type")
     if "AutoConfig" in (raw.get("auto_map") or {}) and not trust_remote_code:
-        return "runs model code of its own; read it, then set target.trust_remote_code=true or --trust-remote-code"
+        return _OWN_CODE
     if not kind:
         return "has no model_type in its config.json; give the folder or Hub id of a transformers model"
     if kind not in CONFIG_MAPPING:

@@ -166,7 +166,8 @@ def check_finite(path: str, model: nn.Module) -> None:
 
 
 def _kind(dtype: str) -> str:
-    return "bool" if dtype == "BOOL" else "integers" if dtype[0] in "IU" else "floating point"
+    """What kind of number a dtype of safetensors' is."""
+    return "bool" if dtype == "BOOL" else {"I": "integers", "U": "integers", "C": "complex"}.get(dtype[0], "floating point")
 
 
 def _no_weights(source: str) -> Exception:

@@ -564,10 +564,16 @@ def yes() -> None:
 CODE_CASES = [
     case("code of a folder: model", unknown_config, "runs model code of its own", inside=yes),
     case("code of a folder: model, in training", unknown_config, "runs model code of its own", TRAIN, inside=yes),
-    case("code of a folder: model, as a plan", unknown_config, "runs model code of its own", "plan medusa.yaml", inside=yes),
-    case("code of a folder: tokenizer", planted_tokenizer, "", inside=yes, status=0),
-    case("code of a folder: tokenizer, as a plan", planted_tokenizer, "", "plan medusa.yaml", inside=yes, status=0),
-    case("code of a folder: tokenizer, in training", planted_tokenizer, "", TRAIN, inside=yes, status=0),
+    case("code of a folder: model, as a plan", unknown_config, "runs model code of its own", "plan medusa.yaml --gpus 1", inside=yes),
+    case("code of a folder: tokenizer", planted_tokenizer, "the tokenizer of 'target' runs model code of its own", inside=yes),
+    case("code of a folder: tokenizer, as a plan", planted_tokenizer, "", "plan medusa.yaml --gpus 1", inside=yes, status=0),
+    case(
+        "code of a folder: tokenizer, in training",
+        planted_tokenizer,
+        "the tokenizer of 'target' runs model code of its own",
+        TRAIN,
+        inside=yes,
+    ),
     case("code of a folder: attention from the Hub", changed(CONFIG, attn_implementation="someone/kernel"), "names code on the Hub"),
     case(
         "code of a folder: attention from the Hub, inner key",
@@ -585,14 +591,7 @@ CODE_CASES = [
         lambda folder: adapter(folder, megatron_config={"a": 1}, megatron_core="code"),
         "`megatron_config` is set",
     ),
-    case(
-        "code of a folder: a template that imports",
-        written("target/chat_template.jinja", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
-        "",
-        [*GENERATE, "--chat"],
-    ),
 ]
-CODE_CASES = [one for one in CODE_CASES if "template" not in one.name]  # templates have tests of their own
 ADAPTERS = [
     case("an adapter: rank 10**9", lambda folder: adapter(folder, r=10**9), r"adapter_config.json: a rank of 1000000000; .* have \[2\]"),
     case("an adapter: rank by pattern", lambda folder: adapter(folder, rank_pattern={"q_proj": 10**8}), "a rank of 100000000"),
