@@ -193,7 +193,9 @@ class DrafterModel(PreTrainedModel):
         path = str(pretrained_model_name_or_path)
         source = _checked_folder(path)
         config = kwargs.get("config")
-        cls._check_headers(path, source, config or _read_config(cls.config_class, source, kwargs.get("revision")), kwargs.get("revision"))
+        cls._check_headers(
+            path, source, config or _read_config(cast(Any, cls.config_class), source, kwargs.get("revision")), kwargs.get("revision")
+        )
         with_info = kwargs.pop("output_loading_info", False)
         strict = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = cast(Any, super()).from_pretrained(source, *args, **{**kwargs, **strict})
