@@ -122,7 +122,7 @@ def student_entry(path: str) -> dict[str, Any] | None:
 
 
 def _check_notes(raw: dict[str, Any], source: str) -> None:
-    """Check the entries `target` and `training`, which drafters and students have alike."""
+    """Check the entries `target` and `training`, which drafters and students both have."""
     target = field(raw, "target", (dict, type(None)), source)
     for key in TargetIdentity.__dataclass_fields__ if target else ():
         field(target, key, str, f"{source}: `target`")

@@ -173,7 +173,7 @@ KINDS = [
     for value in values
 ]
 CASES = [*JSON_FILES, *KINDS]
-LIES = [
+SIZES = [
     case(f"sizes that are not the weights': {key} {value:,}", changed(CONFIG, **{key: value}), says)
     for key, value, says in (
         ("vocab_size", 10**9, r"misshapen tensors: lm_head.weight \[257, 32\] for \[1000000000, 32\]"),
@@ -188,7 +188,7 @@ LIES = [
         ("num_labels", 10**9, "`num_labels` is 1,000,000,000"),
     )
 ]
-LIES += [
+SIZES += [
     case(
         "sizes that are not the weights': tables of positions",
         changed(CONFIG, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=10**9, n_embd=32, n_head=4, n_layer=2),
@@ -675,4 +675,4 @@ PATHS = [
         ("a drafter as the target", "eagle/artifact", "eagle/artifact' is|architecture 'eagle'"),
     )
 ]
-CASES = [*JSON_FILES, *KINDS, *LIES, *FILES, *TENSORS, *MAPS, *SETTINGS, *CODE_CASES, *ADAPTERS, *GENERATION, *TOKENIZERS, *PATHS]
+CASES = [*JSON_FILES, *KINDS, *SIZES, *FILES, *TENSORS, *MAPS, *SETTINGS, *CODE_CASES, *ADAPTERS, *GENERATION, *TOKENIZERS, *PATHS]

@@ -68,7 +68,7 @@ def test_transformers_drafts_with_a_students_own_confidence(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text())["draftsmith"]["confidence"] == confidence
 
 
-def test_engines_are_told_of_medusas_biases(target, tmp_path):
+def test_the_config_names_medusas_biases_for_engines(target, tmp_path):
     new_drafter("medusa", target, num_heads=1).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["medusa_fc_bias"] is True
