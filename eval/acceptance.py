@@ -129,7 +129,7 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     from draftsmith.models.target import SHIPPED
 
     folder = Path(os.path.expanduser(name))
-    if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.distilled(name) is not None):
+    if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.student_entry(name) is not None):
         return None
     reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.NAMES))
     if reason:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
+from draftsmith.inference.expand import DynamicTree, TreeSpec
 from draftsmith.inference.lookup import Ngram, Suffix
-from draftsmith.inference.reading import field
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
@@ -45,34 +44,6 @@ def command() -> str:
     return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
-def distilled(path: str) -> dict[str, Any] | None:
-    """The entry `draftsmith` in the config of a draft model that Draftsmith distilled; None for any other model.
-
-    Its keys are target (a `TargetIdentity` as a dict), tree, confidence and training.
-    """
-    config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
-    if config.get("draftsmith") is None:
-        return None
-    source = f"config.json of {path!r}"
-    entry = field(config, "draftsmith", dict, source)
-    inner = {f"draftsmith.{key}": value for key, value in entry.items()}
-    confidence = inner.get("draftsmith.confidence")
-    if confidence is not None and not 0 <= field(inner, "draftsmith.confidence", float, source) < 1:
-        raise ValueError(f"{source}: `draftsmith.confidence` should be a probability less than 1, got {confidence}; correct it")
-    recorded = field(inner, "draftsmith.target", (dict, type(None)), source)
-    if recorded is not None:
-        field({f"draftsmith.target.{key}": value for key, value in recorded.items()}, "draftsmith.target.name", str, source)
-    return entry
-
-
-def _tree_spec(path: str, tree: Any) -> TreeSpec:
-    """The tree of the config of `path`, whose errors name it."""
-    try:
-        return parse_tree_spec(tree)
-    except ValueError as error:
-        raise ValueError(f"config.json of {path!r}: {error}") from None
-
-
 def open_models(
     target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
@@ -96,13 +67,11 @@ def open_models(
                 "or a Hub id such as name/drafter"
             )
     trained = {path for path in paths if is_drafter(path)}
-    entries = {path: distilled(path) for path in paths if path not in trained}
-    for path in trained:
-        _tree_spec(path, PretrainedConfig.get_config_dict(resolve_path(path))[0].get("tree"))
+    entries = {path: student_entry(path) for path in paths if path not in trained}
     configs = {path: load_config(path) for path in trained}
     targets = (configs[path].target if path in trained else (entries[path] or {}).get("target") for path in paths)
     recorded = next(filter(None, targets), None) or {}
-    name = target or recorded.get("name") or "tiny"
+    name = target if target is not None else recorded.get("name") or "tiny"
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None
@@ -154,7 +123,7 @@ def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settin
             warnings.warn(warning, stacklevel=3)
     model = Target.load(path, **settings)
     model.pack()
-    return DraftModel(model, _tree_spec(path, entry["tree"]), confidence=entry["confidence"])
+    return DraftModel(model, parse_tree_spec(entry["tree"]), confidence=entry["confidence"])
 
 
 def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None:

@@ -20,6 +20,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary.unlink(missing_ok=True)  # a link of that name would lead elsewhere
     try:
         write(temporary)
+        give_usual_mode(temporary)
         sync(temporary)
         temporary.replace(path)
     except BaseException as error:
@@ -45,6 +46,7 @@ def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
     temporary.mkdir(parents=True)
     try:
         write(temporary)
+        give_usual_mode(temporary)
         for inner in (*temporary.rglob("*"), temporary):
             sync(inner)
         if path.exists():
@@ -59,6 +61,15 @@ def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` as UTF-8, through `replace`."""
     replace(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def give_usual_mode(path: Path) -> None:
+    """Give a file, or the files of a folder that this process wrote, the mode that new files have by the umask. (safetensors gives 600.)"""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
 
 
 def sync(path: Path) -> None:

@@ -35,6 +35,8 @@ def read_json(path: Path, expected: type = dict) -> Any:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start}); write it anew or restore it") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg}); write it anew or restore it") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: {error}; write it anew or restore it") from None
     except RecursionError:
         raise ValueError(f"{path}: nested too deep to be read; write it anew or restore it") from None
     if type(value) is not expected:

@@ -24,12 +24,15 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
+from draftsmith.inference.durable import give_usual_mode
 from draftsmith.inference.expand import TreeSpec, parse_tree_spec, tree_config
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
+from draftsmith.models.artifact import check_settings, raw_config
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
+from draftsmith.models.weights import WEIGHTS, check_finite, check_headers, headers
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CONFIG = "config.json"
 
 
 def same_layout(left: Tensor, right: Tensor) -> bool:
@@ -53,6 +56,11 @@ class DrafterConfig(PretrainedConfig):
     target: dict | None = None
     tree: list | dict | None = None
     training: dict | None = None
+
+    @property
+    def least_tensors(self) -> int:
+        """How many tensors its weights have at least, so that a false number of layers is seen before they are built."""
+        return 0
 
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
@@ -179,16 +187,47 @@ class DrafterModel(PreTrainedModel):
 
         Raises:
             FileNotFoundError: no folder, no config.json or no weights.
-            ValueError: pickled weights, a damaged file, or tensors missing, left over or misshapen, by name.
+            ValueError: pickled weights, a damaged file, tensors missing, left over, misshapen or of another kind, NaN or infinite ones, by
+                name; or a draft vocabulary that is none.
         """
         path = str(pretrained_model_name_or_path)
         source = _checked_folder(path)
+        config = kwargs.get("config")
+        cls._check_headers(
+            path, source, config or _read_config(cast(Any, cls.config_class), source, kwargs.get("revision")), kwargs.get("revision")
+        )
         with_info = kwargs.pop("output_loading_info", False)
         strict = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = cast(Any, super()).from_pretrained(source, *args, **{**kwargs, **strict})
         check_loaded(path, info)
+        check_finite(path, model)
+        try:
+            model.check_content()
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
         model._folder = Path(source) if Path(source).is_dir() else None
         return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As transformers' own; the weights are readable as other files are."""
+        cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
+        for file in Path(save_directory).glob("*.safetensors"):
+            give_usual_mode(file)
+
+    @classmethod
+    def _check_headers(cls, path: str, source: str, config: Any, revision: str | None) -> None:
+        """Compare a config with the headers of its weights before anything is allocated. Raises ValueError as `from_pretrained`."""
+        stored = headers(source, revision or "main")
+        if config.least_tensors > len(stored):
+            raise ValueError(
+                f"{CONFIG} of {path!r} describes {config.least_tensors:,} tensors or more, {WEIGHTS} has {len(stored):,}; "
+                "they do not belong together: copy or save it again"
+            )
+        with torch.device("meta"):
+            check_headers(path, cls(config).state_dict(), stored, exact=True)
+
+    def check_content(self) -> None:
+        """Raises ValueError where tensors that fit the architecture cannot be meant; a subclass knows what to look at."""
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
@@ -257,7 +296,7 @@ def new_drafter(method: str, target: Target, *, dtype: torch.dtype = torch.float
 
 def is_drafter(path: str) -> bool:
     """Whether the folder or Hub id holds one of these architectures, by the model_type of its config."""
-    raw, _ = DrafterConfig.get_config_dict(_checked_folder(path))
+    raw, _ = raw_config(_checked_folder(path))
     return raw.get("model_type", "") in methods()
 
 
@@ -275,11 +314,21 @@ def load_config(path: str | Path, revision: str | None = None) -> DrafterConfig:
     Raises:
         FileNotFoundError, ValueError: an incomplete folder, or an unknown architecture.
     """
-    raw, _ = DrafterConfig.get_config_dict(_checked_folder(str(path)), revision=revision or "main")
-    method = raw.get("model_type", "")
+    source = _checked_folder(str(path))
+    method = raw_config(source, revision or "main")[0].get("model_type", "")
     if method not in methods():
         raise ValueError(f"{str(path)!r} has model_type {method!r}, expected one of {', '.join(methods())}; is it a drafter?")
-    return architecture(method).Config.from_dict(raw)
+    return _read_config(architecture(method).Config, source, revision)
+
+
+def _read_config(config_class: type[DrafterConfig], source: str, revision: str | None) -> Any:
+    """The config of an architecture, from a folder or the Hub. Raises ValueError for values that it cannot have, naming the file."""
+    raw, file = raw_config(source, revision or "main")
+    check_settings(raw, config_class, file)
+    try:
+        return config_class.from_dict(raw)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def load_drafter(

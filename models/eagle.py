@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from draftsmith.inference.drafter import NodeOutput, TargetOutput
 from draftsmith.models import vocab
+from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import DrafterConfig, default_paths
 from draftsmith.models.feature_drafter import Attend, FeatureDrafter
@@ -62,6 +63,10 @@ class EagleConfig(DrafterConfig):
 
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
+        least = min(self.num_layers, self.num_heads, self.num_kv_heads, self.steps)
+        if least < 1 or self.steps > DEEPEST:
+            got = f"num_layers {self.num_layers}, num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}, steps {self.steps}"
+            raise ValueError(f"got {got}; expected at least 1 of each, and at most {DEEPEST} steps")
         self.draft_size = self.draft_size or self.hidden_size
         self.head_dim = self.head_dim or self.draft_size // self.num_heads
         self.intermediate_size = self.intermediate_size or 4 * self.draft_size
@@ -85,22 +90,18 @@ class EagleConfig(DrafterConfig):
         if self.head_dim % 2:
             raise ValueError(f"got heads of {self.head_dim} entries; RoPE turns pairs of them: expected an even number")
 
+    @property
+    def least_tensors(self) -> int:
+        return 8 * self.num_layers
+
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
         attention = {"num_heads": 4, "num_kv_heads": 2, "steps": 4}
         return {"1": attention | {"version": 1}, "3": attention | {"taps": [0, 1]}, "3.1": attention | {"taps": [1], "norm_output": True}}
 
-    def llama_config(self) -> LlamaConfig:
-        """The sizes of the layers, as transformers' Llama modules read them."""
-        return LlamaConfig(
-            hidden_size=self.draft_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-        )
+    def mlp_config(self) -> LlamaConfig:
+        """The sizes of an MLP, as transformers' module reads them. (Heads are not named: LlamaConfig wants them to divide the size.)"""
+        return LlamaConfig(hidden_size=self.draft_size, intermediate_size=self.intermediate_size, num_attention_heads=1)
 
 
 class Attention(nn.Module):
@@ -137,7 +138,7 @@ class Layer(nn.Module):
             self.input_layernorm = LlamaRMSNorm(config.hidden_size if self.wide else size, config.rms_norm_eps)
         self.self_attn = Attention(config, config.hidden_size + size if self.wide else size)
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config.llama_config())
+        self.mlp = LlamaMLP(config.mlp_config())
 
     def forward(self, feature: Tensor, embedding: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """feature [B,n,W], embedding [B,n,H] -> [B,n,W]."""
@@ -191,6 +192,9 @@ class EagleModel(FeatureDrafter):
                 d2t, t2d = self.get_buffer("d2t"), self.get_buffer("t2d")
                 self._vocabulary = vocab.from_tensors(d2t, t2d, self.config.vocab_size, self.config.draft_vocab_size)
         return self._vocabulary
+
+    def check_content(self) -> None:
+        _ = self.vocabulary  # raises where d2t is no map
 
     def init_from_target(self, target: Target) -> None:
         """Start the own head as the target's, where V = D; `take` does it for a smaller vocabulary."""

@@ -21,8 +21,10 @@ from torch import Tensor
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
 from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target, check_folder, check_loaded
 from draftsmith.models.target_defaults import usual_taps
+from draftsmith.models.weights import check_finite
 
 ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab", "llama.cpp")
 
@@ -102,21 +104,24 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
         ValueError: pickled or sharded weights; tensors that are missing, unexpected or misshapen; keys that are unknown, contradictory
             or need what EagleModel does not compute; a draft vocabulary or embedding of another target.
     """
-    folder = Path(folder)
-    check_folder(str(folder))
-    if not (folder / WEIGHTS).exists():
+    folder = Path(folder).expanduser()
+    if not (folder / WEIGHTS).exists() and any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: expected the weights in one file, {WEIGHTS}; merge them")
+    check_folder(str(folder))
     tensors = load_file(folder / WEIGHTS)
     try:
-        flat = _flat(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-        config = _read_config(flat, tensors, target)
+        config = _read_config(_flat(check_config(str(folder))), tensors, target)
+        if config.least_tensors > len(tensors):
+            raise ValueError(f"config.json describes {config.least_tensors:,} tensors or more, {WEIGHTS} has {len(tensors):,}")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         config.dtype = reduce(torch.promote_types, dtypes or [torch.float32])
-        drafter = EagleModel(config)
+        with torch.device("meta"):
+            drafter = EagleModel(config)
         # Assigned, not copied: casting the module would round the frequencies of its RoPE too.
         drafter.load_state_dict(_read_tensors(str(folder), tensors, drafter, target), strict=True, assign=True)
         torch.nn.Module.to(drafter, target.device)
-        _ = drafter.attach(target).vocabulary  # raises where d2t is no map
+        check_finite(str(folder), drafter)
+        drafter.attach(target).check_content()
     except ValueError as error:
         raise ValueError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from None
     except (TypeError, AttributeError) as error:

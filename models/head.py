@@ -15,9 +15,16 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from draftsmith.models.model_files import model_file, read_tensors, stored_tensors
+from draftsmith.models.model_files import UNEXPECTED, in_words, model_file
+from draftsmith.models.parallel import not_partitioned
+from draftsmith.models.quantised import quantised_as
+from draftsmith.models.weights import Header, check_headers, check_loaded, read_tensors, stored_tensors
 
-__all__ = ["Head", "end_modules", "load_ends"]
+__all__ = ["Head", "check_fits", "end_modules", "load_ends", "without_memory"]
+
+_ADVICE = "they do not belong together: copy the complete model folder"
+_PACKED = 8  # most weights in one number of a quantised tensor
+_UNSTORED = 1 << 24  # numbers that a model computes instead of storing them: rotary frequencies, position masks
 
 
 CHUNK = 1 << 14  # rows of the head that are in float32 at a time
@@ -136,6 +143,57 @@ def end_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [model.get_input_embeddings(), *(child for name, child in model.named_children() if name != model.base_model_prefix)]
 
 
+def without_memory(path: str, config: PretrainedConfig, dtype: torch.dtype | str | None, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a config on the meta device.
+
+    Args:
+        path: the model, for errors.
+        config: the model's config.
+        dtype: of the weights; None or "auto" takes the config's.
+        trust_remote_code: run the model's own code from the Hub.
+
+    Raises:
+        ValueError: values from which transformers can build no model.
+    """
+    try:
+        with not_partitioned(), torch.device("meta"):
+            wanted = config.dtype if dtype in (None, "auto") else dtype
+            return AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=trust_remote_code)
+    except (ValueError, RuntimeError, *UNEXPECTED) as error:
+        raise ValueError(f"config.json of {path!r} describes no model: {in_words(error)}; correct it or restore the file") from None
+
+
+def check_fits(path: str, config: PretrainedConfig, stored: dict[str, Header], trust_remote_code: bool) -> None:
+    """Compare a config with the headers of its weights, before anything of its sizes is allocated.
+
+    Of quantised weights, whose shapes are the quantiser's, only the number is compared.
+
+    Args:
+        path: the model, for errors.
+        config: the model's config.
+        stored: the headers of its tensors.
+        trust_remote_code: run the model's own code from the Hub.
+
+    Raises:
+        ValueError: more layers than tensors, tensors of other shapes or that hold no floating-point numbers, or far fewer of them.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(stored):
+        raise ValueError(
+            f"config.json of {path!r} has `num_hidden_layers` {layers:,}, its safetensors have {len(stored):,} tensors; {_ADVICE}"
+        )
+    model = without_memory(path, config, None, trust_remote_code)
+    names = {ours: stored[theirs] for ours, theirs in _stored_names(model, dict.fromkeys(stored, "")).items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    quantised = bool(quantised_as(config))
+    if not quantised:
+        check_headers(path, parameters, names, exact=False)
+    wanted = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if wanted > sum(header.size for header in stored.values()) * (_PACKED if quantised else 1) + _UNSTORED:
+        check_loaded(path, {"missing_keys": parameters.keys() - names.keys(), "unexpected_keys": (), "mismatched_keys": ()})
+        raise ValueError(f"config.json of {path!r} describes {wanted:,} numbers, far more than its safetensors hold; {_ADVICE}")
+
+
 def load_ends(
     source: str,
     config: PretrainedConfig,
@@ -156,15 +214,13 @@ def load_ends(
         trust_remote_code: run the model's own code from the Hub.
 
     Returns:
-        The model, and what could not be read in the form of transformers' loading info (`model_files.check_loaded` refuses it).
+        The model, and what could not be read in the form of transformers' loading info (`weights.check_loaded` refuses it).
 
     Raises:
         FileNotFoundError: no safetensors, or not all of the files that the index names.
     """
     files = stored_tensors(source, revision)
-    wanted_dtype = config.dtype if dtype in (None, "auto") else dtype
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    model = without_memory(source, config, dtype, trust_remote_code)
     ends = {module for part in end_modules(model) for module in part.modules()}
     _fill_buffers(model, ends, device)
     stored = _stored_names(model, files)

@@ -18,6 +18,7 @@ from transformers import initialization as init
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import DynamicExpansion, choose, expand, parse_tree_spec
 from draftsmith.inference.tree import DraftTree
+from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.drafter import DrafterConfig, default_paths
 from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 from draftsmith.models.target import Target
@@ -30,22 +31,32 @@ class MedusaConfig(DrafterConfig):
         num_heads: K.
         num_layers: blocks of each head.
         share_head: read the target's output layer instead of one for each head.
+        medusa_fc_bias: always true; vLLM drops the blocks' biases where it is missing.
     """
 
     model_type = "medusa"
     num_heads: int = 4
     num_layers: int = 1
     share_head: bool = False
+    medusa_fc_bias: bool = True
 
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
+        if not 1 <= self.num_heads <= DEEPEST or self.num_layers < 1:
+            raise ValueError(
+                f"got num_heads {self.num_heads}, num_layers {self.num_layers}; expected 1 to {DEEPEST} heads of at least one block"
+            )
+        if not self.medusa_fc_bias:
+            raise ValueError("got medusa_fc_bias false; these heads have biases: leave it out")
         if self.tree is None:
             self.tree = default_paths(self.num_heads)
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(f"got {self.num_heads} heads of {self.num_layers} blocks; expected at least one of each")
         deepest = parse_tree_spec(self.tree).max_depth
         if deepest > self.num_heads:
             raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
+
+    @property
+    def least_tensors(self) -> int:
+        return 2 * self.num_heads * self.num_layers
 
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:

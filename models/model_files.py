@@ -1,13 +1,13 @@
 """The files of a model, in a folder or on the Hub: where they are, whether they are complete, its config, and single tensors."""
 
-import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -16,26 +16,28 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from draftsmith.inference.reading import describe, field, read_json
 from draftsmith.inference.support import check_supported
 
 __all__ = [
     "TOKENIZER_FILES",
     "cached_commit",
-    "check_folder",
-    "check_loaded",
+    "UNEXPECTED",
+    "check_config",
+    "check_generation",
+    "check_stops",
+    "in_words",
     "looks_local",
     "model_file",
     "read_config",
-    "read_tensors",
     "read_tokenizer",
     "resolve_path",
-    "stored_tensors",
 ]
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
@@ -43,6 +45,14 @@ SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 _FILE_ENDINGS = (".yaml", ".yml", ".json", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Keys that say how many modules or labels transformers makes, and the most that any model may have.
+_COUNTED, _MOST = re.compile(r"(^|_)(layers?|heads?|experts|labels|blocks)$"), 10_000
+_SIZES = re.compile(r"(vocab|hidden|intermediate)_size|head_dim|num_(hidden_layers|(attention|key_value)_heads)|max_position_embeddings")
+_KINDS = {"model_type": str, "auto_map": dict, "architectures": list, "quantization_config": dict}  # or null
+_OWN_CODE = "runs model code of its own; read it, then set target.trust_remote_code=true or --trust-remote-code"
+_DEEPEST = 32  # objects within objects
+# What transformers and tokenizers raise for values of a kind that they do not expect.
+UNEXPECTED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, AssertionError, RecursionError, StrictDataclassError)
 
 
 def looks_local(path: str, endings: Iterable[str] = _FILE_ENDINGS) -> bool:
@@ -72,6 +82,8 @@ def resolve_path(path: str, key: str = "") -> str:
         ValueError: a file where a folder is expected.
     """
     path, prefix = str(SHIPPED.get(path, path)), f"{key}: " if key else ""
+    if not path.strip() or "\0" in path:
+        raise ValueError(f"{prefix}got {path!r}; give a folder with config.json and safetensors, or a Hub id such as Qwen/Qwen3-0.6B")
     source = os.path.expanduser(path)
     if os.path.isdir(source):
         return source
@@ -90,50 +102,54 @@ def cached_commit(repo: str, revision: str) -> str:
     return Path(cached).parent.name if isinstance(cached, str) else revision
 
 
-def check_folder(folder: str) -> None:
-    """Check that a local model folder is complete: config.json, and safetensors whose headers and lengths agree.
+def check_config(folder: str) -> dict[str, Any]:
+    """The content of a folder's config.json, checked as far as transformers' own reading of it could do harm.
 
     Raises:
-        FileNotFoundError: no config.json or no weights.
-        ValueError: only pickled weights, or a file that is cut off.
+        FileNotFoundError: no config.json.
+        ValueError: no JSON object, counts of layers, heads or labels that no model has, NaN, or weights or code that it names.
     """
-    _check_config(folder)
-    names = set(os.listdir(folder))
-    weights = sorted(name for name in names if name.endswith(".safetensors"))
-    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
-    if not weights and pickles:
-        raise ValueError(f"{folder!r} holds only pickled weights ({pickles[0]}); save it again with safetensors, pickles are never loaded")
-    if not weights:
-        raise FileNotFoundError(f"no weights in {folder!r}: expected model.safetensors; copy the complete model folder")
-    for name in weights:
-        try:
-            with safe_open(os.path.join(folder, name), framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{name} in {folder!r} is damaged or cut off ({error}); copy or save it again") from None
-
-
-def _check_config(folder: str) -> None:
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no config.json in {folder!r}; give the folder that save_pretrained wrote")
-    try:
-        json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"config.json in {folder!r} is not JSON ({error}); it may be cut off: copy or save it again") from None
+    content = read_json(file)
+    for key, kind in _KINDS.items():
+        field(content, key, (kind, type(None)), file)
+    quantised = content.get("quantization_config")
+    method = quantised and quantised.get("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & quantised.keys() else None)
+    if quantised is not None and method != "bitsandbytes" and method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
+        raise ValueError(
+            f"{file}: `quantization_config` has `quant_method` {method!r}, unknown to transformers {transformers.__version__}; update it, or "
+            "correct the file"
+        )
+    _check_raw(content, str(file))
+    return content
 
 
-def check_loaded(path: str, info: dict[str, Any]) -> None:
-    """Refuse a load that left tensors out; `info` is what transformers gives with output_loading_info=True.
-
-    Raises:
-        ValueError: naming the tensors that are missing, unexpected or of another shape (tied ones are none of these).
-    """
-    misshapen = [f"{name} {list(shape)} for {list(expected)}" for name, shape, expected in info["mismatched_keys"]]
-    for word, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"]), ("misshapen", misshapen)):
-        if names:
-            shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+def _check_raw(content: Any, source: str, key: str = "", depth: int = 0) -> None:
+    """Look through a config and the objects in it. Raises ValueError as `check_config`."""
+    if depth > _DEEPEST:
+        raise ValueError(f"{source}: nested more than {_DEEPEST} deep; no config is: restore the file")
+    if isinstance(content, float) and math.isnan(content):
+        raise ValueError(f"{source}: `{key}` is NaN; expected a number: correct it or restore the file")
+    if isinstance(content, list):
+        for value in content:
+            _check_raw(value, source, key, depth + 1)
+    if isinstance(content, dict):
+        for name, value in content.items():
+            if type(value) is int and _COUNTED.search(name) and value > _MOST:
+                raise ValueError(f"{source}: `{name}` is {value:,}; expected at most {_MOST:,}: correct it or restore the file")
+            if type(value) is int and _SIZES.fullmatch(name) and value < 1:
+                raise ValueError(f"{source}: `{name}` is {value}; expected at least 1: correct it or restore the file")
+            if name == "rope_theta" and type(value) in (int, float) and value <= 0:
+                raise ValueError(f"{source}: `{name}` is {value}; expected a number above 0: correct it or restore the file")
+            if name == "transformers_weights" and value is not None:
+                raise ValueError(
+                    f"{source}: `{name}` names weights; expected them in {_WEIGHTS} or {_INDEX}: rename them, leave the key out"
+                )
+            if name.endswith(("attn_implementation", "experts_implementation")) and isinstance(value, str) and "/" in value:
+                raise ValueError(f"{source}: `{name}` names code on the Hub ({value!r}), which is never run; leave the key out")
+            _check_raw(value, source, name, depth + 1)
 
 
 def read_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = "") -> PretrainedConfig:
@@ -152,17 +168,16 @@ def read_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     source = resolve_path(path, key)
     common: dict[str, Any] = {"revision": revision or "main", "local_files_only": os.path.isdir(source)}
     if os.path.isdir(source):
-        _check_config(source)
+        check_config(source)
     prefix = f"{key}: " if key else ""
     try:
         with _hub_errors(path, revision, prefix):
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
-    except ValueError:
+    except (ValueError, *UNEXPECTED) as error:
         raw, _ = PretrainedConfig.get_config_dict(source, **common)
-        reason = _unknown_reason(raw, trust_remote_code)
-        if reason:
+        if reason := _unknown_reason(raw, trust_remote_code):
             raise ValueError(f"{prefix}{path!r} {reason}") from None
-        raise
+        raise ValueError(f"{prefix}config.json of {path!r}: {in_words(error)}; correct it or restore the file") from None
     check_supported(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
         raise ValueError(f"{prefix}{path!r} is a {config.model_type!r} model, which is no causal language model; choose another model")
@@ -176,15 +191,78 @@ def read_tokenizer(
 
     Raises:
         FileNotFoundError: no such folder, nothing of that name on the Hub, or no access to it.
+        ValueError: files that are damaged, or code of its own.
     """
     source = resolve_path(path, key)
     local = os.path.isdir(source)
     if local and not any(model_file(source, name, "") for name in TOKENIZER_FILES):
         return None
-    with _hub_errors(path, revision, f"{key}: " if key else ""):
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=trust_remote_code, local_files_only=local
-        )
+    prefix = f"{key}: " if key else ""
+    try:
+        with _hub_errors(path, revision, prefix):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=revision or "main", trust_remote_code=trust_remote_code, local_files_only=local
+            )
+            tokenizer("a")  # some faults show when it is used
+            return tokenizer
+    except Exception as error:
+        # The tokenizers library raises Exception itself, and no class of its own.
+        if type(error) is not Exception and not isinstance(error, (ValueError, *UNEXPECTED)):
+            raise
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{prefix}the tokenizer of {path!r} {_OWN_CODE}") from None
+        _check_tokenizer_files(source if local else "", prefix)
+        raise ValueError(f"{prefix}the tokenizer of {path!r} ({_first(source)}): {in_words(error)}; restore its files") from None
+
+
+def _check_tokenizer_files(folder: str, prefix: str) -> None:
+    """Raises ValueError for the first of a tokenizer's files that is not JSON of the expected kind, once it is known that one is wrong."""
+    for name in TOKENIZER_FILES if folder else ():
+        file = Path(folder) / name
+        if name.endswith(".json") and file.is_file():
+            try:
+                _check_raw(read_json(file), str(file))
+            except ValueError as error:
+                raise ValueError(f"{prefix}{error}") from None
+
+
+def _first(source: str) -> str:
+    """The file that most of a tokenizer is in."""
+    return next((name for name in TOKENIZER_FILES if model_file(source, name, "main")), TOKENIZER_FILES[0])
+
+
+def check_generation(source: str, revision: str) -> None:
+    """Check a model's generation_config.json, where it has one, as far as decoding reads it. Arguments as in `model_file`.
+
+    Raises:
+        ValueError: no JSON object, or values of another kind, naming the file and the key.
+    """
+    path = model_file(source, "generation_config.json", revision)
+    if path is None:
+        return
+    content = read_json(Path(path))
+    _check_raw(content, path)
+    for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        field(content, key, (float, type(None)), path)
+    for key, kind in (("top_k", int), ("do_sample", bool), ("max_length", int), ("max_new_tokens", int)):
+        field(content, key, (kind, type(None)), path)
+    check_stops(field(content, "eos_token_id", (int, list, type(None)), path), path)
+    try:
+        GenerationConfig.from_dict(content).validate()
+    except (ValueError, *UNEXPECTED) as error:
+        raise ValueError(f"{path}: {in_words(error)}; correct it or restore the file") from None
+
+
+def check_stops(ids: Any, source: str, vocab_size: int | None = None) -> None:
+    """Check `eos_token_id`: a token or a list of tokens, within the vocabulary where its size is given; or null.
+
+    Raises:
+        ValueError: naming `source`.
+    """
+    for token in ids if isinstance(ids, list) else [ids]:
+        if token is not None and (type(token) is not int or not 0 <= token < (vocab_size or token + 1)):
+            expected = "token ids" if vocab_size is None else f"0..{vocab_size - 1}"
+            raise ValueError(f"{source}: `eos_token_id` is {describe(token)}; expected {expected}: correct it or restore the file")
 
 
 @contextmanager
@@ -211,11 +289,18 @@ def _hub_errors(path: str, revision: str | None, prefix: str) -> Iterator[None]:
         raise FileNotFoundError(prefix + reason) from None
 
 
+def in_words(error: BaseException) -> str:
+    """What a library says of a value, on one line: the last cause, by its type where its text is only a name."""
+    error = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+    text = " ".join(str(error).split())[:240]
+    return f"{type(error).__name__} {text}".strip() if isinstance(error, UNEXPECTED) and " " not in text else text
+
+
 def _unknown_reason(raw: dict[str, Any], trust_remote_code: bool) -> str:
     """Why transformers could not tell what the config `raw` is of; "" where that is not what it refused."""
     kind = raw.get("model_type")
-    if "AutoConfig" in raw.get("auto_map", {}) and not trust_remote_code:
-        return "runs model code of its own; read it, then set target.trust_remote_code=true or --trust-remote-code"
+    if "AutoConfig" in (raw.get("auto_map") or {}) and not trust_remote_code:
+        return _OWN_CODE
     if not kind:
         return "has no model_type in its config.json; give the folder or Hub id of a transformers model"
     if kind not in CONFIG_MAPPING:
@@ -240,39 +325,3 @@ def model_file(source: str, name: str, revision: str) -> str | None:
         return hf_hub_download(source, name, revision=revision)
     except EntryNotFoundError:
         return None
-
-
-def stored_tensors(source: str, revision: str) -> dict[str, str]:
-    """Tensor name -> the safetensors file that stores it, for all tensors of a model. No tensor is read.
-
-    Raises:
-        FileNotFoundError: no safetensors of the names that transformers gives them.
-    """
-    single = model_file(source, _WEIGHTS, revision)
-    if single is not None:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), _WEIGHTS)
-    index = model_file(source, _INDEX, revision)
-    if index is None:
-        raise FileNotFoundError(f"no {_WEIGHTS} and no {_INDEX} in {source!r}; copy the complete model folder")
-    return json.loads(Path(index).read_text())["weight_map"]
-
-
-def read_tensors(source: str, revision: str, files: dict[str, str], device: torch.device | str) -> dict[str, Tensor]:
-    """Read tensors by name, and nothing else of their files.
-
-    Args:
-        source: a folder, or a Hub id; of a Hub model only the files that are named are downloaded.
-        revision: commit, tag or branch on the Hub.
-        files: tensor name -> file, as `stored_tensors` gives them.
-        device: where the tensors go.
-    """
-    tensors = {}
-    for name in sorted(set(files.values())):
-        path = model_file(source, name, revision)
-        if path is None:
-            raise FileNotFoundError(f"no {name} in {source!r}, which {_INDEX} names; copy the complete model folder")
-        with safe_open(path, framework="pt") as file:
-            # A copy: what safetensors gives is a view of the mapped file.
-            tensors |= {tensor: file.get_tensor(tensor).to(device, copy=True) for tensor, stored in files.items() if stored == name}
-    return tensors

@@ -17,14 +17,16 @@ from transformers.masking_utils import create_masks_for_generate
 
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packed_linear import PackedLinears
-from draftsmith.models.head import Head, load_ends
+from draftsmith.models.head import Head, check_fits, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.model_files import (
     SHIPPED,
     TOKENIZER_FILES,
+    UNEXPECTED,
     cached_commit,
-    check_folder,
-    check_loaded,
+    check_generation,
+    check_stops,
+    in_words,
     model_file,
     read_config,
     read_tokenizer,
@@ -33,6 +35,7 @@ from draftsmith.models.model_files import (
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
 from draftsmith.models.turn_end import stop_token
+from draftsmith.models.weights import check_finite, check_folder, check_loaded, headers
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -136,12 +139,32 @@ class Target:
             "quantization_config": quantisation(quantise, dtype) if quantise else None,
             "trust_remote_code": trust_remote_code,
         }
+        check_generation(source, commit)
+        if layers or local:  # for the ends alone of a model on the Hub, not all of its files are downloaded
+            check_fits(path, config, headers(source, commit), trust_remote_code)
         model = None if layers else _read_ends(path, source, commit, device, **arguments)
         has_layers = model is None
         if model is None:
             model = _read_complete(path, source, commit, device, parallel, own or quantise or "", **arguments)
+        check_finite(path, model)
+        for ids, file in (
+            (model.generation_config and model.generation_config.eos_token_id, "generation_config.json"),
+            (config.eos_token_id, "config.json"),
+        ):
+            check_stops(ids, f"{file} of {path!r}", config.get_text_config().vocab_size)
         tokenizer = read_tokenizer(path, revision=commit, trust_remote_code=trust_remote_code, key=KEY)
-        return cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
+        target = cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
+        if has_layers and parallel == "none":
+            target.check_trial()
+        return target
+
+    def check_trial(self) -> None:
+        """Run a few tokens. Raises ValueError if what comes out is no number: a config's values may spoil weights that are right."""
+        hidden = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size).hidden
+        if not hidden.isfinite().all() or self.logits(hidden).isnan().any():
+            raise ValueError(
+                f"target {self.name!r} gives NaN or infinite hidden states in {self.dtype}; correct its config.json, or take another dtype"
+            )
 
     @classmethod
     def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory") -> "Target":
@@ -374,10 +397,10 @@ def _read_complete(
     )
     try:
         model, info = lay_out(read, parallel, device)
-    except ImportError as error:
+    except (ImportError, *UNEXPECTED) as error:
         if not quantised:
             raise
-        raise ValueError(f"{path!r} cannot be read as {quantised}: {error}") from None
+        raise ValueError(f"{path!r} cannot be read as {quantised}: {in_words(error)}") from None
     check_loaded(path, info)
     return model
 

@@ -7,8 +7,9 @@ import os
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.model_files import check_folder, read_config, read_tokenizer, resolve_path
+from draftsmith.models.model_files import read_config, read_tokenizer, resolve_path
 from draftsmith.models.target import KEY, Target
+from draftsmith.models.weights import check_folder
 
 __all__ = ["check_draft", "check_pair", "check_tokens"]
 

@@ -193,6 +193,10 @@ def from_tensors(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, size: 
             f"d2t gives target ids {int(targets.min())}..{int(targets.max())}, {len(targets.unique())} different ones of {len(targets)}; "
             f"expected different ids in 0..{vocab_size - 1}: the map is of another model, or broken"
         )
+    if t2d is None and len(d2t) < vocab_size and not d2t.any():
+        raise ValueError(
+            "d2t is zero everywhere, and there is no t2d: the map was never filled; save the drafter again with its vocabulary"
+        )
     if t2d is not None and not torch.equal(marked, t2d):
         raise ValueError(f"d2t and t2d disagree on {int((marked != t2d).sum())} tokens; one is of another run: take both from one")
     return DraftVocabulary(d2t, marked)

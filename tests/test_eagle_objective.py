@@ -79,16 +79,30 @@ def test_noise_is_a_function_of_sample_and_position(target, monkeypatch):
     assert noises[False].keys() == noises[True].keys() and len(noises[True]) == sum(LENGTHS)
     assert all((noises[False][key] - noises[True][key]).abs().max() < 1e-5 for key in noises[True])
     torch.testing.assert_close(sums[False], sums[True], rtol=1e-5, atol=0)
-    every = torch.stack(list(noises[False].values()))
-    width = 0.2 * 512 / 32
-    assert every.abs().max() <= width / 2 + 1e-4 and every.abs().max() > 0.49 * width and every.mean().abs() < 0.02 * width
-    assert every.std() == pytest.approx(width / 12**0.5, rel=0.02)
+    # Each document's noise has the width of its own length, whatever row it is packed into.
+    width = torch.tensor([0.2 * 512 / LENGTHS[sample] for sample, _ in noises[False]])[:, None]
+    every = torch.stack(list(noises[False].values())) / width
+    assert every.abs().max() <= 0.5 + 1e-4 and every.abs().max() > 0.49 and every.mean().abs() < 0.02
+    assert every.std() == pytest.approx(1 / 12**0.5, rel=0.02)
+    for length in set(LENGTHS):
+        own = every[(width == 0.2 * 512 / length)[:, 0]]
+        assert len(own) < 4 or own.abs().max() > 0.45
     assert len((every * 1e3).round().unique(dim=0)) == len(every) and every.std(1).min() > 0  # each position and entry its own
-    again = torch.stack(list(noises[False, "later"].values()))
+    again = torch.stack(list(noises[False, "later"].values())) / torch.tensor(
+        [0.2 * 512 / LENGTHS[sample % len(LENGTHS)] for sample, _ in noises[False, "later"]]
+    ).view(-1, 1)
     assert {key[0] for key in noises[False]} & {key[0] for key in noises[False, "later"]} == set()  # samples are counted on
-    assert (torch.cdist(every, again).min(1).values > 0.1).all()
+    assert (torch.cdist(every, again).min(1).values > 0.01).all()
     drafter.eval()
     assert noise_of(target, drafter, batch, section, monkeypatch)[0].abs().max() == 0
+
+
+def test_the_length_of_a_document_is_its_own():
+    document = torch.tensor(
+        [[0, 0, 0, 1, 2, 2, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0], [-1, -1, -1, -1, -1, -1, -1, -1], [3, 3, 1, 0, 0, 0, 0, -1]]
+    )
+    slow = torch.tensor([[(row == number).sum() for number in row] for row in document])
+    assert torch.equal(train.document_lengths(document), slow)
 
 
 def supervision(target, drafter, batch, section, monkeypatch) -> torch.Tensor:

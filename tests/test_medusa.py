@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from packed_data import corpus_of
 from planting import round_context
 from random_targets import random_model, randomise
 
+from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import NodeOutput
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train.medusa import MedusaSection, objective
 
 VOCAB, WIDTH = 67, 32
 
@@ -118,3 +121,52 @@ def test_propose_equals_a_slow_loop(target, share, tree):
 def test_a_tree_deeper_than_the_heads_is_refused(target):
     with pytest.raises(ValueError, match="3 deep for 2 heads"):
         new_drafter("medusa", target, num_heads=2, tree=[[0], [0, 0], [0, 0, 0]])
+
+
+def slow_objective(drafter, target, batch, section):
+    """The loss token by token: in each sequence the mean of each head over the tokens that it predicts, times the sequence's supervised tokens."""
+    hidden = target.features(batch).hidden
+    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for b in range(len(ids)):
+        tokens += int(mask[b].sum())
+        for k in range(section.heads):
+            losses = []
+            for t in range(ids.shape[1] - 2 - k):
+                there = t + 2 + k
+                if mask[b, there] and document[b, there] == document[b, t]:
+                    log_q = drafter.logits_of(k, hidden[b, t]).double().log_softmax(-1)
+                    log_p = target.logits(hidden[b, there - 1]).double().log_softmax(-1)
+                    divergence = (log_p.exp() * (log_p - log_q)).sum()
+                    losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
+            if losses:
+                total = total + section.decay**k * torch.stack(losses).mean() * int(mask[b].sum())
+    return total, tokens
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
+def test_each_head_is_divided_by_its_own_count(target, distill):
+    drafter = randomise(new_drafter("medusa", target, num_heads=3))
+    section = MedusaSection(heads=3, distill=distill)
+    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21], seq_len=24, vocab=VOCAB), 24)
+    batch = rows.batch(torch.arange(len(rows)))
+    batch["loss_mask"] = batch["loss_mask"] & (torch.rand(batch["loss_mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.8)
+    batch["loss_mask"][0] &= batch["position_ids"][0] == 2  # a sequence of which the later heads predict nothing
+    wanted, tokens = slow_objective(drafter, target, batch, section)
+    drafter.zero_grad()
+    loss = objective(drafter, batch, target=target, section=section)
+    loss.sum.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    torch.testing.assert_close(loss.sum.detach().double(), wanted.detach(), rtol=1e-5, atol=0)
+    assert int(loss.weight) == tokens == int(batch["loss_mask"].sum()) > 15
+    drafter.zero_grad()
+    wanted.backward()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4 * float(parameter.grad.abs().max()))
+    # Micro-batches and ranks may share the sequences out in any way.
+    parts = [
+        objective(drafter, {name: tensor[b : b + 1] for name, tensor in batch.items()}, target=target, section=section)
+        for b in range(len(rows))
+    ]
+    torch.testing.assert_close(sum(part.sum for part in parts), loss.sum)
+    assert sum(part.weight for part in parts) == loss.weight and len(parts) >= 3

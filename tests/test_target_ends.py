@@ -12,7 +12,7 @@ from random_targets import CONFIGS, random_model, small_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, Qwen3Config
 
-from draftsmith.models import head, model_files, parallel
+from draftsmith.models import head, model_files, parallel, weights
 from draftsmith.models.target import Target
 from draftsmith.train import data_cli, distill, eagle, medusa, setup
 from draftsmith.train.recipe import Recipe, load
@@ -50,7 +50,7 @@ def test_embeddings_and_head_are_those_of_the_complete_target(name, shard_size, 
 
     def counted(source, revision, files, device):
         read.extend(files)
-        return model_files.read_tensors(source, revision, files, device)
+        return weights.read_tensors(source, revision, files, device)
 
     monkeypatch.setattr(head, "read_tensors", counted)
     for dtype in (None, torch.bfloat16):

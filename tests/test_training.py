@@ -41,10 +41,11 @@ def batch(vocab, rows=2, length=21):
 
 
 def by_hand(drafter, target, data, section):
-    """Σ over rows, positions and heads, one position at a time, straight from the paper's formula."""
+    """Σ over rows, positions and heads, one position at a time, straight from the formula: each head has its own mean in each row."""
     total, hits, count = 0.0, [0] * HEADS, [0] * HEADS
     for row, mask in zip(data["input_ids"], data["loss_mask"], strict=True):
         hidden = target.forward(row[None]).hidden[0]
+        own = [int(mask[2 + k :].sum()) for k in range(HEADS)]
         for t in range(len(row)):
             for k in range(HEADS):
                 if t + 2 + k >= len(row) or not mask[t + 2 + k]:
@@ -52,7 +53,8 @@ def by_hand(drafter, target, data, section):
                 log_q = drafter.head_logits(hidden[t])[k].log_softmax(-1)
                 p = target.logits(hidden[t + 1 + k]).softmax(-1)
                 cross_entropy, kl = -log_q[row[t + 2 + k]], (p * (p.log() - log_q)).sum()
-                total = total + section.decay**k * ((1 - section.distill) * cross_entropy + section.distill * kl)
+                loss = (1 - section.distill) * cross_entropy + section.distill * kl
+                total = total + section.decay**k * loss * int(mask.sum()) / own[k]
                 count[k] += 1
                 hits[k] += int(log_q.argmax() == (row[t + 2 + k] if section.distill < 1 else p.argmax()))
     return total, [hit / many for hit, many in zip(hits, count, strict=True)]

@@ -91,6 +91,7 @@ from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import student as students
 from draftsmith.models.parallel import COLLECTIVE
+from draftsmith.models.saving import save_model, save_student
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
@@ -216,7 +217,7 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
             origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
             _store_start(folder, origin, lambda: _build(section, target, train, recipe.train.seed))
         state.wait_for_everyone()
-        model = cast(Any, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).to(target.device)
+        model = cast(Any, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
         raise ValueError(
             f"data.seq_len={recipe.data.seq_len} is longer than the student's context of {model.config.max_position_embeddings}; lower it"
@@ -304,17 +305,14 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
 
     def write(folder: Path, training: dict[str, Any]) -> None:
         if recipe.student.lora:
-            model.save_pretrained(folder / "adapter")
-        merged: Any = students.merged(model)
-        merged.config.draftsmith = {
+            save_model(model, folder / "adapter")
+        entry = {
             "target": target.identity.to_dict(),
             "tree": tree_config(drafter.tree_spec),
             "confidence": recipe.distill.confidence,
             "training": training,
         }
-        merged.generation_config.num_assistant_tokens = drafter.max_depth
-        merged.generation_config.num_assistant_tokens_schedule = "constant"
-        merged.to(torch.bfloat16).save_pretrained(folder)
+        save_student(students.merged(model), folder, entry, drafter.max_depth)
 
     return write
 

@@ -118,14 +118,15 @@ def objective1(
 ) -> Loss:
     """SmoothL1(f̂_{t+1}, f_{t+1}) + classification · CE(p_{t+1}, q(t)): the next feature, and the distribution that the target's head makes of it.
 
-    Uniform noise of width noise · 512 / S (EAGLE's code), keyed by example and position, is added to the features that the drafter reads.
+    Uniform noise of width noise · 512 / length of the document (EAGLE's code), keyed by example and position, is added to the features that
+    the drafter reads.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     own, read = context.part(length), context.part(length, 1)
     out = target.features(batch)
     feature = drafter.feature_of(_at(out, own))
     if drafter.training and section.noise:
-        width = section.noise * 512 / length
+        width = (section.noise * 512 / document_lengths(document)[:, own, None]).to(feature.dtype)
         key, position = (batch[name][:, own, None].clamp(min=0).expand_as(feature) for name in ("sample_id", "position_ids"))
         number = torch.arange(feature.shape[2], device=ids.device).expand_as(feature)
         feature = feature + (uniform(seed, key, position, number) - 0.5).to(feature.dtype) * width
@@ -149,6 +150,13 @@ def objective1(
     return Loss(total, tokens, survival_metrics(losses.hits, weights, tokens, context))
 
 
+def document_lengths(document: Tensor) -> Tensor:
+    """document [B,S], each position's document by number, −1 for padding -> the positions of its document in the sequence, [B,S]."""
+    number = document + 1
+    counts = torch.zeros(len(number), number.shape[1] + 1, dtype=torch.int64, device=number.device)
+    return counts.scatter_add_(1, number, torch.ones_like(number)).gather(1, number)
+
+
 def _at(out: TargetOutput, positions: slice) -> TargetOutput:
     """The target's output at these positions."""
     return TargetOutput(out.hidden[:, positions], None if out.taps is None else out.taps[:, positions])
@@ -167,14 +175,15 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
     size = section.hidden_size or target.hidden_size
     same = size == target.hidden_size
     heads = section.heads or (config.num_attention_heads if same else max(1, size // 64))
+    own_heads = same and not section.heads
     sizes = {
         "version": section.version,
         "draft_size": size,
         "intermediate_size": section.intermediate_size or (same and getattr(config, "intermediate_size", None)) or 4 * size,
         "num_layers": section.layers,
         "num_heads": heads,
-        "num_kv_heads": section.kv_heads or (same and not section.heads and getattr(config, "num_key_value_heads", None)) or heads,
-        "head_dim": size // heads,
+        "num_kv_heads": section.kv_heads or (own_heads and getattr(config, "num_key_value_heads", None)) or heads,
+        "head_dim": _head_dim(size, heads, own_heads and getattr(config, "head_dim", None)),
         "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "fc_norm": section.fc_norm,
@@ -186,6 +195,23 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
     if section.version == 3:
         sizes |= {"taps": list(section.taps or default_taps(target)), "draft_vocab_size": section.vocab_size or target.vocab_size}
     return sizes
+
+
+def _head_dim(size: int, heads: int, of_target: int | None) -> int:
+    """The size of a head: an even share of the hidden size, or else that of the target's heads, where the drafter has as many (gpt-oss).
+
+    Raises:
+        ValueError: there is neither, naming the keys.
+    """
+    if size % (2 * heads) == 0:
+        return size // heads
+    if of_target and of_target % 2 == 0:
+        return of_target
+    fitting = next(count for count in range(min(heads, size // 2), 0, -1) if size % (2 * count) == 0) if size % 2 == 0 else 0
+    raise ValueError(
+        f"eagle.heads={heads} do not cut eagle.hidden_size={size} into even parts, which RoPE needs; "
+        + (f"give eagle.heads={fitting}" if fitting else f"give eagle.hidden_size={size + 1}")
+    )
 
 
 def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:

@@ -48,9 +48,12 @@ from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: MedusaSection) -> Loss:
-    """Σ_k decay^k · [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
+    """Σ_b n_b · Σ_k decay^k · mean_t [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
 
-    h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s.
+    h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s. The mean of head
+    k in sequence b is over the n_bk supervised tokens that the head predicts there, so that no head counts less for predicting fewer (the
+    authors' code); n_b are all supervised tokens of b, and the loop divides by Σ_b n_b. A sequence is never cut by micro-batches or ranks:
+    the loss is the same however they share the sequences out.
     """
     heads = range(section.heads)
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
@@ -58,7 +61,8 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     outputs = [drafter.output(k) for k in heads]
     tokens = [_shifted(batch["input_ids"], k + 2) for k in heads]
     document = batch["document"]
-    weights = [_shifted(batch["loss_mask"], k + 2) & (_shifted(document, k + 2) == document.flatten()) for k in heads]
+    counted = [_shifted(batch["loss_mask"], k + 2) & (_shifted(document, k + 2) == document.flatten()) for k in heads]
+    weights = [_per_head(predicted, batch["loss_mask"]) for predicted in counted]
     parts = []
     if section.distill > 0:
         shifts = [k + 1 for k in heads]
@@ -68,8 +72,15 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
     weight = supervised_tokens(batch)
     # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
-    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / weights[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
+    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / counted[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
     return Loss(total, weight, hits)
+
+
+def _per_head(predicted: Tensor, mask: Tensor) -> Tensor:
+    """predicted [B·S] bool, the tokens that a head predicts, of those supervised, mask [B,S] -> [B·S]: n_b / n_bk where it predicts, else 0."""
+    rows = predicted.view(mask.shape)
+    share = mask.sum(1, dtype=torch.float64) / rows.sum(1).clamp(min=1)
+    return (rows * share[:, None]).flatten()
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:

@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data import prepare
 from draftsmith.data.conversations import SEPARATOR
@@ -51,8 +51,9 @@ from draftsmith.data.packing import TokenStream
 from draftsmith.inference import durable, machine
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.progress import Bar
+from draftsmith.models.model_files import read_tokenizer
+from draftsmith.models.saving import save_model
 from draftsmith.models.student import scale_residuals
-from draftsmith.models.target import resolve_path
 from draftsmith.train import loop
 from draftsmith.train.engine import processes
 from draftsmith.train.losses.chunked import chunked_cross_entropy
@@ -155,7 +156,11 @@ def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
     folder, section = Path(recipe.train.output) / "tokenizer", recipe.architecture
     if not folder.is_dir():
         if section.tokenizer:
-            tokenizer = AutoTokenizer.from_pretrained(resolve_path(section.tokenizer))
+            tokenizer = read_tokenizer(section.tokenizer, key="architecture.tokenizer")
+            if tokenizer is None:
+                raise ValueError(
+                    f"architecture.tokenizer={section.tokenizer}: no tokenizer.json there; give a folder or Hub id that has one"
+                )
         else:
             tokenizer = train_tokenizer(section.vocab_size, prepare.training_texts(recipe.data.plan()))
         durable.replace_folder(folder, tokenizer.save_pretrained)
@@ -183,7 +188,7 @@ def main(arguments: list[str]) -> None:
     artifact = Path(recipe.train.output) / "artifact"
     model.cpu().bfloat16()
     model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
-    model.save_pretrained(artifact)
+    save_model(model, artifact)
     tokenizer.save_pretrained(artifact)
     bits = bits_per_byte(model.float(), valid, tokenizer)
     write_card(artifact, recipe, model, bits)

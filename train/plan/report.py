@@ -16,10 +16,9 @@ import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from draftsmith.data import corpus
-from draftsmith.models.target import resolve_path
+from draftsmith.models.model_files import read_tokenizer
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
 from draftsmith.train.recipe import Recipe
@@ -201,8 +200,10 @@ def _prepared(recipe: Recipe) -> int | None:
     if not all(source.path == "stdlib" or Path(source.path).expanduser().exists() for _, source in plan.sources()):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_path(section.path), revision=section.revision)
+        tokenizer = read_tokenizer(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError):  # the run needs one, its plan does not
+        return None
+    if tokenizer is None:
         return None
     recipe.data.give_template(tokenizer)
     parts = [corpus.read(Path(recipe.data.cache) / f"{part}-{plan.key(tokenizer)}.safetensors") for part in ("train", "valid")]
