@@ -14,7 +14,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import DynamicTree, TreeSpec
+from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.artifact import student_entry
