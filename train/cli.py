@@ -3,17 +3,20 @@
 import ast
 import difflib
 import importlib
+import os
 import re
 import runpy
 import sys
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from draftsmith.inference.errors import exit_on_error, quiet_libraries
+from draftsmith.train.engine.say import open_streams
 from draftsmith.train.recipe import Recipe, sections, shipped
 
 COMMANDS = {
@@ -54,7 +57,15 @@ The keys that it may hold, and that may follow it as section.key=value:
 
 def main() -> None:
     """The `draftsmith` command."""
-    words = sys.argv[1:]
+    open_streams()
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:  # while libraries are imported; later ones are a command's own
+        raise SystemExit(130) from None
+
+
+def run(words: list[str]) -> None:
+    """The command that the words name."""
     if not words or words[0] in HELP:
         rows = {"train": "train a drafter by a recipe", **{name: about for name, (_, about) in COMMANDS.items()}}
         print(USAGE.format(commands=_table(rows)).strip())
@@ -100,6 +111,8 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     Raises:
         SystemExit: 0 after the help, 2 where no recipe is given.
     """
+    open_streams()
+    sys.excepthook = _end_at_interrupt
     quiet_libraries()
     method, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
     if not arguments:
@@ -109,6 +122,13 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     if arguments[0] in HELP:
         print(usage(schema, method, text))
         raise SystemExit(0)
+
+
+def _end_at_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An exception hook: Ctrl-C while libraries are imported ends the process with 130, without a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)
+    sys.__excepthook__(kind, error, trace)
 
 
 def usage(schema: type[Recipe], method: str, text: str | None) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer
 from draftsmith.data import corpus
 from draftsmith.models.target import resolve_path
 from draftsmith.train import recipe as recipes
+from draftsmith.train.engine import recipe_file
 from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
 from draftsmith.train.recipe import Recipe
 
@@ -98,7 +98,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
     """
     recipes.load(Recipe, path, [], shared=True)  # says what is wrong with the file
     file = recipes.find(path)
-    named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
+    named = {key.split(".")[0] for key in (*recipe_file.read(file), *overrides)}
     scripts = sorted(
         script
         for script in Path(__file__).parents[1].glob("*.py")
@@ -201,7 +201,9 @@ def _prepared(recipe: Recipe) -> int | None:
     if not all(source.path == "stdlib" or Path(source.path).expanduser().exists() for _, source in plan.sources()):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_path(section.path), revision=section.revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_path(section.path), revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
     except (OSError, ValueError):  # the run needs one, its plan does not
         return None
     recipe.data.give_template(tokenizer)
