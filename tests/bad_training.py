@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bad_inputs import PLANTED, RECIPE, BadInput, both, changed, nothing, tensors, written
+from bad_inputs import PLANTED, RECIPE, TEMPLATE, BadInput, both, changed, nothing, tensors, written
 
 MEDUSA = RECIPE + "medusa.heads: 2\n"
+HOLDER = ("*/.draftsmith.json",)  # a run writes its name there
 STEP = "medusa/checkpoints/step-00000002"
 ARTIFACT = ("medusa/.draftsmith.json", "medusa/recipe.yaml", "medusa/run.json", "medusa/metrics.jsonl", "medusa/curves.png")
 
@@ -50,7 +51,11 @@ def resumed(name: str, says: str, *damages: Callable[[Path], object], state: dic
             content.pop(key, None) if value is ... else content.__setitem__(key, value)
 
     return BadInput(
-        f"checkpoint: {name}", both(*damages, resealed(change)), "train medusa medusa.yaml train.output=medusa train.steps=3", says
+        f"checkpoint: {name}",
+        both(*damages, resealed(change)),
+        "train medusa medusa.yaml train.output=medusa train.steps=3",
+        says,
+        writes=HOLDER,
     )
 
 
@@ -265,7 +270,12 @@ KINDS = [
     override("recipe value: a list for text", "train.output=[a]", "recipe key 'train.output': .*valid string"),
     override("recipe value: a number for a switch", "data.pack=3", "recipe key 'data.pack': .*valid boolean"),
     override("recipe value: a word for numbers", "train.betas=x", "recipe key 'train.betas': .*valid tuple"),
-    override("recipe value: a key of a source", "data.train=[{pth: x}]", r"recipe key 'data.train\.0\.\w+': "),
+    BadInput(
+        "recipe value: a key of a source",
+        nothing,
+        ["train", "medusa", "medusa.yaml", "data.train=[{pth: x}]"],
+        r"recipe key 'data.train\.0\.\w+': ",
+    ),
     override("recipe value: no steps", "train.steps=", "recipe key 'train.steps': .*got nothing"),
     override("recipe value: no output", "train.output=", "recipe key 'train.output': .*got nothing"),
     override("recipe value: no target", "target.path=", "recipe key 'target.path': .*got nothing"),
@@ -280,14 +290,18 @@ KINDS = [
     BadInput(
         "recipe value: ~ in every path",
         both(
-            lambda folder: shutil.copy(folder / "chats.jsonl", folder / "again.jsonl"),
+            lambda folder: written("again.jsonl", (folder / "chats.jsonl").read_text().replace("How many", "How few of them"))(folder),
             written("asked.jsonl", '{"prompt": "How"}\n'),
-            written("t.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}"),
+            written("t.jinja", TEMPLATE),
         ),
-        "train medusa medusa.yaml target.path=~/target data.train=[{path:~/chats.jsonl}] data.valid=~/again.jsonl data.cache=~/cache "
-        "train.output=~/runs/new train.tau_file=~/asked.jsonl train.tau_prompts=1 train.tau_tokens=2 features.store=~/nothing",
+        [
+            *("train", "medusa", "medusa.yaml", "target.path=~/target", "data.train=[{path: ~/chats.jsonl}]", "data.valid=~/again.jsonl"),
+            *("data.cache=~/cache", "train.output=~/runs/new", "train.tau_file=~/asked.jsonl", "train.tau_prompts=1", "train.tau_tokens=2"),
+            *("features.store=~/nothing", "data.template=~/t.jinja"),
+        ],
         "trained for 2 steps",
         status=0,
+        writes=(".cache/*",),
         inside=home,
     ),
     BadInput(
@@ -296,6 +310,7 @@ KINDS = [
         "train distill distill.yaml student.start=~/student/artifact student.layers=",
         "trained for 2 steps",
         status=0,
+        writes=(".cache/*",),
         inside=home,
     ),
     BadInput(
@@ -304,6 +319,7 @@ KINDS = [
         "train eagle eagle.yaml eagle.start=~/eagle/artifact",
         "trained for 2 steps",
         status=0,
+        writes=(".cache/*",),
         inside=home,
     ),
 ]
@@ -357,7 +373,8 @@ FOLDERS = [
         "folder: a start in a run that it did not make",
         written("medusa/start/notes.txt", "precious"),
         "train distill distill.yaml train.output=medusa",
-        "medusa/start .*another|medusa/start is no start of Draftsmith",
+        "medusa/start is no start of Draftsmith",
+        writes=("medusa/.draftsmith.json",),
     ),
     *(
         BadInput(
@@ -423,9 +440,9 @@ CHECKPOINTS = [
     resumed("a step that is a table", "optimizer.safetensors: `step.*shape", moments(first("step.", lambda _: zeros(2, 2)))),
     resumed("a negative step", "optimizer.safetensors: `step", moments(first("step.", lambda t: t - 100))),
     resumed(
-        "weights not finite", "model.safetensors: .*not finite", tensors(f"{STEP}/model.safetensors", first("", lambda t: t * float("inf")))
+        "weights not finite", "its weights are not finite", tensors(f"{STEP}/model.safetensors", first("", lambda t: t * float("inf")))
     ),
-    resumed("weights of integers", "model.safetensors: .*int64", tensors(f"{STEP}/model.safetensors", first("", lambda t: t.long()))),
+    resumed("weights of integers", "its weights are of int64", tensors(f"{STEP}/model.safetensors", first("", lambda t: t.long()))),
     resumed("weights of another shape", "of another model", tensors(f"{STEP}/model.safetensors", first("", lambda _: zeros(3)))),
     resumed("weights missing", "of another model", tensors(f"{STEP}/model.safetensors", first("", lambda _: None))),
     resumed("no recipe", "state.json: `recipe` should be an object, got nothing", state={"recipe": ...}),
@@ -443,7 +460,7 @@ CHECKPOINTS = [
     resumed("best weights that are not there", "best-00000001.safetensors", state={"best": {"tau": 9.0, "step": 1, "since": 0}}),
     resumed("another format", "of another version of draftsmith", state={"format": 99}),
     resumed("text as format", "of another version of draftsmith", state={"format": "x"}),
-    resumed("another recipe", "was made with train.lr=0.5", state={"recipe": {"train.lr": 0.5}}),
+    resumed("another recipe", "was made with data.seq_len=256, this run has 64", state={"recipe": {}}),
     *(
         BadInput(
             f"checkpoint: {file} cut off",
@@ -453,6 +470,7 @@ CHECKPOINTS = [
             ),
             "train medusa medusa.yaml train.output=medusa train.steps=3",
             "step-00000002 cannot be read .*to start again, or restore it",
+            writes=HOLDER,
         )
         for file in ("model.safetensors", "optimizer.safetensors", "state.json")
     ),
@@ -464,12 +482,14 @@ CHECKPOINTS = [
         ),
         "train medusa medusa.yaml train.output=medusa train.steps=3",
         "nested too deep",
+        writes=HOLDER,
     ),
     BadInput(
         "checkpoint: a student's start without a record",
         written("student/start/made.json", "[1"),
         "train distill distill.yaml train.output=student train.steps=3",
         "student/start/made.json: not JSON",
+        writes=HOLDER,
     ),
     BadInput(
         "checkpoint: a student's start with code",
@@ -486,13 +506,15 @@ CHECKPOINTS = [
         "checkpoint: a student's start without weights",
         lambda folder: (folder / "student/start/model.safetensors").unlink(),
         "train distill distill.yaml train.output=student train.steps=3",
-        "student/start",
+        "student/start, the student before training, (cannot be read|has missing)",
+        writes=HOLDER,
     ),
     BadInput(
         "checkpoint: a student's start of another shape",
         tensors("student/start/model.safetensors", first("model.layers", lambda _: zeros(3))),
         "train distill distill.yaml train.output=student train.steps=3",
-        "student/start",
+        "student/start, the student before training, (cannot be read|has missing)",
+        writes=HOLDER,
     ),
     BadInput(
         "checkpoint: metrics that are no rows stay out of the way",
@@ -508,6 +530,7 @@ CHECKPOINTS = [
             written("medusa/trackers.json", content),
             "train medusa medusa.yaml train.output=medusa train.steps=3 train.trackers=[tensorboard]",
             says,
+            writes=ARTIFACT[:3],
         )
         for what, content, says in (
             ("a list", "[]", "medusa/trackers.json: expected an object, got a list"),
@@ -533,7 +556,7 @@ SIZES = [
         "out of memory|needs at least",
         inside=little_memory,
     ),
-    override("size: heads past the memory", "medusa.heads=64 medusa.layers=64", "trained for", "train medusa medusa.yaml"),
+    override("size: heads past the sequence", "medusa.heads=64", "medusa.heads=64 look further ahead than data.seq_len=64"),
     override(
         "size: a drafter past the memory",
         "eagle.hidden_size=131072",

@@ -290,12 +290,15 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
 
 def _build(section: StudentSection, target: Target, train: PackedDataset, seed: int) -> PreTrainedModel:
     """A pruned student, by up to 8 sequences of the training data, or a random one."""
-    if section.start != "pruned":
-        return _random(section, target, seed)
-    assert section.layers is not None, "check refuses it"
-    sequences = order.sample_rows(len(train), seed, 0, min(8, len(train)))
-    batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
-    return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
+    try:
+        if section.start != "pruned":
+            return _random(section, target, seed)
+        assert section.layers is not None, "check refuses it"
+        sequences = order.sample_rows(len(train), seed, 0, min(8, len(train)))
+        batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
+        return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
+    except ValueError as error:
+        raise ValueError(str(error) if "student." in str(error) else f"student.layers and sizes: {error}") from None
 
 
 def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:
@@ -305,10 +308,13 @@ def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:
 def _random(section: StudentSection, target: Target, seed: int) -> PreTrainedModel:
     if not isinstance(section.layers, int):
         raise ValueError(f"student.layers={list(section.layers or ())}: a random student has a number of layers; expected one")
+    size = section.hidden_size or target.hidden_size
+    inner = section.intermediate_size or 8 * size // 3
+    setup.check_parameters(section.layers * size * (2 * size + 3 * inner) + target.vocab_size * size, "student.*", target.device)
     return students.fresh(
         target,
         layers=section.layers,
-        hidden_size=section.hidden_size or target.hidden_size,
+        hidden_size=size,
         heads=section.heads or target.config.num_attention_heads,
         kv_heads=section.kv_heads,
         intermediate_size=section.intermediate_size,

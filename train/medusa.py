@@ -85,6 +85,8 @@ def check(recipe: MedusaRecipe) -> None:
             f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and need little "
             "memory for a long sequence: leave it out, and lower train.micro_batch_size or data.seq_len instead"
         )
+    if recipe.medusa.heads + 2 > recipe.data.seq_len:
+        raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
 
 
 def architecture(section: MedusaSection) -> dict[str, Any]:

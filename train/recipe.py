@@ -50,7 +50,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        return checked_text(value)
+        return value if isinstance(value, dict) else checked_text(value)  # a dictionary is a section, whose texts are its own
 
 
 def checked_text(value: Any) -> Any:
@@ -427,7 +427,7 @@ def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
     except ValueError as error:
         shown = redacted(text if len(text) <= 60 else f"{text[:60]}…")
         raise ValueError(
-            f"override {key}={printable(shown, '')}: not a YAML value ({printable(str(error).splitlines()[-1], '').strip()})"
+            f"override {key}={printable(shown, '')}: not a YAML value ({printable(' '.join(str(error).split()), '')[:100]})"
         ) from None
     return tuple(value) if isinstance(value, list) else value
 

@@ -146,7 +146,11 @@ def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device
         ValueError: it does not fit.
     """
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in build().parameters())
+        check_parameters(sum(parameter.numel() for parameter in build().parameters()), keys, device)
+
+
+def check_parameters(count: int, keys: str, device: torch.device | None = None) -> None:
+    """`check_memory` for a model of so many parameters."""
     alone = processes.join().num_processes == 1 and not processes.deepspeed()
     needed, free = count * (16 if alone else 4), machine.free_memory(device or torch.device("cpu"))
     if needed > free:

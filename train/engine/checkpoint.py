@@ -214,9 +214,7 @@ def copy_weights(module: torch.nn.Module, weights: dict[str, Tensor], source: Pa
     for name, tensor in weights.items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             kind = "not finite" if tensor.is_floating_point() else f"of {tensor.dtype}".replace("torch.", "")
-            raise ValueError(
-                f"checkpoint {source}: weights in model.safetensors are {kind} (`{name}`); restore it, or give another train.output"
-            )
+            raise ValueError(f"checkpoint {source}: its weights are {kind} (`{name}`); restore it, or give another train.output")
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
         different = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
         raise ValueError(f"checkpoint {source} is of another model (first difference: {different[0]}); give another train.output")

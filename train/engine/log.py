@@ -254,7 +254,7 @@ def _step_of(line: bytes) -> int:
     """The step of a row of metrics.jsonl, −1 where it is damaged."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return -1
 
 

@@ -44,6 +44,9 @@ def parse(text: str) -> Any:
     try:
         _check(yaml.parse(text, Loader=_Loader))
         return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -68,8 +71,9 @@ def _check(events: Iterator[yaml.Event]) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.NodeEvent) and event.anchor:
             raise ValueError(f"line {event.start_mark.line + 1}: anchors and aliases are not read; write the value itself")
-        if getattr(event, "tag", None) not in (None, "!"):
-            raise ValueError(f"line {event.start_mark.line + 1}: the tag {event.tag!r} is not read; leave it out")
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            raise ValueError(f"line {event.start_mark.line + 1}: the tag {tag!r} is not read; leave it out")
         if depth > DEPTH:
             raise ValueError(f"line {event.start_mark.line + 1}: nested deeper than {DEPTH} lists or mappings")
         if documents > 1:

@@ -1,5 +1,6 @@
 """Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def start_or_resume(
     # What was once measured on a busy machine stays decided: other threads or another precision would round differently.
     if newest:
         _check_kinds(newest, before)
+        processes.on_main(lambda: _check_best(newest, before.get("best")))
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
     precision = before.get("precision") or section.precision
     if precision == "auto":
@@ -101,7 +103,8 @@ def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerat
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
     # A key that is newer than the checkpoint had its default.
-    defaults = {name: field.get_default() for name, field in recipes.keys(type(recipe)).items() if not field.is_required()}
+    defaults = {name: kept.get_default() for name, kept in recipes.keys(type(recipe)).items() if not kept.is_required()}
+    defaults = json.loads(json.dumps(defaults))  # lists, as in a state
     for name, missing in (("recipe", defaults), ("fingerprint", {})):
         then, now = missing | redacted(recipes.checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
@@ -114,6 +117,12 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
     steps = recipe.train.steps
     if before["step"] > steps:
         raise ValueError(f"{newest} is at step {before['step']}, past train.steps={steps}; raise it or give another train.output")
+
+
+def _check_best(newest: Path, best: dict[str, Any] | None) -> None:
+    """Raise ValueError where the best weights, which the end of the run restores, are not there."""
+    if best and best["step"] and not (file := checkpoint.best_file(newest.parent, best["step"])).is_file():
+        raise ValueError(f"{newest} speaks of best weights in {file}, which is not there; restore it, or give another train.output")
 
 
 def _check_kinds(newest: Path, before: dict[str, Any]) -> None:

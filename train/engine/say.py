@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from draftsmith.inference.terminal import printable
 
@@ -32,4 +33,5 @@ def open_streams() -> None:
         if stream is None or stream.closed:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False))
         elif descriptor and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")

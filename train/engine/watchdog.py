@@ -114,10 +114,10 @@ def locks_reported(seconds: float = 60.0) -> Iterator[None]:
     """
     plain = FileBaton.wait
 
-    def wait(baton: FileBaton) -> None:
+    def wait(self: FileBaton) -> None:
         def report() -> None:
             print(
-                f"waiting for {baton.lock_file_path}, which another process holds while it compiles an extension of torch; if none does (one was "
+                f"waiting for {self.lock_file_path}, which another process holds while it compiles an extension of torch; if none does (one was "
                 "killed), delete that file: this run then goes on by itself",
                 file=sys.stderr,
                 flush=True,
@@ -127,7 +127,7 @@ def locks_reported(seconds: float = 60.0) -> Iterator[None]:
         timer.daemon = True
         timer.start()
         try:
-            plain(baton)
+            plain(self)
         finally:
             timer.cancel()
 
