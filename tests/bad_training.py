@@ -59,7 +59,7 @@ def resumed(name: str, says: str, *damages: Callable[[Path], object], state: dic
     )
 
 
-def moments(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+def state_of(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     return tensors(f"{STEP}/optimizer.safetensors", change)
 
 
@@ -429,16 +429,18 @@ def zeros(*shape: int) -> Any:
 
 
 CHECKPOINTS = [
-    resumed("moments of another shape", "optimizer.safetensors: `exp_avg.*shape", moments(first("exp_avg.", lambda _: zeros(3)))),
-    resumed("moments of no shape", "optimizer.safetensors: `exp_avg.*shape", moments(first("exp_avg.", lambda _: zeros()))),
-    resumed("moments missing", "optimizer.safetensors: `exp_avg_sq.*is missing", moments(first("exp_avg_sq.", lambda _: None))),
+    resumed("optimizer state of another shape", "optimizer.safetensors: `exp_avg.*shape", state_of(first("exp_avg.", lambda _: zeros(3)))),
+    resumed("optimizer state of no shape", "optimizer.safetensors: `exp_avg.*shape", state_of(first("exp_avg.", lambda _: zeros()))),
+    resumed("optimizer state missing", "optimizer.safetensors: `exp_avg_sq.*is missing", state_of(first("exp_avg_sq.", lambda _: None))),
     resumed(
-        "moments too many", "optimizer.safetensors: `exp_avg.other` belongs to no", moments(lambda w: w.update({"exp_avg.other": zeros(3)}))
+        "optimizer state of another parameter",
+        "optimizer.safetensors: `exp_avg.other` belongs to no",
+        state_of(lambda w: w.update({"exp_avg.other": zeros(3)})),
     ),
-    resumed("moments of integers", "optimizer.safetensors: `exp_avg.*int64", moments(first("exp_avg.", lambda t: t.long()))),
-    resumed("moments not finite", "optimizer.safetensors: .*not finite", moments(first("exp_avg.", lambda t: t * float("nan")))),
-    resumed("a step that is a table", "optimizer.safetensors: `step.*shape", moments(first("step.", lambda _: zeros(2, 2)))),
-    resumed("a negative step", "optimizer.safetensors: `step", moments(first("step.", lambda t: t - 100))),
+    resumed("optimizer state of integers", "optimizer.safetensors: `exp_avg.*int64", state_of(first("exp_avg.", lambda t: t.long()))),
+    resumed("optimizer state not finite", "optimizer.safetensors: .*not finite", state_of(first("exp_avg.", lambda t: t * float("nan")))),
+    resumed("a step that is a table", "optimizer.safetensors: `step.*shape", state_of(first("step.", lambda _: zeros(2, 2)))),
+    resumed("a negative step", "optimizer.safetensors: `step", state_of(first("step.", lambda t: t - 100))),
     resumed(
         "weights not finite", "its weights are not finite", tensors(f"{STEP}/model.safetensors", first("", lambda t: t * float("inf")))
     ),

@@ -116,11 +116,11 @@ def _same(part: Path, folder: Path, changeable: set[str]) -> bool:
     """Whether the complete artifact `folder` has the weights of `part`, to the last bit, and its recipe apart from changeable keys."""
     if not (folder / "README.md").is_file():  # written last
         return False
-    weights = [sorted(path.relative_to(place) for path in place.rglob("*.safetensors")) for place in (part, folder)]
+    weights = [sorted(path.relative_to(where) for path in where.rglob("*.safetensors")) for where in (part, folder)]
     if weights[0] != weights[1] or any((part / file).read_bytes() != (folder / file).read_bytes() for file in weights[0]):
         return False
     try:
-        texts = [(place / "recipe.yaml").read_text(encoding="utf-8") for place in (part, folder)]
+        texts = [(where / "recipe.yaml").read_text(encoding="utf-8") for where in (part, folder)]
         ours, theirs = ({key: value for key, value in yaml.safe_load(text).items() if key not in changeable} for text in texts)
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return False

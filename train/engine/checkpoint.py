@@ -242,9 +242,9 @@ def check_optimizer_state(tensors: dict[str, Tensor], module: torch.nn.Module, c
             raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected numbers with a fraction; {remedy}".replace("torch.", ""))
         if not bool(tensor.isfinite().all()) or (key != "exp_avg" and bool((tensor < 0).any())):
             raise ValueError(f"{source}: `{name}` holds numbers that are not finite, or negative; {remedy}")
-        for other in (*STATE_KEYS, "step"):
-            if f"{other}.{parameter}" not in tensors:
-                raise ValueError(f"{source}: `{other}.{parameter}` is missing; {remedy}")
+        for wanted in (*STATE_KEYS, "step"):
+            if f"{wanted}.{parameter}" not in tensors:
+                raise ValueError(f"{source}: `{wanted}.{parameter}` is missing; {remedy}")
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:

@@ -103,7 +103,7 @@ def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerat
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
     # A key that is newer than the checkpoint had its default.
-    defaults = {name: kept.get_default() for name, kept in recipes.keys(type(recipe)).items() if not kept.is_required()}
+    defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
     defaults = json.loads(json.dumps(defaults))  # lists, as in a state
     for name, missing in (("recipe", defaults), ("fingerprint", {})):
         then, now = missing | redacted(recipes.checked_text(before[name])), state[name]
