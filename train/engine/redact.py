@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-MASK = "[redacted]"
+MASK = "<redacted>"
 # A word before = or : whose value is a secret, in an address or on the command line.
 _NAMES = r"(?:api[-_]?key|access[-_]?key|auth|authorization|bearer|credential|key|passw(?:or)?d|pass|pwd|secret|sig|signature|token)"
 _SECRETS = (
