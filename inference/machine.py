@@ -6,9 +6,12 @@ and bf16 is quick on CPUs with AMX and slow on most others.
 
 import functools
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,14 +20,12 @@ import torch
 def threads(work: Callable[[], object] | None = None) -> int:
     """Set and return the number of threads that does `work` fastest; by default a matmul of the size of training.
 
-    OMP_NUM_THREADS decides where a person has set it. (`accelerate launch` sets it to 1 itself when it starts a single process.)
+    OMP_NUM_THREADS decides where a person has set it. (`accelerate launch` sets it itself where nobody has; see `_set_by_launcher`.)
     """
     # Saturated softmaxes underflow to denormals, which CPUs multiply in microcode: backward passes up to 1.8 × slower, measured.
     # Before the first parallel work, so that every thread of the pool inherits it.
     torch.set_flush_denormal(True)
-    launched_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
-    setting = os.environ.get("OMP_NUM_THREADS", "")
-    if torch.cuda.is_available() or (setting and not (setting == "1" and launched_alone)):
+    if torch.cuda.is_available() or (os.environ.get("OMP_NUM_THREADS") and not _set_by_launcher()):
         return torch.get_num_threads()
     if work is None:
         left, right = torch.randn(512, 256), torch.randn(256, 1024)
@@ -40,6 +41,39 @@ def threads(work: Callable[[], object] | None = None) -> int:
             chosen, shortest = count, seconds
     torch.set_num_threads(chosen)
     return chosen
+
+
+def _set_by_launcher() -> bool:
+    """Whether it is `accelerate launch` that has set OMP_NUM_THREADS, and not a person or a scheduler: the launcher, which is the parent of a
+    worker, began without it. Several workers share the cores by the launcher's number. An argument of the launcher counts as a person's word.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        return False
+    parent = Path("/proc", str(os.getppid()))
+    try:
+        environment, words = ((parent / name).read_bytes().split(b"\0") for name in ("environ", "cmdline"))
+    except OSError:  # another system, or another user's process
+        return os.environ["OMP_NUM_THREADS"] == "1"
+    named = any(word.replace(b"-", b"_").startswith(b"__num_cpu_threads_per_process") for word in words)
+    return not named and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process may still allocate on the device; infinity where the system does not tell."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    limits = [float("inf")]
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with suppress(OSError, ValueError):  # of a container; ValueError: "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        limits.append(float(limit - used))
+    with suppress(OSError, ValueError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            limits.append(float(limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()))
+    return max(0.0, min(limits))
 
 
 @functools.cache

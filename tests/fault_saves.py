@@ -94,10 +94,10 @@ class Disk:
     def _half_serialised(self, plain: Callable) -> Callable:
         """safetensors writes under a name of its own in the same folder and renames that file; a kill leaves it behind."""
 
-        def save_file(tensors, path: Path):
+        def save_file(tensors, path: Path, *metadata):
             self.before("save_file")
             self.within, within = True, self.within
-            plain(tensors, path)
+            plain(tensors, path, *metadata)
             half, content = path.with_name(".tmpHalf"), path.read_bytes()
             path.unlink()
             half.write_bytes(content[: len(content) // 2])
@@ -105,7 +105,7 @@ class Disk:
             self.before("half serialised")
             self.within = True
             half.unlink()
-            plain(tensors, path)
+            plain(tensors, path, *metadata)
             self.within = within
 
         return save_file

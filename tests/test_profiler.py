@@ -101,7 +101,7 @@ def test_a_profile_in_yaml_needs_quotes(tmp_path):
     text = "train.output: x\ntrain.steps: 20\ntrain.batch_size: 2\ntrain.lr: 0.1\ntrain.trackers: [wandb]\n"
     file = tmp_path / "r.yaml"
     file.write_text(text + "train.profile: 10:15\n")
-    with pytest.raises(ValueError, match="yaml reads 10:15 as a number; write '10:15'"):
+    with pytest.raises(ValueError, match="YAML reads 10:15 as a number; write '10:15'"):
         recipes.load(Recipe, file, [])
     file.write_text(text + "train.profile: '10:15'\n")
     loaded = recipes.load(Recipe, file, [])

@@ -3,17 +3,20 @@
 import ast
 import difflib
 import importlib
+import os
 import re
 import runpy
 import sys
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from draftsmith.inference.errors import exit_on_error, quiet_libraries
+from draftsmith.train.engine.say import open_streams
 from draftsmith.train.recipe import Recipe, sections, shipped
 
 COMMANDS = {
@@ -101,6 +104,8 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     Raises:
         SystemExit: 0 after the help, 2 where no recipe is given.
     """
+    open_streams()
+    sys.excepthook = _end_at_interrupt
     quiet_libraries()
     method, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
     if not arguments:
@@ -110,6 +115,13 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     if arguments[0] in HELP:
         print(usage(schema, method, text))
         raise SystemExit(0)
+
+
+def _end_at_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An exception hook: Ctrl-C while libraries are imported ends the process with 130, without a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(130)
+    sys.__excepthook__(kind, error, trace)
 
 
 def usage(schema: type[Recipe], method: str, text: str | None) -> str:

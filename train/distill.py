@@ -5,11 +5,15 @@ accelerate launch train/distill.py recipes/distill-tiny.yaml student.start=Qwen/
 """
 
 import sys
+from typing import Annotated
 
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
 from draftsmith.train.recipe import Changeable, Recipe, Section, TreeSection, load
+
+Layers = Annotated[int, Field(ge=0, le=1000)]
+LayerNumber = Annotated[int, Field(ge=0, le=10**4)]
 
 
 class StudentSection(Section):
@@ -20,16 +24,22 @@ class StudentSection(Section):
         description="`pruned`: layers of the target; `random`: fresh weights; else folder or Hub id of a model with the target's tokenizer",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of such a model; unset: the default branch")
-    layers: int | tuple[int, ...] | None = Field(
+    layers: Layers | tuple[LayerNumber, ...] | None = Field(
         default=None,
         description="a number of layers, or (pruned) which of the target's, counted from 0; by number, the layers that acceptance needs "
         "most are taken; unset: only with a model as start",
     )
-    hidden_size: int | None = Field(default=None, ge=1, description="W, hidden size of the student; unset: the target's")
-    intermediate_size: int | None = Field(default=None, ge=1, description="inner size of the MLP; unset: the target's (random: 8/3 of W)")
-    heads: int | None = Field(default=None, ge=1, description="query heads; a pruned student keeps complete KV groups; unset: the target's")
-    kv_heads: int | None = Field(default=None, ge=1, description="key and value heads of a random student; unset: as many as heads")
-    lora: int = Field(default=0, ge=0, description="rank of LoRA adapters, which alone are trained; 0: all weights are trained")
+    hidden_size: int | None = Field(default=None, ge=1, le=2**17, description="W, hidden size of the student; unset: the target's")
+    intermediate_size: int | None = Field(
+        default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's (random: 8/3 of W)"
+    )
+    heads: int | None = Field(
+        default=None, ge=1, le=2**12, description="query heads; a pruned student keeps complete KV groups; unset: the target's"
+    )
+    kv_heads: int | None = Field(
+        default=None, ge=1, le=2**12, description="key and value heads of a random student; unset: as many as heads"
+    )
+    lora: int = Field(default=0, ge=0, le=2**14, description="rank of LoRA adapters, which alone are trained; 0: all weights are trained")
     checkpointing: Changeable[bool] = Field(
         default=False, description="recompute the student's layers in the backward pass: less memory, more time"
     )
@@ -43,18 +53,18 @@ class DistillSection(Section):
         description="kl, ce, reverse_kl, jsd(β), tv, lk, lk_hybrid, nll (of the text's tokens), or a mix: `0.9 tv + 0.1 kl`",
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="temperature of both distributions in the loss; the one at which drafts will be accepted"
+        default=1.0, gt=0, le=100, description="temperature of both distributions in the loss; the one at which drafts will be accepted"
     )
-    top_k: int = Field(default=0, ge=0, description="reduce the target's distribution to this many likeliest tokens; 0: all")
+    top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     on_policy: float = Field(default=0.0, ge=0, le=1, description="λ, share of the training sequences that the student has sampled itself")
     rejections: float = Field(
         default=0.0, ge=0, le=1, description="share of the training sequences with supervision only where the target rejected a draft"
     )
-    refresh_every: int = Field(default=50, ge=4, description="steps between two generations of sampled sequences")
-    keep_generations: int = Field(default=4, ge=1, description="newest generations that training sequences are drawn from")
-    prompts: int = Field(default=64, ge=1, description="prompts of a generation, cut from the training examples")
-    new_tokens: int = Field(default=128, ge=1, description="tokens sampled for each prompt, at most")
-    sample_temperature: float = Field(default=1.0, ge=0, description="temperature at which they are sampled")
+    refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
+    keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")
+    prompts: int = Field(default=64, ge=1, le=10**6, description="prompts of a generation, cut from the training examples")
+    new_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens sampled for each prompt, at most")
+    sample_temperature: float = Field(default=1.0, ge=0, le=100, description="temperature at which they are sampled")
     confidence: float = Field(
         default=0.0, ge=0, lt=1, description="the trained drafter stops a draft where its best token is less likely than this"
     )
@@ -80,6 +90,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -88,6 +99,8 @@ from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
+from draftsmith.inference.reading import read_json
+from draftsmith.inference.terminal import printable
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import student as students
 from draftsmith.models.parallel import COLLECTIVE
@@ -95,7 +108,7 @@ from draftsmith.models.saving import save_model, save_student
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import checkpoint, order, replay
+from draftsmith.train.engine import checkpoint, order, output, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
@@ -217,7 +230,7 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
             origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
             _store_start(folder, origin, lambda: _build(section, target, train, recipe.train.seed))
         state.wait_for_everyone()
-        model = cast(Any, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)).to(target.device)
+        model = _read_start(folder, recipe.target.trust_remote_code).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
         raise ValueError(
             f"data.seq_len={recipe.data.seq_len} is longer than the student's context of {model.config.max_position_embeddings}; lower it"
@@ -232,10 +245,37 @@ def _ready(section: StudentSection, model: PreTrainedModel, seed: int) -> PreTra
     return cast(Any, students.with_lora(model, section.lora, seed=seed)) if section.lora else model
 
 
+def _read_start(folder: Path, trust_remote_code: bool) -> Any:
+    """The model that `_store_start` stored. Raises ValueError, naming the folder, where it cannot be read."""
+    loader: Any = AutoModelForCausalLM
+    try:
+        model, loading = loader.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = printable(" ".join(str(error).split())[:200], "")
+        raise ValueError(
+            f"{folder}, the student before training, cannot be read ({reason}); restore it, or give another train.output"
+        ) from None
+    wrong = sorted(name for kind in ("missing_keys", "unexpected_keys") for name in loading[kind])
+    if wrong:
+        raise ValueError(
+            f"{folder}, the student before training, has missing or unknown tensors ({wrong[0]}); restore it, or give another train.output"
+        )
+    return model
+
+
 def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTrainedModel]) -> None:
     """Store the model that `build` returns in `folder`, unless it holds the model of the same `origin` already."""
     record = folder / "made.json"
-    if record.is_file() and json.loads(record.read_text()) == origin:
+    if folder.exists() and not record.is_file():
+        raise ValueError(f"{folder} is no start of Draftsmith (made.json is missing); move it away, or give another train.output")
+    if record.is_file() and read_json(record) == origin:
         return
     if folder.is_dir() and checkpoint.latest(folder.with_name("checkpoints")):
         raise ValueError(
@@ -251,12 +291,15 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
 
 def _build(section: StudentSection, target: Target, train: PackedDataset, seed: int) -> PreTrainedModel:
     """A pruned student, by up to 8 sequences of the training data, or a random one."""
-    if section.start != "pruned":
-        return _random(section, target, seed)
-    assert section.layers is not None, "check refuses it"
-    sequences = order.sample_rows(len(train), seed, 0, min(8, len(train)))
-    batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
-    return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
+    try:
+        if section.start != "pruned":
+            return _random(section, target, seed)
+        assert section.layers is not None, "check refuses it"
+        sequences = order.sample_rows(len(train), seed, 0, min(8, len(train)))
+        batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
+        return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
+    except ValueError as error:
+        raise ValueError(str(error) if "student." in str(error) else f"student.layers and sizes: {error}") from None
 
 
 def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:
@@ -266,10 +309,13 @@ def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:
 def _random(section: StudentSection, target: Target, seed: int) -> PreTrainedModel:
     if not isinstance(section.layers, int):
         raise ValueError(f"student.layers={list(section.layers or ())}: a random student has a number of layers; expected one")
+    size = section.hidden_size or target.hidden_size
+    inner = section.intermediate_size or 8 * size // 3
+    setup.check_parameters(section.layers * size * (2 * size + 3 * inner) + target.vocab_size * size, "student.*", target.device)
     return students.fresh(
         target,
         layers=section.layers,
-        hidden_size=section.hidden_size or target.hidden_size,
+        hidden_size=size,
         heads=section.heads or target.config.num_attention_heads,
         kv_heads=section.kv_heads,
         intermediate_size=section.intermediate_size,
@@ -338,23 +384,24 @@ def main(arguments: list[str]) -> None:
     section = recipe.distill
     check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
-    train, valid = setup.datasets(recipe, target, corpora)
-    packed = train if isinstance(train, PackedDataset) else train.packed
-    model = initial_student(recipe, target, packed)
-    student = students.frozen(model, target.tokenizer)
-    drafter = DraftModel(student, tree_spec_of(recipe.tree), confidence=section.confidence)
-    fingerprint, refresh = setup.fingerprint(target, train), None
-    if section.on_policy or section.rejections:
-        train = with_replay(recipe, target, student, model, packed)
-        refresh = train.refresh
-    if recipe.student.lora:  # the checkpoints hold the adapters alone
-        fingerprint["student's weights"] = replay.digest(model, trained=False)
-    measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
-    monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions)
-    accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, refresh=refresh, **monitors)
-    if accelerator.is_main_process:
-        write = writer(recipe, target, model, drafter)
-        publish.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)
+    with output.claimed(recipe):
+        train, valid = setup.datasets(recipe, target, corpora)
+        packed = train if isinstance(train, PackedDataset) else train.packed
+        model = initial_student(recipe, target, packed)
+        student = students.frozen(model, target.tokenizer)
+        drafter = DraftModel(student, tree_spec_of(recipe.tree), confidence=section.confidence)
+        fingerprint, refresh = setup.fingerprint(target, train), None
+        if section.on_policy or section.rejections:
+            train = with_replay(recipe, target, student, model, packed)
+            refresh = train.refresh
+        if recipe.student.lora:  # the checkpoints hold the adapters alone
+            fingerprint["student's weights"] = replay.digest(model, trained=False)
+        measure = partial(objective, target=target, section=section, depth=drafter.max_depth)
+        monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions)
+        accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, refresh=refresh, **monitors)
+        if accelerator.is_main_process:
+            write = writer(recipe, target, model, drafter)
+            publish.publish(recipe, target, steps, DraftModel.method, target.identity.to_dict(), write)
 
 
 if __name__ == "__main__":

@@ -21,26 +21,38 @@ class EagleSection(Section):
         description="decoder layers of the target, counted from 0, whose outputs are read; unset: 1, L/2−1, L−4 of its L layers",
     )
     vocab_size: int | None = Field(
-        default=None, ge=1, description="D, size of the draft vocabulary: the most frequent supervised tokens; unset: the target's V"
+        default=None,
+        ge=1,
+        le=2**24,
+        description="D, size of the draft vocabulary: the most frequent supervised tokens; unset: the target's V",
     )
-    hidden_size: int | None = Field(default=None, ge=1, description="W, hidden size of the drafter; unset: the target's")
+    hidden_size: int | None = Field(default=None, ge=1, le=2**17, description="W, hidden size of the drafter; unset: the target's")
     intermediate_size: int | None = Field(
-        default=None, ge=1, description="inner size of the MLP; unset: the target's, or 4 W where hidden_size differs"
+        default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's, or 4 W where hidden_size differs"
     )
-    heads: int | None = Field(default=None, ge=1, description="attention heads; unset: the target's, or W / 64 where hidden_size differs")
+    heads: int | None = Field(
+        default=None, ge=1, le=2**12, description="attention heads; unset: the target's, or W / 64 where hidden_size differs"
+    )
     kv_heads: int | None = Field(
-        default=None, ge=1, description="key and value heads; unset: the target's, or as many as heads where heads or hidden_size differ"
+        default=None,
+        ge=1,
+        le=2**12,
+        description="key and value heads; unset: the target's, or as many as heads where heads or hidden_size differ",
     )
-    layers: int = Field(default=1, ge=1, description="decoder layers of the drafter")
+    layers: int = Field(default=1, ge=1, le=64, description="decoder layers of the drafter")
     fc_norm: bool = Field(default=False, description="EAGLE-3.1: normalise each tap before fc")
     norm_output: bool = Field(default=False, description="EAGLE-3.1: feed the normalised output to the next step")
-    steps: int = Field(default=7, ge=1, description="K, steps of the training-time test; in version 1 how deep the drafter may draft")
+    steps: int = Field(
+        default=7, ge=1, le=64, description="K, steps of the training-time test; in version 1 how deep the drafter may draft"
+    )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
     loss: str = Field(
         default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
     )
-    noise: float = Field(default=0.2, ge=0, description="version 1: width of the uniform noise on features, at 512 positions")
-    classification: float = Field(default=0.1, ge=0, description="version 1: weight of the soft cross-entropy, beside SmoothL1's 1")
+    noise: float = Field(default=0.2, ge=0, le=1000, description="version 1: width of the uniform noise on features, at 512 positions")
+    classification: float = Field(
+        default=0.1, ge=0, le=1000, description="version 1: weight of the soft cross-entropy, beside SmoothL1's 1"
+    )
     checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(
         default=None,
@@ -75,7 +87,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import processes
+from draftsmith.train.engine import output, processes
+from draftsmith.train.engine.say import say
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -220,7 +233,7 @@ def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size:
     counts = torch.stack([vocab.count(ids, mask, target.vocab_size) for ids, mask in pieces]).sum(0)
     vocabulary = vocab.choose(counts, size, target.stop_ids)
     share = vocab.coverage(counts, vocabulary).overall
-    print(f"draft vocabulary: {size:,} of {target.vocab_size:,} tokens, {share:.2%} of the supervised ones")
+    say(f"draft vocabulary: {size:,} of {target.vocab_size:,} tokens, {share:.2%} of the supervised ones")
     return vocabulary
 
 
@@ -242,7 +255,7 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
     if "lm_head.weight" in weights:
         head, known = drafter.vocabulary.re_index(weights["lm_head.weight"], start.vocabulary)
         weights["lm_head.weight"] = torch.where(known[:, None], head, drafter.lm_head.weight.detach())
-        print(f"eagle.start: {int(known.sum()):,} of {len(known):,} rows of the head taken over, the rest as in a fresh one")
+        say(f"eagle.start: {int(known.sum()):,} of {len(known):,} rows of the head taken over, the rest as in a fresh one")
     drafter.load_state_dict(weights, strict=False)
 
 
@@ -278,19 +291,20 @@ def main(arguments: list[str]) -> None:
     check(recipe)
     context = processes.context_group(recipe.train.context_parallel)
     target, corpora = setup.load_target_and_data(recipe)
-    sizes = architecture(section, target)
-    drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(sizes.get("taps", ())), **sizes)
-    assert isinstance(drafter, EagleModel)
-    if sizes.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
-        drafter.take(frequent_tokens(train, target, sizes["draft_vocab_size"]))
-    if section.start:
-        begin_with(drafter, section.start, target)
-    fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-    monitors = setup.monitors(recipe, target, drafter, drafter.taps)
-    measure = choose_objective(recipe, target, context)
-    accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
-    if accelerator.is_main_process:
-        publish.publish_drafter(recipe, drafter, target, steps)
+    with output.claimed(recipe):
+        sizes = architecture(section, target)
+        drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(sizes.get("taps", ())), **sizes)
+        assert isinstance(drafter, EagleModel)
+        if sizes.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
+            drafter.take(frequent_tokens(train, target, sizes["draft_vocab_size"]))
+        if section.start:
+            begin_with(drafter, section.start, target)
+        fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
+        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        measure = choose_objective(recipe, target, context)
+        accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
+        if accelerator.is_main_process:
+            publish.publish_drafter(recipe, drafter, target, steps)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from draftsmith.train.recipe import Recipe, Section, load
 class MedusaSection(Section):
     """the heads and their loss"""
 
-    heads: int = Field(default=4, ge=1, description="K, number of heads; head k = 0 … K−1 at position t predicts token t+2+k")
-    layers: int = Field(default=1, ge=1, description="residual blocks of each head")
+    heads: int = Field(default=4, ge=1, le=64, description="K, number of heads; head k = 0 … K−1 at position t predicts token t+2+k")
+    layers: int = Field(default=1, ge=1, le=64, description="residual blocks of each head")
     share_head: bool = Field(default=False, description="use the target's output layer instead of one for each head")
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of head k in the loss is decay^k")
     distill: float = Field(
@@ -43,6 +43,7 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
+from draftsmith.train.engine import output
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
@@ -95,6 +96,8 @@ def check(recipe: MedusaRecipe) -> None:
             f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and need little "
             "memory for a long sequence: leave it out, and lower train.micro_batch_size or data.seq_len instead"
         )
+    if recipe.medusa.heads + 2 > recipe.data.seq_len:
+        raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
 
 
 def architecture(section: MedusaSection) -> dict[str, Any]:
@@ -114,13 +117,14 @@ def main(arguments: list[str]) -> None:
     section = recipe.medusa
     check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
-    drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
-    fingerprint = setup.fingerprint(target, train)
-    monitors = setup.monitors(recipe, target, drafter)
-    measure = partial(objective, target=target, section=section)
-    accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
-    if accelerator.is_main_process:
-        publish.publish_drafter(recipe, drafter, target, steps)
+    with output.claimed(recipe):
+        drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
+        fingerprint = setup.fingerprint(target, train)
+        monitors = setup.monitors(recipe, target, drafter)
+        measure = partial(objective, target=target, section=section)
+        accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
+        if accelerator.is_main_process:
+            publish.publish_drafter(recipe, drafter, target, steps)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,25 @@
 """What every method does after its loop: the folder to publish."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from draftsmith.eval import card
 from draftsmith.eval.loading import command
+from draftsmith.inference import durable
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
-from draftsmith.train.recipe import Recipe, save
+from draftsmith.train.engine import checkpoint
+from draftsmith.train.engine.say import say
+from draftsmith.train.recipe import Recipe, changeable_keys, save
+
+MEASURED = ("README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png")  # README.md, the sign of completeness, first
 
 
 def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:
@@ -32,8 +42,6 @@ def publish(
 ) -> Path:
     """Write `<output>/artifact`: safetensors, config, tokenizer, recipe and a model card, still without a table of acceptance.
 
-    An artifact of the same number of steps stays as it is, its measurements with it.
-
     Args:
         recipe: the run's recipe.
         target: its tokenizer is copied.
@@ -44,28 +52,97 @@ def publish(
 
     Returns:
         The folder.
+
+    Raises:
+        FloatingPointError, OSError: as `replace_artifact`.
     """
-    folder = Path(recipe.train.output) / "artifact"
-    advice = f"measure it with\n    {command()} eval {folder}"
-    if _steps(folder) == steps:
-        print(f"{folder}: there already; {advice}", flush=True)
-        return folder
-    for name in ("README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"):  # of other weights
-        (folder / name).unlink(missing_ok=True)
     tokens = steps * recipe.train.batch_size * recipe.data.seq_len
     training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens}
-    write(folder, training)
-    assert target.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
-    target.tokenizer.save_pretrained(folder)
-    save(recipe, folder)
-    card.write(folder, method, made_for, training, None)
-    print(f"{folder}: trained for {steps} steps; {advice}", flush=True)
+
+    def write_all(part: Path) -> None:
+        write(part, training)
+        assert target.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
+        target.tokenizer.save_pretrained(part)
+        card.write(part, method, made_for, training, None)
+
+    folder, new = replace_artifact(recipe, write_all)
+    state = f"trained for {steps} steps" if new else "there already"
+    say(f"{folder}: {state}; measure it with\n    {command()} eval {folder}")
     return folder
 
 
-def _steps(folder: Path) -> int | None:
-    """The steps that a complete artifact was trained for; None where there is none."""
+def replace_artifact(recipe: Recipe, write: Callable[[Path], None]) -> tuple[Path, bool]:
+    """Write `<output>/artifact`, of which README.md comes last, and what was measured with other weights is deleted.
+
+    An artifact of the same weights, made by the same recipe, stays as it is, its measurements with it.
+
+    Args:
+        recipe: the run's recipe; it is saved too.
+        write: puts everything else into the folder that it is given.
+
+    Returns:
+        The folder, and whether it is new.
+
+    Raises:
+        FloatingPointError: a weight is not finite; an artifact that is there stays.
+        OSError: it cannot be written.
+    """
+    folder = Path(recipe.train.output) / "artifact"
+    part = folder.with_name(".artifact.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        write(part)
+        save(recipe, part)
+        for file in part.rglob("*.safetensors"):
+            if name := checkpoint.not_finite(load_file(file)):
+                raise FloatingPointError(
+                    f"{folder} is not written: `{name}` of {file.name} is not finite; lower train.lr or train.weight_decay, "
+                    "with another train.output"
+                )
+        new = not _same(part, folder, changeable_keys(type(recipe)))
+        if new:
+            _move(part, folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{folder} could not be written ({error}); the checkpoints are complete: mend that and run the same command again"
+        ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder, new
+
+
+def _same(part: Path, folder: Path, changeable: set[str]) -> bool:
+    """Whether the complete artifact `folder` has the weights of `part`, to the last bit, and its recipe apart from changeable keys."""
     if not (folder / "README.md").is_file():  # written last
-        return None
-    config = json.loads((folder / "config.json").read_text())
-    return (config.get("draftsmith", config).get("training") or {}).get("steps")
+        return False
+    weights = [sorted(path.relative_to(where) for path in where.rglob("*.safetensors")) for where in (part, folder)]
+    if weights[0] != weights[1] or any((part / file).read_bytes() != (folder / file).read_bytes() for file in weights[0]):
+        return False
+    try:
+        texts = [(where / "recipe.yaml").read_text(encoding="utf-8") for where in (part, folder)]
+        ours, theirs = ({key: value for key, value in yaml.safe_load(text).items() if key not in changeable} for text in texts)
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return False
+    return all(theirs.get(key, value) == value for key, value in ours.items()) and _training(part) == _training(folder)
+
+
+def _training(folder: Path) -> Any:
+    """The notes on training of an artifact's config."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config.get("draftsmith", config).get("training")
+
+
+def _move(part: Path, folder: Path) -> None:
+    """Move the files of `part` into `folder`, in place of the weights and measurements that are there. Other files there stay."""
+    folder.mkdir(exist_ok=True)
+    for name in MEASURED:
+        (folder / name).unlink(missing_ok=True)
+    for file in (*folder.rglob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        file.unlink()
+    files = [path for path in part.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda file: (file.name == "README.md", file.name != "run.json")):  # run.json says whose folder it is
+        durable.sync(file)
+        (folder / file.relative_to(part)).parent.mkdir(exist_ok=True)
+        file.replace(folder / file.relative_to(part))
+    durable.sync(folder)

@@ -3,23 +3,29 @@
 Nothing heavy is imported here, so that the command line can print a recipe's keys at once.
 """
 
+import ast
 import difflib
 import json
+import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
+import unicodedata
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from draftsmith.data.conversations import Source
 from draftsmith.data.text_files import check_regular, lines
+from draftsmith.inference import durable
+from draftsmith.inference.terminal import printable
+from draftsmith.train.engine import recipe_file
+from draftsmith.train.engine.redact import redacted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,12 +37,43 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 T = TypeVar("T")
 # A key that may differ between a checkpoint and the run that continues it: it changes no step already taken.
 Changeable = Annotated[T, "changeable"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A section of a recipe. In a subclass, the docstring is the section's heading in --help and `description` the text of a key."""
+    """A section of a recipe. In a subclass, the docstring is the section's heading in --help and `description` the text of a key.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    Numbers are finite, and texts are neither blank nor hold control characters. A text that begins with ~ is a path below a home folder.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return value if isinstance(value, dict) else checked_text(value)  # a dictionary is a section, whose texts are its own
+
+
+def checked_text(value: Any) -> Any:
+    """The value with ~ expanded in its texts, those of lists and dictionaries included.
+
+    Raises:
+        ValueError: a text is blank, holds a control character, or names the home of a user that does not exist.
+    """
+    if isinstance(value, dict):
+        return {key: checked_text(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(checked_text(item) for item in value)
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        raise ValueError("the text is blank; give one, or leave the key out")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+        raise ValueError("the text holds a control character; leave it out")
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise ValueError(f"there is no user with the home folder {value.partition('/')[0]}; write ./ before it if it is a name")
+    return expanded
 
 
 class TargetSection(Section):
@@ -71,7 +108,7 @@ class DataSection(Section):
     valid: str | tuple[Source, ...] | None = Field(
         default=None, description="held-out data, in the same forms as `train`; unset: a fixed 1 in 20 of the examples of `train`"
     )
-    seq_len: int = Field(default=256, ge=8, description="tokens of a training sequence")
+    seq_len: int = Field(default=256, ge=8, le=2**24, description="tokens of a training sequence")
     pack: bool = Field(default=True, description="put several examples into a sequence, isolated from each other; false: one each, padded")
     template: str | None = Field(default=None, description="Jinja file with a chat template; unset: the tokenizer's own")
     last_turn: bool = Field(default=False, description="supervise only the last assistant turn of a conversation")
@@ -82,7 +119,7 @@ class DataSection(Section):
         le=1,
         description="drop one of two examples whose sets of five-word runs have at least this Jaccard similarity; 1: only equal ones",
     )
-    num_proc: Changeable[int | None] = Field(default=None, ge=1, description="processes that tokenise; unset: one for each core")
+    num_proc: Changeable[int | None] = Field(default=None, ge=1, le=1024, description="processes that tokenise; unset: one for each core")
     cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data")
 
     def give_template(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -119,43 +156,46 @@ class FeaturesSection(Section):
     taps: tuple[int, ...] = Field(
         default=(), description="decoder layers, counted from 0, whose outputs a new store holds besides the last hidden state"
     )
-    batch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward of the target while features are captured")
+    batch_tokens: int = Field(default=8192, ge=1, le=2**24, description="tokens of one forward of the target while features are captured")
     allow_missing: bool = Field(default=False, description="leave out examples whose features are lost, instead of stopping")
 
 
 class TreeSection(Section):
     """the draft tree stored with the drafter, until `draftsmith eval` chooses one for the machine"""
 
-    depth: int | None = Field(default=None, ge=1, description="K, tokens drafted ahead; unset: the method's default")
+    depth: int | None = Field(default=None, ge=1, le=64, description="K, tokens drafted ahead; unset: the method's default")
     width: int | None = Field(
-        default=None, ge=1, description="children of a node; 1: a chain; more: a dynamic tree; unset: the method's default"
+        default=None, ge=1, le=1024, description="children of a node; 1: a chain; more: a dynamic tree; unset: the method's default"
     )
-    nodes: int | None = Field(default=None, ge=2, description="nodes of a dynamic tree, with the root; unset: the method's default")
+    nodes: int | None = Field(
+        default=None, ge=2, le=1024, description="nodes of a dynamic tree, with the root; unset: the method's default"
+    )
 
 
 class TrainSection(Section):
     """the training loop"""
 
     output: Changeable[str] = Field(description="folder for checkpoints, metrics and the trained drafter (`artifact`)")
-    steps: Changeable[int] = Field(ge=1, description="optimizer steps of the run")
-    batch_size: int = Field(ge=1, description="sequences of one optimizer step, over all ranks and accumulation")
+    steps: Changeable[int] = Field(ge=1, le=10**9, description="optimizer steps of the run")
+    batch_size: int = Field(ge=1, le=2**20, description="sequences of one optimizer step, over all ranks and accumulation")
     micro_batch_size: Changeable[int | None] = Field(
-        default=None, ge=1, description="sequences of one forward on one rank; unset: all of the rank's share"
+        default=None, ge=1, le=2**20, description="sequences of one forward on one rank; unset: all of the rank's share"
     )
     context_parallel: Changeable[int] = Field(
         default=1,
         ge=1,
+        le=2**16,
         description="ranks that share each sequence by position (EAGLE only): divides the memory of the drafter's steps, not the target's",
     )
-    lr: float = Field(gt=0, description="highest learning rate, reached after warmup_steps")
+    lr: float = Field(gt=0, le=1, description="highest learning rate, reached after warmup_steps")
     schedule: Literal["cosine", "constant", "wsd"] = Field(
         default="cosine", description="learning rate after the warm-up; wsd: constant, then linear decay over the last quarter"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    min_lr: float = Field(default=0.0, ge=0, description="the last learning rate, as a fraction of lr")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay, of matrices only")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the gradient's mean and square")
-    clip: float = Field(default=1.0, gt=0, description="norm to which gradients are clipped")
+    warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
+    min_lr: float = Field(default=0.0, ge=0, le=1, description="the last learning rate, as a fraction of lr")
+    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="AdamW's weight decay, of matrices only")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the gradient's mean and square")
+    clip: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="precision of the forward pass; auto: bf16 where it proves faster on this machine"
     )
@@ -164,34 +204,42 @@ class TrainSection(Section):
     )
     kernels: Changeable[bool] = Field(default=False, description="compute losses with Triton kernels; needs a GPU, untried on one so far")
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the initial weights, the order of examples and all random draws")
-    eval_every: Changeable[int] = Field(default=0, ge=0, description="steps between evaluations on held-out data; 0: at the end only")
-    eval_batches: Changeable[int] = Field(default=8, ge=1, description="batches of an evaluation")
-    save_every: Changeable[int] = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end and on interruption only")
-    keep: Changeable[int] = Field(default=2, ge=1, description="how many of the newest checkpoints stay on disk")
+    eval_every: Changeable[int] = Field(
+        default=0, ge=0, le=10**9, description="steps between evaluations on held-out data; 0: at the end only"
+    )
+    eval_batches: Changeable[int] = Field(default=8, ge=1, le=10**6, description="batches of an evaluation")
+    save_every: Changeable[int] = Field(
+        default=0, ge=0, le=10**9, description="steps between checkpoints; 0: at the end and on interruption only"
+    )
+    keep: Changeable[int] = Field(default=2, ge=1, le=10**6, description="how many of the newest checkpoints stay on disk")
     resume: Changeable[Literal["auto", "never"]] = Field(
         default="auto", description="auto: continue from the newest complete checkpoint in output; never: refuse a folder that has one"
     )
     watchdog_minutes: Changeable[float] = Field(
-        default=60.0, ge=0, description="minutes without progress after which the run reports its threads and exits with 75; 0: never"
+        default=60.0,
+        ge=0,
+        le=10**5,
+        description="minutes without progress after which the run reports its threads and exits with 75; 0: never",
     )
     max_nonfinite_steps: Changeable[int] = Field(
-        default=5, ge=1, description="stop after this many steps in a row were skipped because a loss or gradient was not finite"
+        default=5, ge=1, le=10**6, description="stop after this many steps in a row were skipped because a loss or gradient was not finite"
     )
-    log_every: Changeable[int] = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
+    log_every: Changeable[int] = Field(default=10, ge=1, le=10**9, description="steps between lines of metrics.jsonl")
     normalise: Literal["supervised", "all"] = Field(
         default="supervised", description="divide a step's loss by its supervised tokens, or by all its positions as EAGLE's code does"
     )
     tau_prompts: int = Field(
         default=0,
         ge=0,
+        le=10**6,
         description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
         "published; 0: τ is not measured",
     )
     tau_file: str | None = Field(default=None, description="file with these prompts; unset: the shipped ones")
-    tau_tokens: int = Field(default=48, ge=1, description="new tokens decoded for each of these prompts")
-    tau_temperature: float = Field(default=0.0, ge=0, description="sampling temperature while τ is measured")
+    tau_tokens: int = Field(default=48, ge=1, le=2**20, description="new tokens decoded for each of these prompts")
+    tau_temperature: float = Field(default=0.0, ge=0, le=100, description="sampling temperature while τ is measured")
     patience: Changeable[int] = Field(
-        default=0, ge=0, description="end the run after this many evaluations without a better τ; 0: do not end it early"
+        default=0, ge=0, le=10**6, description="end the run after this many evaluations without a better τ; 0: do not end it early"
     )
     trackers: Changeable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = Field(
         default=(), description="also send metrics to these; wandb stays offline without a key, trackio stays on this machine"
@@ -214,6 +262,15 @@ class TrainSection(Section):
         if int(last) > info.data.get("steps", int(last)):
             raise ValueError(f"step {last} is past train.steps={info.data['steps']}")
         return value
+
+    @model_validator(mode="after")
+    def _decay(self) -> "TrainSection":
+        if self.lr * self.weight_decay >= 1:
+            raise ValueError(
+                f"train.lr={self.lr} × train.weight_decay={self.weight_decay} takes away all of a weight in one step; "
+                "make the product less than 1"
+            )
+        return self
 
 
 class Recipe(Section):
@@ -256,7 +313,7 @@ def changeable_keys(schema: type[BaseModel]) -> set[str]:
 def shipped(schema: type[Recipe] | None = None) -> list[str]:
     """Names of the recipes in this package; with a schema, of those whose keys all belong to it."""
     files = sorted(file for file in RECIPES.glob("*.yaml") if not file.stem.startswith("accelerate-"))
-    return [file.stem for file in files if schema is None or _parse(file).keys() <= keys(schema).keys()]
+    return [file.stem for file in files if schema is None or recipe_file.read(file).keys() <= keys(schema).keys()]
 
 
 def find(path: str | Path, schema: type[Recipe] | None = None) -> Path:
@@ -266,8 +323,8 @@ def find(path: str | Path, schema: type[Recipe] | None = None) -> Path:
         ValueError: there is neither. It lists the shipped recipes; with a schema, those that fit it.
     """
     file = Path(path)
-    if file.is_file():
-        return file
+    if file.exists() and not (file.is_dir() and file.name in shipped()):
+        return file  # `read` says what is wrong with a folder or a pipe
     in_package = RECIPES / f"{file.name.removesuffix('.yaml')}.yaml"
     if in_package.is_file() and file.parent in (Path("."), Path("recipes")):
         return in_package
@@ -281,49 +338,84 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
         schema: the recipe class of the method.
         path: a file, or the name of a shipped recipe (see `find`).
         overrides: `section.key=value` texts, later ones winning.
-        shared: read only the sections in `schema`, and ignore those of the shipped recipes; with `Recipe` those that all methods share.
+        shared: read only the sections in `schema`, and ignore those of methods; with `Recipe` those that all methods share.
 
     Raises:
         ValueError: in one line, for a missing file, an unknown key (naming the nearest) or a value of the wrong type.
     """
-    values, known = _flatten(_parse(find(path, None if shared else schema))), keys(schema)
+    values, known = recipe_file.read(find(path, None if shared else schema)), keys(schema)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r} is not of the form key=value, for example train.steps=20")
         values[key] = _value(key, text, known)
-    if shared:
-        ignored = {key.split(".")[0] for name in shipped() for key in _parse(RECIPES / f"{name}.yaml")} - schema.model_fields.keys()
-        values = {key: value for key, value in values.items() if key.split(".")[0] not in ignored}
+    of_methods = keys_of_methods() - known.keys() if shared else set()
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        if key not in known and key not in of_methods:
+            near = difflib.get_close_matches(key, [*known, *of_methods], n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown recipe key {key!r}; the nearest is {near!r}")
     try:
-        return schema.model_validate(_nest(values))
+        return schema.model_validate(_nest({key: value for key, value in values.items() if key in known}))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        got = "nothing" if first["type"] == "missing" else repr(first["input"])
-        raise ValueError(f"recipe key {key!r}: {first['msg'].lower()}; got {got}") from None
+        raise ValueError(_first_fault(error)) from None
+
+
+def _first_fault(error: ValidationError) -> str:
+    """One line on what is wrong with a recipe. Of a key that may be of several types, the line is on the type that goes deepest."""
+    faults = error.errors()
+    first = max((fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]), key=lambda fault: len(fault["loc"]))
+    # Between key and place pydantic names the type that it tried: `tuple[Source, ...]`.
+    key = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier())
+    message = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    got = "nothing" if first["type"] == "missing" or first["input"] is None else redacted(repr(first["input"]))
+    return f"recipe key {key!r}: {message[:1].lower()}{message[1:]}; got {got if len(got) <= 100 else got[:100] + '…'}"
+
+
+def keys_of_methods() -> set[str]:
+    """Every `section.key` that a method's script adds to the recipe, read off the scripts without importing them."""
+    known = set()
+    for file in Path(__file__).parent.glob("*.py"):
+        classes = {node.name: node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
+        for node in classes.values():
+            if [ast.unparse(base) for base in node.bases] == [Recipe.__name__]:
+                for name, section in _fields(node).items():
+                    known |= {f"{name}.{key}" for key in _fields(classes[section])}
+    return known
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+    """The annotated fields of a class, and their types as text."""
+    fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+    return {ast.unparse(statement.target): ast.unparse(statement.annotation) for statement in fields}
+
+
+def by_key(recipe: Recipe) -> dict[str, Any]:
+    """The values of a recipe by `section.key`, as JSON, with secrets masked: what a run stores."""
+    values = recipe.model_dump(mode="json")
+    return redacted({f"{name}.{key}": value for name, section in values.items() for key, value in section.items()})
 
 
 def save(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe (`recipe.yaml`) and what it ran on (`run.json`: argv, git commit, versions, machine) into `folder`."""
+    """Write the resolved recipe (`recipe.yaml`) and what it ran on (`run.json`: argv, git commit, versions, machine) into `folder`.
+
+    Secrets among the values are masked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(_flatten(recipe.model_dump(mode="json")), sort_keys=False))
+    durable.write_text(folder / "recipe.yaml", yaml.safe_dump(by_key(recipe), sort_keys=False))
     git = shutil.which("git")
     command = [git or "git", "-C", str(RECIPES), "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""
     packages = ("draftsmith", "torch", "transformers", "accelerate", "safetensors")
     run = {
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": redacted([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git": commit or None,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
         "machine": platform.processor() or platform.machine(),
     }
-    (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+    durable.write_text(folder / "run.json", json.dumps(run, indent=1) + "\n")
 
 
 def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
@@ -333,55 +425,18 @@ def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:
     if str in kinds and not text.startswith("["):
         return None if text in ("", "null") else text
     try:
-        value = yaml.load(text, Loader=_Loader) if text else None
-    except yaml.YAMLError:
-        raise ValueError(f"override {key}={text}: not a YAML value") from None
+        value = recipe_file.parse(text) if text else None
+    except ValueError as error:
+        shown = redacted(text if len(text) <= 60 else f"{text[:60]}…")
+        raise ValueError(
+            f"override {key}={printable(shown, '')}: not a YAML value ({printable(' '.join(str(error).split()), '')[:100]})"
+        ) from None
     return tuple(value) if isinstance(value, list) else value
-
-
-def _parse(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not a YAML recipe: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected `key: value` lines, got {type(values).__name__}")
-    return values
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as a recipe means it: 2e-3 is a number, 2025-11-21 is text, and a key that is given twice is an error."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = [self.construct_object(key, deep) for key, _ in node.value]
-        for key in seen:
-            if seen.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}$"), list("-+0123456789"))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: tuple(value) if isinstance(value, list) else value}
-    return flat
 
 
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
-        *path, name = key.split(".")
-        inner = nested
-        for section in path:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
     return nested

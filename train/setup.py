@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import nn
 
 from draftsmith.data import capture, feature_dataset, prompts
 from draftsmith.data.corpus import Corpus
@@ -20,10 +21,11 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.kernels import missing
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models import drafter as drafters
 from draftsmith.models.drafter import DrafterModel, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
-from draftsmith.train.engine import processes
+from draftsmith.train.engine import output, processes
 from draftsmith.train.recipe import Recipe
 
 
@@ -40,6 +42,10 @@ def new_drafter_and_data(
         reads: taps of the target that the drafter reads.
         architecture: fields of the architecture's Config.
     """
+    kinds = drafters.architecture(method)
+    identity = target.identity.to_dict()
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "target": identity, **architecture}
+    check_memory(lambda: kinds.Model(kinds.Config(**sizes)), f"{method}.*", target.device)
     torch.manual_seed(recipe.train.seed)
     drafter = new_drafter(method, target, training={"positions": recipe.data.seq_len}, **architecture)
     tree = recipe.tree
@@ -89,6 +95,8 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
     state = processes.join()
     section, data = recipe.target, recipe.data
     check_layout(recipe)
+    processes.on_main(lambda: output.check(recipe))
+    micro_batch, _ = processes.split_batch(recipe.train, state.num_processes)
     if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
         raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
@@ -110,6 +118,7 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
         )
     if data.seq_len > target.max_positions:
         raise ValueError(f"data.seq_len={data.seq_len} is longer than the target's context of {target.max_positions}; lower it")
+    _check_micro_batch(recipe, target, micro_batch)
     data.give_template(target.tokenizer)
     with state.main_process_first():
         return target, load(data.plan(), target.tokenizer, data.cache, data.num_proc)
@@ -122,6 +131,43 @@ def check_layout(recipe: Recipe) -> None:
         raise ValueError(
             f"features.mode=cache runs the target when a process lacks something, under target.parallel={section.parallel} all must run it "
             "at once; take features.mode=online, or capture first and take offline"
+        )
+
+
+def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device | None = None) -> None:
+    """Check that a model's weights fit into the memory that is free, and what training adds where a single process holds it all.
+
+    Args:
+        build: makes the model; it is called where tensors have no values.
+        keys: which of the recipe's decide its size, for the error.
+        device: where it will be; None: the CPU.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    with torch.device("meta"):
+        check_parameters(sum(parameter.numel() for parameter in build().parameters()), keys, device)
+
+
+def check_parameters(count: int, keys: str, device: torch.device | None = None) -> None:
+    """`check_memory` for a model of so many parameters."""
+    alone = processes.join().num_processes == 1 and not processes.deepspeed()
+    needed, free = count * (16 if alone else 4), machine.free_memory(device or torch.device("cpu"))
+    if needed > free:
+        raise ValueError(
+            f"{keys}: {count / 1e9:.3g} billion parameters need at least {needed / 1e9:.3g} GB of memory to be trained, "
+            f"{free / 1e9:.3g} GB are free; make the model smaller"
+        )
+
+
+def _check_micro_batch(recipe: Recipe, target: Target, micro_batch: int) -> None:
+    """Raise ValueError where not even the ids and the last hidden state of a micro-batch fit into the memory that is free."""
+    length = recipe.data.seq_len
+    needed, free = micro_batch * length * (target.hidden_size * target.dtype.itemsize + 40), machine.free_memory(target.device)
+    if needed > free:
+        raise ValueError(
+            f"train.micro_batch_size={micro_batch} sequences of data.seq_len={length} tokens need at least {needed / 1e9:.3g} GB of memory, "
+            f"{free / 1e9:.3g} GB are free; lower one of them"
         )
 
 

@@ -15,15 +15,15 @@ from draftsmith.train.recipe import Recipe, Section, load
 class ArchitectureSection(Section):
     """the Llama that is trained"""
 
-    vocab_size: int = Field(ge=300, description="entries of the byte-level BPE tokenizer, which is trained first")
+    vocab_size: int = Field(ge=300, le=2**20, description="entries of the byte-level BPE tokenizer, which is trained first")
     tokenizer: str | None = Field(
         default=None, description="folder of a model, or `tiny`, whose tokenizer is used instead; unset: a tokenizer is trained"
     )
-    hidden_size: int = Field(ge=1, description="hidden size of the model")
-    intermediate_size: int = Field(ge=1, description="inner size of the MLP")
-    num_layers: int = Field(ge=1, description="decoder layers")
-    num_heads: int = Field(ge=1, description="query heads")
-    num_kv_heads: int = Field(ge=1, description="key and value heads")
+    hidden_size: int = Field(ge=1, le=2**17, description="hidden size of the model")
+    intermediate_size: int = Field(ge=1, le=2**20, description="inner size of the MLP")
+    num_layers: int = Field(ge=1, le=1000, description="decoder layers")
+    num_heads: int = Field(ge=1, le=2**12, description="query heads")
+    num_kv_heads: int = Field(ge=1, le=2**12, description="key and value heads")
     compile: bool = Field(default=False, description="torch.compile the model: a minute at the start, a third faster after")
 
 
@@ -54,8 +54,9 @@ from draftsmith.inference.progress import Bar
 from draftsmith.models.model_files import read_tokenizer
 from draftsmith.models.saving import save_model
 from draftsmith.models.student import scale_residuals
-from draftsmith.train import loop
-from draftsmith.train.engine import processes
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.engine import output, processes
+from draftsmith.train.engine.say import say
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.objective import Batch, Loss
 
@@ -86,7 +87,6 @@ def train_tokenizer(size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
 def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama with random weights, the same for the same train.seed."""
     sizes = recipe.architecture
-    torch.manual_seed(recipe.train.seed)
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "train_tokenizer sets it"
     config = LlamaConfig(
@@ -102,6 +102,8 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         eos_token_id=end,
         pad_token_id=end,
     )
+    setup.check_memory(lambda: LlamaForCausalLM(config), "architecture.*")
+    torch.manual_seed(recipe.train.seed)
     model = LlamaForCausalLM(config)
     scale_residuals(model)
     return model
@@ -169,11 +171,32 @@ def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def main(arguments: list[str]) -> None:
-    recipe = load(TargetRecipe, arguments[0], arguments[1:])
+def check(recipe: TargetRecipe) -> None:
+    """Check that the keys fit together. Raises ValueError, naming the keys."""
     if recipe.train.context_parallel > 1:
         raise ValueError("train.context_parallel is for EAGLE's steps; a target is trained without it")
+    sizes = recipe.architecture
+    if sizes.hidden_size % (2 * sizes.num_heads):
+        raise ValueError(
+            f"architecture.hidden_size={sizes.hidden_size} is no multiple of twice architecture.num_heads={sizes.num_heads}; make it one"
+        )
+    if sizes.num_heads % sizes.num_kv_heads:
+        raise ValueError(
+            f"architecture.num_kv_heads={sizes.num_kv_heads} does not divide architecture.num_heads={sizes.num_heads}; change one"
+        )
+
+
+def main(arguments: list[str]) -> None:
+    recipe = load(TargetRecipe, arguments[0], arguments[1:])
+    check(recipe)
     machine.threads()
+    processes.on_main(lambda: output.check(recipe))
+    with output.claimed(recipe):
+        train_and_publish(recipe)
+
+
+def train_and_publish(recipe: TargetRecipe) -> None:
+    """The tokenizer, the data, the training and the folder to publish."""
     data = recipe.data
     with processes.join().main_process_first():
         tokenizer = prepare_tokenizer(recipe)
@@ -185,14 +208,19 @@ def main(arguments: list[str]) -> None:
     accelerator, _ = loop.fit(recipe, model, objective, train, valid, {"data": train.key})
     if not accelerator.is_main_process:
         return
-    artifact = Path(recipe.train.output) / "artifact"
     model.cpu().bfloat16()
     model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=model.config.eos_token_id)
-    save_model(model, artifact)
-    tokenizer.save_pretrained(artifact)
-    bits = bits_per_byte(model.float(), valid, tokenizer)
-    write_card(artifact, recipe, model, bits)
-    print(f"{artifact}: {recipe.train.steps} steps, held out {bits:.3f} bits per byte")
+    bits = 0.0
+
+    def write(part: Path) -> None:
+        nonlocal bits
+        save_model(model, part)
+        tokenizer.save_pretrained(part)
+        bits = bits_per_byte(model.float(), valid, tokenizer)
+        write_card(part, recipe, model, bits)
+
+    artifact, _ = publish.replace_artifact(recipe, write)
+    say(f"{artifact}: {recipe.train.steps} steps, held out {bits:.3f} bits per byte")
 
 
 if __name__ == "__main__":

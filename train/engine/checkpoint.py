@@ -2,26 +2,33 @@
 
 A checkpoint is a folder `step-00001234`. It is written under a temporary name, synced and renamed; only then is the `latest` pointer moved to
 it. What a kill leaves behind has a name that begins with a dot: it is never read, and the next save deletes it. A checkpoint that the disk
-damaged is passed over for the one before it.
+damaged is passed over for the one before it. What has no mark of a checkpoint is never deleted.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.inference import durable
+from draftsmith.inference.claim import MARK
 from draftsmith.inference.durable import sync
+from draftsmith.inference.reading import read_json
+from draftsmith.train.engine.say import say
 
 FILES = ("model.safetensors", "optimizer.safetensors")
+STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count
+BEST = {"draftsmith": "best weights"}  # the mark of such a file, in its header
+LEFTOVERS = re.compile(r"\.(step-\d{8}\.(part|old)|best-\d{8}\.safetensors\.\d+\.part|latest\.\d+\.part|tmp[A-Za-z0-9]+)")
 
 
 def save(
@@ -40,13 +47,18 @@ def save(
         keep: checkpoints to keep, this one included.
 
     Raises:
+        FloatingPointError: a number of the weights or of the optimizer state is not finite; nothing is written.
         OSError: it could not be written; the message names the checkpoint that is left.
     """
+    for file, tensors in zip(FILES, (weights, optimizer_state), strict=True):
+        if name := not_finite(tensors):
+            raise FloatingPointError(_not_finite_advice(f"{folder / f'step-{step:08d}'} is not written: {file}", name))
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.part"
     try:
         _delete_leftovers(folder)
         temporary.mkdir(parents=True)
+        (temporary / MARK).write_text(json.dumps({"kind": "checkpoint"}))
         sums = {}
         for file, tensors in zip(FILES, (weights, optimizer_state), strict=True):
             save_file(tensors, temporary / file)
@@ -58,6 +70,8 @@ def save(
             sync(file)
         sync(temporary)
         _discard(final)
+        if os.path.lexists(final):
+            raise FileExistsError(f"{final} is there, and is no checkpoint of Draftsmith")
         temporary.rename(final)
         durable.replace(folder / "latest", lambda part: part.write_text(final.name))
     except (OSError, SafetensorError) as error:
@@ -86,21 +100,33 @@ def _prune(folder: Path, last: Path, keep: int) -> None:
     needed = {best_file(folder, _best_step(checkpoint)) for checkpoint in remaining}
     for old in set(folder.glob("best-*.safetensors")) - needed:
         with suppress(OSError):
-            old.unlink()
+            if _is_best(old):
+                old.unlink()
+
+
+def _is_best(file: Path) -> bool:
+    """Whether `save_weights` wrote this file."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    try:
+        with safe_open(file, "pt") as weights:
+            return BEST.items() <= (weights.metadata() or {}).items()
+    except (OSError, SafetensorError):
+        return False
 
 
 def _discard(checkpoint: Path) -> None:
     """Delete a checkpoint, if there is one, under another name, so that nobody reads half of it. What cannot be deleted stays."""
     renamed = checkpoint.with_name(f".{checkpoint.name}.old")
     with suppress(OSError):
-        if checkpoint.exists():
+        if _is_checkpoint(checkpoint):
             shutil.rmtree(checkpoint.rename(renamed))
 
 
 def _delete_leftovers(folder: Path) -> None:
     """Delete what kills left behind: unfinished files and folders, those of safetensors and of best weights included."""
-    for pattern in (".step-*", ".best-*", ".latest.*", ".tmp*"):
-        for path in folder.glob(pattern):
+    for path in folder.glob(".*"):
+        if LEFTOVERS.fullmatch(path.name) and not path.is_symlink():
             with suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -111,8 +137,9 @@ def _delete_leftovers(folder: Path) -> None:
 def _best_step(checkpoint: Path) -> int:
     """The step of the best weights that a checkpoint refers to, 0 where there is none or the checkpoint cannot be read."""
     try:
-        return (json.loads((checkpoint / "state.json").read_text()).get("best") or {}).get("step", 0)
-    except (OSError, ValueError):
+        step = (read_json(checkpoint / "state.json").get("best") or {}).get("step", 0)
+        return step if type(step) is int else 0
+    except (OSError, ValueError, AttributeError):
         return 0
 
 
@@ -156,8 +183,8 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         damage = _damage(checkpoint)
         if damage is None:
             if damaged:
-                print(f"{'; '.join(damaged)}; going on from {checkpoint}, the one before", flush=True)
-            return checkpoint, json.loads((checkpoint / "state.json").read_text())
+                say(f"{'; '.join(damaged)}; going on from {checkpoint}, the one before")
+            return checkpoint, read_json(checkpoint / "state.json")
         damaged.append(f"checkpoint {checkpoint} cannot be read ({damage})")
     if not damaged and (folder / "latest").is_file():
         damaged = [f"{folder / 'latest'} speaks of a checkpoint, and there is none"]
@@ -184,6 +211,10 @@ def copy_weights(module: torch.nn.Module, weights: dict[str, Tensor], source: Pa
         ValueError: the weights are another model's; the message names `source` and the first difference.
     """
     own = trained_tensors(module)
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            kind = "not finite" if tensor.is_floating_point() else f"of {tensor.dtype}".replace("torch.", "")
+            raise ValueError(f"checkpoint {source}: its weights are {kind} (`{name}`); restore it, or give another train.output")
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
         different = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
         raise ValueError(f"checkpoint {source} is of another model (first difference: {different[0]}); give another train.output")
@@ -192,11 +223,52 @@ def copy_weights(module: torch.nn.Module, weights: dict[str, Tensor], source: Pa
             tensor.copy_(weights[name])
 
 
+def check_optimizer_state(tensors: dict[str, Tensor], module: torch.nn.Module, checkpoint: Path) -> None:
+    """Check optimizer state that was read against the trained parameters of `module`: it has those of AdamW, complete or not at all.
+
+    Raises:
+        ValueError: tensors are missing, unknown, of another shape or dtype, or not finite. It names checkpoint and tensor.
+    """
+    shapes = {name: tensor.shape for name, tensor in trained_tensors(module).items()}
+    source, remedy = checkpoint / FILES[1], "restore it, or give another train.output"
+    for name, tensor in tensors.items():
+        key, _, parameter = name.partition(".")
+        if key not in (*STATE_KEYS, "step") or parameter not in shapes:
+            raise ValueError(f"{source}: `{name}` belongs to no trained parameter; {remedy}")
+        expected = torch.Size() if key == "step" else shapes[parameter]
+        if tensor.shape != expected:
+            raise ValueError(f"{source}: `{name}` has the shape {list(tensor.shape)}, expected {list(expected)}; {remedy}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected numbers with a fraction; {remedy}".replace("torch.", ""))
+        if not bool(tensor.isfinite().all()) or (key != "exp_avg" and bool((tensor < 0).any())):
+            raise ValueError(f"{source}: `{name}` holds numbers that are not finite, or negative; {remedy}")
+        for wanted in (*STATE_KEYS, "step"):
+            if f"{wanted}.{parameter}" not in tensors:
+                raise ValueError(f"{source}: `{wanted}.{parameter}` is missing; {remedy}")
+
+
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
+    """The name of the first tensor with a number that is not finite; None where all are."""
+    return next((name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())), None)
+
+
+def _not_finite_advice(what: str, name: str) -> str:
+    return f"{what} holds numbers that are not finite (`{name}`); lower train.lr or train.weight_decay, with another train.output"
+
+
 def save_weights(file: Path, module: torch.nn.Module) -> None:
-    """Write the trained parameters of `module` to `file`, completely or not at all. Raises OSError, naming it, where it cannot be written."""
+    """Write the trained parameters of `module` to `file`, completely or not at all.
+
+    Raises:
+        FloatingPointError: a weight is not finite; nothing is written.
+        OSError: it cannot be written; the message names it.
+    """
+    weights = trained_tensors(module)
+    if name := not_finite(weights):
+        raise FloatingPointError(_not_finite_advice(f"{file} is not written: the model", name))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace(file, lambda part: save_file(trained_tensors(module), part))
+        durable.replace(file, lambda part: save_file(weights, part, BEST))
     except (OSError, SafetensorError) as error:
         raise _write_error(file, error) from None
 
@@ -216,14 +288,32 @@ def trained_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().contiguous() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
+def foreign(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint below `folder` and is none."""
+    own = set(_newest_first(folder))
+    return sorted(path for path in folder.glob("step-" + 8 * "[0-9]") if path not in own)
+
+
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-" + 8 * "[0-9]"), reverse=True)
+    return sorted((path for path in folder.glob("step-" + 8 * "[0-9]") if _is_checkpoint(path)), reverse=True)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether `save` wrote this: a folder with its mark, or with checksums in its state, as before there were marks."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if (path / MARK).is_file():  # a power cut may have emptied it
+        return True
+    try:
+        return "sha256" in read_json(path / "state.json")
+    except (OSError, ValueError):
+        return False
 
 
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if its files are, to the last bit, those that were written."""
     try:
-        state = json.loads((checkpoint / "state.json").read_text())
+        state = read_json(checkpoint / "state.json")
         sums = state.pop("sha256")
         if _sha256_of_state(state) != sums["state"]:
             return "state.json is damaged"

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.inference import durable, machine
 from draftsmith.train.engine import curves, processes, trackers
 from draftsmith.train.engine.flops import FORMULAS
+from draftsmith.train.engine.say import say
 from draftsmith.train.objective import Batch, Loss
 from draftsmith.train.recipe import Recipe
 
@@ -157,7 +158,7 @@ class Log:
     def print(self, text: str) -> None:
         """Print on the main process."""
         if self.main:
-            print(text, flush=True)
+            say(text)
 
     def close(self) -> None:
         """Finish the trackers and draw curves.png. (`accelerator.end_training` would end the process group too.)"""
@@ -253,7 +254,7 @@ def _step_of(line: bytes) -> int:
     """The step of a row of metrics.jsonl, −1 where it is damaged."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return -1
 
 

@@ -165,7 +165,7 @@ def on_main(work: Callable[[], Value]) -> Value:
         work: gives any value that can be pickled. Tensors in its tuples and dictionaries are sent one by one and arrive on the CPU.
 
     Raises:
-        OSError, ValueError: on the main process, as `work` raised it; the other processes end with status 2.
+        OSError, ValueError, FloatingPointError: on the main process, as `work` raised it; the other processes end with status 2.
     """
     state = join()
     if state.num_processes == 1:
@@ -174,7 +174,7 @@ def on_main(work: Callable[[], Value]) -> Value:
     if state.is_main_process:
         try:
             value = work()
-        except (OSError, ValueError) as raised:
+        except (OSError, ValueError, FloatingPointError) as raised:
             error = raised
     message: list[Any] = broadcast_object_list([error is not None, _map_tensors(value, lambda tensor: tensor.to("meta"))])
     if error is not None:

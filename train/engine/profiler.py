@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerAction, ProfilerActivity
 
+from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import TrainSection
 
 
@@ -66,7 +67,7 @@ class Profile:
         file = self.folder / f"trace-rank{self.accelerator.process_index}-steps{self.first}-{last}.json.gz"
         profiler.export_chrome_trace(str(file))
         if self.accelerator.is_main_process:
-            print(f"{_longest(profiler, self.accelerator.device.type)}\ntrace of steps {self.first} to {last}: {file}", flush=True)
+            say(f"{_longest(profiler, self.accelerator.device.type)}\ntrace of steps {self.first} to {last}: {file}")
 
 
 def _longest(profiler: torch.profiler.profile, device: str) -> str:

@@ -30,9 +30,11 @@ from draftsmith.inference import durable
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar
+from draftsmith.inference.reading import field, read_json
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import order_positions
+from draftsmith.train.engine.say import say
 
 GROUP = 16  # prompts that are decoded together, and so the most that a kill can cost
 NGRAM = 4  # tokens of the n-grams by which a repetitive sample is recognised
@@ -195,7 +197,9 @@ class Replay:
         state, folder = PartialState(), self._folder(number)
         weights = digest(self.model)
         record = folder / "weights.json"
-        if state.is_main_process and not (record.is_file() and json.loads(record.read_text())["sha256"] == weights):
+        if state.is_main_process and not (record.is_file() and field(read_json(record), "sha256", str, record) == weights):
+            if folder.is_symlink() or (folder.exists() and not record.is_file() and any(folder.iterdir())):
+                raise ValueError(f"{folder} holds no samples of Draftsmith (weights.json is missing); move it away")
             shutil.rmtree(folder, ignore_errors=True)  # made with other weights, or stopped before the record was written
             folder.mkdir(parents=True)
             durable.write_text(record, json.dumps({"sha256": weights}))
@@ -230,7 +234,7 @@ class Replay:
         usable = [(ids, mask) for ids, mask in everything if mask.any() and int(ids.max()) < self.vocab_size]
         varied = [(ids, mask) for ids, mask in usable if distinct(ids[-self.plan.new_tokens :]) >= MIN_DISTINCT]
         if len(varied) < len(everything) and PartialState().is_main_process:
-            print(self._report(kind, number, everything, usable, varied), flush=True)
+            say(self._report(kind, number, everything, usable, varied))
         if not varied:
             return None
         corpus = _corpus(varied, self.corpus)

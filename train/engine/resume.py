@@ -1,5 +1,6 @@
 """Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ from accelerate import Accelerator
 from torch import nn
 
 from draftsmith.inference import machine
+from draftsmith.inference.reading import field
+from draftsmith.inference.terminal import printable
 from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import checkpoint, order, processes, trackers
+from draftsmith.train.engine.redact import redacted
+from draftsmith.train.engine.say import say
 from draftsmith.train.engine.sharded import ShardedModel
-from draftsmith.train.engine.watchdog import agree_on_data
+from draftsmith.train.engine.watchdog import agree_on_data, locks_reported
 from draftsmith.train.objective import SequenceDataset
 from draftsmith.train.recipe import Recipe, changeable_keys
 
 FORMAT = 2  # of state.json in a checkpoint
+MOST_THREADS = 4096  # that a checkpoint may ask for
 
 
 def start_or_resume(
@@ -51,6 +57,9 @@ def start_or_resume(
     if newest and section.resume == "never":
         raise ValueError(f"{newest.parent} holds checkpoints and train.resume=never; give another train.output, or delete that folder")
     # What was once measured on a busy machine stays decided: other threads or another precision would round differently.
+    if newest:
+        _check_kinds(newest, before)
+        processes.on_main(lambda: _check_best(newest, before.get("best")))
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
     precision = before.get("precision") or section.precision
     if precision == "auto":
@@ -58,7 +67,7 @@ def start_or_resume(
     micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
     state = {
-        "recipe": _by_key(recipe),
+        "recipe": recipes.by_key(recipe),
         "fingerprint": fingerprint,
         "threads": torch.get_num_threads(),
         "precision": precision,
@@ -69,6 +78,7 @@ def start_or_resume(
         _check_same_run(newest, before, state, recipe)
         weights, optimizer_state = processes.on_main(lambda: checkpoint.read(newest))
         checkpoint.copy_weights(model, weights, newest)
+        checkpoint.check_optimizer_state(optimizer_state, model, newest)
     progress = {name: before.get(name, default) for name, default in (("step", 0), ("best", None), ("left_out", 0))}
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
@@ -77,7 +87,8 @@ def start_or_resume(
     processes.on_main(lambda: recipes.save(recipe, folder.parent))
     if accelerator.is_main_process:
         _announce(newest, state, accelerator)
-    sharded = ShardedModel(accelerator, model, make_step, make_optimizer)
+    with locks_reported():
+        sharded = ShardedModel(accelerator, model, make_step, make_optimizer)
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
@@ -86,24 +97,21 @@ def start_or_resume(
 def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerator) -> None:
     distributed = accelerator.distributed_type.value.lower()
     setting = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {distributed}"
-    print(f"resuming from {newest}; {setting}" if newest else setting, flush=True)
+    say(f"resuming from {newest}; {setting}" if newest else setting)
 
 
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
-    if before.get("format") != FORMAT:
-        raise ValueError(
-            f"{newest} is of another version of draftsmith (format {before.get('format', 1)}, this version reads {FORMAT}); "
-            "give another train.output, or delete that folder"
-        )
     # A key that is newer than the checkpoint had its default.
-    defaults = {name: field.get_default() for name, field in recipes.keys(type(recipe)).items() if not field.is_required()}
+    defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
+    defaults = json.loads(json.dumps(defaults))  # lists, as in a state
     for name, missing in (("recipe", defaults), ("fingerprint", {})):
-        then, now = missing | before[name], state[name]
+        then, now = missing | redacted(recipes.checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
             if now.get(key) != then.get(key):
+                was = printable(str(then.get(key)), "")
                 raise ValueError(
-                    f"{newest} was made with {key}={then.get(key)}, this run has {now.get(key)}; "
+                    f"{newest} was made with {printable(key, '')}={was}, this run has {now.get(key)}; "
                     "give another train.output, or delete that folder"
                 )
     steps = recipe.train.steps
@@ -111,5 +119,38 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
         raise ValueError(f"{newest} is at step {before['step']}, past train.steps={steps}; raise it or give another train.output")
 
 
-def _by_key(recipe: Recipe) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in recipe.model_dump(mode="json").items() for key, value in values.items()}
+def _check_best(newest: Path, best: dict[str, Any] | None) -> None:
+    """Raise ValueError where the best weights, which the end of the run restores, are not there."""
+    if best and best["step"] and not (file := checkpoint.best_file(newest.parent, best["step"])).is_file():
+        raise ValueError(f"{newest} speaks of best weights in {file}, which is not there; restore it, or give another train.output")
+
+
+def _check_kinds(newest: Path, before: dict[str, Any]) -> None:
+    """Raise ValueError, naming file and key, where a state is of another format, or an entry has another kind than `_Run` gives it."""
+    if before.get("format") != FORMAT:
+        raise ValueError(
+            f"{newest} is of another version of draftsmith (format {printable(str(before.get('format', 1)), '')[:20]}, this version reads "
+            f"{FORMAT}); give another train.output, or delete that folder"
+        )
+    source = newest / "state.json"
+    before = {"left_out": 0, "best": None, "threads": 1, "precision": "fp32"} | before
+    for key in ("recipe", "fingerprint"):
+        field(before, key, dict, source)
+    step = field(before, "step", int, source)
+    best = field(before, "best", (dict, type(None)), source) or {"best.tau": 0.0, "best.step": 0, "best.since": 0}
+    best = {f"best.{key.removeprefix('best.')}": value for key, value in best.items()}
+    tau = field(best, "best.tau", float, source)
+    # What a number may be at most.
+    limits = {"step": step, "left_out": step, "threads": MOST_THREADS, "best.step": step, "best.since": step}
+    for key, limit in limits.items():
+        value = field(best if key in best else before, key, int, source)
+        if not 0 <= value <= limit:
+            raise ValueError(f"{source}: `{key}` is {value}, expected 0 to {limit}; restore it, or give another train.output")
+    if newest.name != f"step-{step:08d}":
+        raise ValueError(f"{source}: `step` is {step}, in the folder {newest.name}; restore it, or give another train.output")
+    if not 0 <= tau < float("inf"):
+        raise ValueError(f"{source}: `best.tau` is {tau}, expected a number from 0; restore it, or give another train.output")
+    if field(before, "precision", str, source) not in ("fp32", "bf16"):
+        raise ValueError(
+            f"{source}: `precision` is {before['precision']!r}, expected fp32 or bf16; restore it, or give another train.output"
+        )

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.models.drafter import DrafterModel
-
-STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count
+from draftsmith.train.engine.checkpoint import STATE_KEYS
 
 
 class ShardedModel:

@@ -5,7 +5,6 @@ Nothing leaves this machine unless you ask for it: wandb without a key runs offl
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,9 @@ from accelerate import Accelerator
 from huggingface_hub import constants
 
 from draftsmith.inference import durable
-from draftsmith.train.recipe import Recipe, TrainSection
+from draftsmith.inference.reading import field, read_json
+from draftsmith.train.engine.say import say
+from draftsmith.train.recipe import Recipe, TrainSection, by_key
 
 
 def options(section: TrainSection) -> dict[str, Any]:
@@ -47,9 +48,9 @@ def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int
     """
     folder = Path(recipe.train.output)
     file = folder / "trackers.json"
-    previous = json.loads(file.read_text()) if done and file.is_file() else None
+    previous = read_json(file) if done and file.is_file() else None
     if previous:
-        run = {"id": previous["id"], "step": max(previous["step"], last)}
+        run = {"id": field(previous, "id", str, file), "step": max(field(previous, "step", int, file), last)}
     else:
         run = {"id": secrets.token_hex(4), "step": 0}
     durable.write_text(file, json.dumps(run) + "\n")
@@ -65,16 +66,8 @@ def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int
 
 
 def flat(recipe: Recipe) -> dict[str, bool | int | float | str]:
-    """Every key of a recipe in the types that trackers take: lists and null as JSON text, URLs without what stands before their @."""
-    return {
-        f"{section}.{key}": value if isinstance(value, bool | int | float) else _as_text(value)
-        for section, values in recipe.model_dump(mode="json").items()
-        for key, value in values.items()
-    }
-
-
-def _as_text(value: Any) -> str:
-    return re.sub(r"//[^/@\s]+@", "//", value if isinstance(value, str) else json.dumps(value))
+    """Every key of a recipe in the types that trackers take: lists and null as JSON text, secrets masked."""
+    return {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in by_key(recipe).items()}
 
 
 @contextmanager
@@ -97,7 +90,7 @@ def _wandb(settings: dict[str, Any]) -> Iterator[None]:
     if settings["mode"] == "offline" and wandb.run is not None:
         reason = "WANDB_MODE says so" if "WANDB_MODE" in os.environ else "it has no key"
         folder = Path(wandb.run.dir).parent
-        print(f"wandb is offline, since {reason}: the run stays in {folder}; `wandb sync {folder}` sends it", flush=True)
+        say(f"wandb is offline, since {reason}: the run stays in {folder}; `wandb sync {folder}` sends it")
 
 
 def _has_key() -> bool:

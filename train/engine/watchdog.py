@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.file_baton import FileBaton
 
 from draftsmith.inference import durable
 from draftsmith.train.recipe import Recipe, keys
@@ -94,14 +95,47 @@ class Watchdog:
         while not self.ended.wait(min(5.0, self.limit / 4)):
             if time.monotonic() - self.since > self.limit:
                 rank = os.environ.get("RANK", "0")
-                print(
+                message = (
                     f"error: rank {rank} made no progress for {self.limit / 60:g} minutes while {self.activity}; {self.advice} "
-                    "(train.watchdog_minutes sets the limit); where its threads stand:",
-                    file=sys.stderr,
-                    flush=True,
+                    "(train.watchdog_minutes sets the limit); where its threads stand:"
                 )
-                faulthandler.dump_traceback(file=sys.stderr)
-                os._exit(EXIT_NO_PROGRESS)
+                try:
+                    print(message, file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(file=sys.stderr)
+                finally:  # stderr may be closed
+                    os._exit(EXIT_NO_PROGRESS)
+
+
+@contextmanager
+def locks_reported(seconds: float = 60.0) -> Iterator[None]:
+    """Within it a wait for another process that compiles a torch extension (DeepSpeed's, say) is reported after `seconds`, with its file.
+
+    torch waits while the file `lock` is there, and a process that was killed while it compiled leaves it for ever.
+    """
+    plain = FileBaton.wait
+
+    def wait(self: FileBaton) -> None:
+        def report() -> None:
+            print(
+                f"waiting for {self.lock_file_path}, which another process holds while it compiles an extension of torch; if none does (one was "
+                "killed), delete that file: this run then goes on by itself",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        timer = threading.Timer(seconds, report)
+        timer.daemon = True
+        timer.start()
+        try:
+            plain(self)
+        finally:
+            timer.cancel()
+
+    FileBaton.wait = wait
+    try:
+        yield
+    finally:
+        FileBaton.wait = plain
 
 
 class NonFiniteCounter:
@@ -189,6 +223,11 @@ def translate_errors(recipe: Recipe, advice: str) -> Iterator[None]:
         raise MemoryError(f"{_memory_advice(recipe)} ({str(error).splitlines()[0][:160]})") from None
     except RuntimeError as error:
         text = str(error)
+        if "DefaultCPUAllocator" in text:
+            traceback.clear_frames(error.__traceback__)
+            raise MemoryError(
+                f"out of memory: {' '.join(text.split())[-100:]}; lower train.micro_batch_size (train.batch_size where it is unset) or data.seq_len"
+            ) from None
         if not any(words in text for words in LOST_PEER):
             raise
         raise ConnectionError(f"another process of this run is gone ({' '.join(text.split())[:160]}); {advice}") from error

@@ -11,6 +11,8 @@ Times are predicted from the FLOPs counted in the objective.
 import argparse
 import json
 
+MOST = 10**9  # of any number that an option takes
+
 
 def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser("draftsmith plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,8 +35,10 @@ def main(arguments: list[str]) -> None:
 
     for name in ("gpus", "nodes", "gpu_memory", "tflops", "hours"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
+        if value is not None and not value <= MOST:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a finite number, {MOST:,} at most")
     machine = Machine(options.gpus, options.nodes, options.gpu_memory * GIB, options.cpu)
     tflops = options.tflops or (None if options.cpu else 989.0)
     plan = report(options.recipe, options.overrides, machine, tflops, options.hours)

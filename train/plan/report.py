@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,7 @@ from rich.table import Table
 from draftsmith.data import corpus
 from draftsmith.models.model_files import read_tokenizer
 from draftsmith.train import recipe as recipes
+from draftsmith.train.engine import recipe_file
 from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
 from draftsmith.train.recipe import Recipe
 
@@ -97,7 +97,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
     """
     recipes.load(Recipe, path, [], shared=True)  # says what is wrong with the file
     file = recipes.find(path)
-    named = {key.split(".")[0] for key in (*yaml.safe_load(file.read_text(encoding="utf-8")), *overrides)}
+    named = {key.split(".")[0] for key in (*recipe_file.read(file), *overrides)}
     scripts = sorted(
         script
         for script in Path(__file__).parents[1].glob("*.py")
