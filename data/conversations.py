@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -118,7 +119,7 @@ def fingerprint(source: Source) -> str:
 
 def _files(path: str) -> list[Path] | None:
     """The files of a local path, in order; None where the path can only be a Hub id."""
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if not file.is_dir() and _is_data(file))
         for file in files:

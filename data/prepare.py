@@ -70,7 +70,7 @@ class CorpusPlan:
 
 def _excluded(path: str) -> Path:
     """A file of `exclude`. Raises ValueError if it is not there: without it, evaluation prompts would be trained on."""
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     check_regular(file, "data.exclude")
     if not file.is_file():
         raise ValueError(f"data.exclude {path!r} not found; correct the name, or leave it out")
@@ -92,7 +92,7 @@ def load(plan: CorpusPlan, tokenizer: PreTrainedTokenizerBase, cache: str | Path
     """
     if plan.seq_len > LONGEST:
         raise ValueError(f"data.seq_len={plan.seq_len}: expected at most {LONGEST:,}; lower it")
-    key, folder = plan.key(tokenizer), Path(cache).expanduser()
+    key, folder = plan.key(tokenizer), Path(os.path.expanduser(cache))
     paths = {part: folder / f"{part}-{key}.safetensors" for part in ("train", "valid")}
     cached = {part: corpus.read(path) for part, path in paths.items()}
     corpora = {part: cached_corpus for part, cached_corpus in cached.items() if cached_corpus is not None}

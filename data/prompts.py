@@ -7,6 +7,7 @@ import ast
 import hashlib
 import io
 import json
+import os
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def load(path: str | Path | None, limit: int | None = None, distinct: bool = Fal
     Raises:
         ValueError: a file that is missing, empty or too large, or a line that is no prompt.
     """
-    file = TINY if path is None else Path(path).expanduser()
+    file = TINY if path is None else Path(os.path.expanduser(path))
     if path != "":
         check_regular(file, "prompt file")
     if path == "" or not file.is_file():

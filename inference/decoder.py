@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.inference import exact as exact_rounds
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.attention import MAX_NODES, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, Plain, Target, tensor_addresses
+from draftsmith.inference.exact import check as check_exact
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.kernels import missing, use
 from draftsmith.inference.prefill import Prefill
@@ -98,7 +98,7 @@ class Decoder:
             raise ValueError(
                 f"exact={nodes}: got {'kernels' if kernels else f'{slots} slots'}; expected one slot and no kernels; leave it out"
             )
-        exact_rounds.check(self.target, nodes, self.drafter.max_nodes)
+        check_exact(self.target, nodes, self.drafter.max_nodes)
 
     def generate(
         self,

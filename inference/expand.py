@@ -95,7 +95,7 @@ def parse_tree_spec(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) ->
             raise ValueError(f"tree: got a dynamic tree with {', '.join(map(repr, tree)) or 'nothing'}; expected depth, width and nodes")
         for name, (low, high) in LIMITS.items():
             if type(tree[name]) is not int or not low <= tree[name] <= high:
-                raise ValueError(f"tree: got {name} {describe(tree[name])}; expected an integer, {low} to {high}")
+                raise ValueError(f"tree: {name} is {describe(tree[name])}; expected an integer, {low} to {high}")
         return DynamicTree(**tree)
     if not isinstance(tree, list | tuple | None):
         raise ValueError(f"tree: got {describe(tree)}; expected a list of rank paths, or depth, width and nodes")
@@ -103,12 +103,12 @@ def parse_tree_spec(tree: Sequence[Sequence[int]] | Mapping[str, int] | None) ->
         raise ValueError(f"tree: got {len(tree or ()):,} nodes; expected at most {MOST_PATHS:,}")
     for path in tree or ():
         if not isinstance(path, list | tuple):
-            raise ValueError(f"tree: got {describe(path)} for a rank path; expected a list of integers")
+            raise ValueError(f"tree: a rank path is {describe(path)}; expected a list of integers")
         if len(path) > LIMITS["depth"][1]:
             raise ValueError(f"tree: got a path {len(path):,} deep; expected at most {LIMITS['depth'][1]}")
         for rank in path:
             if type(rank) is not int or rank > MOST_RANK:
-                raise ValueError(f"tree: got the rank {describe(rank)}; expected an integer, 0 to {MOST_RANK}")
+                raise ValueError(f"tree: a rank is {describe(rank)}; expected an integer, 0 to {MOST_RANK}")
     try:
         return StaticTree.from_paths(tree or ())
     except ValueError as error:

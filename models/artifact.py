@@ -81,7 +81,7 @@ def check_tree(tree: Any, name: str) -> None:
     try:
         parse_tree_spec(tree)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}; correct it or restore the file") from None
+        raise ValueError(f"{name}: {str(error).removeprefix('tree: ')}; correct it or restore the file") from None
 
 
 def student_entry(path: str) -> dict[str, Any] | None:

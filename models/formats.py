@@ -8,6 +8,7 @@ Letters: V target vocabulary · D draft vocabulary · L target layers.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from functools import reduce
@@ -104,7 +105,7 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
         ValueError: pickled or sharded weights; tensors that are missing, unexpected or misshapen; keys that are unknown, contradictory
             or need what EagleModel does not compute; a draft vocabulary or embedding of another target.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not (folder / WEIGHTS).exists() and any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: expected the weights in one file, {WEIGHTS}; merge them")
     check_folder(str(folder))

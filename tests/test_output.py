@@ -26,7 +26,15 @@ RECORD = RoundRecord("p", "d", 0.0, "target-sample", 3, 2, 2, 1, 0.1, 0.1, 0.1)
 
 def report(*domains: str) -> Report:
     acceptance = Acceptance(2, 4, 6, 1.5, 1.2, 1.8, (0.5,), (0.5,))
-    settings = {"prompts": 2, "max_new_tokens": 8, "dtype": "float32", "slots": 1, "rule": "target-sample", "adaptive_depth": False}
+    settings = {
+        "prompts": 2,
+        "max_new_tokens": 8,
+        "dtype": "float32",
+        "slots": 1,
+        "rule": "target-sample",
+        "adaptive_depth": False,
+        "exact": None,
+    }
     made_for = {"name": "somebody/target"}
     return Report(
         made_for, "medusa", settings, [[0]], 2, {1: 0.1}, {1: 0.1}, [], {"0": acceptance}, dict.fromkeys(domains or ("d",), acceptance)

@@ -11,6 +11,7 @@ To capture with several processes: `accelerate launch -m draftsmith.train.data_c
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def run_capture(arguments: list[str]) -> None:
     capture.capture(
         target,
         corpora.values(),
-        Path(section.store).expanduser(),
+        Path(os.path.expanduser(section.store)),
         section.precision,
         section.taps,
         section.batch_tokens,
@@ -126,9 +127,9 @@ def run_regenerate(arguments: list[str]) -> None:
     settings = regenerate.Settings(**{name: getattr(options, name) for name in SETTINGS})
     examples, out = (
         conversations.read(Source(path=options.source, split=options.split, subset=options.subset)),
-        Path(options.out).expanduser(),
+        Path(os.path.expanduser(options.out)),
     )
-    if out.parent.resolve() == Path(options.source).expanduser().resolve():
+    if out.parent.resolve() == Path(os.path.expanduser(options.source)).resolve():
         raise ValueError(f"{out} would be one of the files of {options.source} when the command is run again; give an output elsewhere")
     if options.server:
         if not options.model:

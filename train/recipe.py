@@ -126,7 +126,7 @@ class DataSection(Section):
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
         if self.template is None:
             return
-        file = Path(self.template).expanduser()
+        file = Path(os.path.expanduser(self.template))
         check_regular(file, "data.template")
         if not file.is_file():
             raise ValueError(f"data.template {self.template!r} not found; give a file with a Jinja chat template")

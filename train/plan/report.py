@@ -5,6 +5,7 @@ FLOPs counted in the objective.
 """
 
 import importlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -197,7 +198,7 @@ def _features(recipe: Recipe, run: PlannedRun, tokens: int, rate: float | None) 
 def _prepared(recipe: Recipe) -> int | None:
     """Tokens of the recipe's data if data.cache has them; None if it does not, or if only the Hub could tell."""
     plan, section = recipe.data.plan(), recipe.target
-    if not all(source.path == "stdlib" or Path(source.path).expanduser().exists() for _, source in plan.sources()):
+    if not all(source.path == "stdlib" or Path(os.path.expanduser(source.path)).exists() for _, source in plan.sources()):
         return None
     try:
         tokenizer = read_tokenizer(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
