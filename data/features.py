@@ -61,7 +61,7 @@ class Index:
             index = read_json(file)
             identity = field(index, "target", dict, file)
             for name in TargetIdentity.__dataclass_fields__:
-                field(identity, name, str, file)
+                field({"weights_hash": ""} | identity, name, str, file)
             taps, hidden_size = field(index, "taps", list, file), field(index, "hidden_size", int, file)
             precision = field(index, "precision", str, file)
             if not all(type(tap) is int for tap in taps) or hidden_size < 1 or precision not in feature_codec.FORMATS:
@@ -82,7 +82,7 @@ class Index:
     def check(self, folder: Path, target: Target, taps: Iterable[int]) -> None:
         """Raise ValueError if the features are another target's or lack a tap; print a note if the target's precision differs."""
         try:
-            warning = check_same(self.target, target.identity)
+            warning = check_same(self.target, target.identity, weights=True)
         except ValueError as error:
             raise ValueError(f"feature store {folder}: {error}") from None
         lacking = sorted(set(taps) - set(self.taps))

@@ -18,7 +18,7 @@ _VOLATILE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """Which target a drafter or a feature store belongs to. The two hashes decide; the rest is for people.
+    """Which target a drafter or a feature store belongs to. The hashes decide; the rest is for people.
 
     Attributes:
         name: folder or Hub id.
@@ -26,6 +26,7 @@ class TargetIdentity:
         dtype: of its features, and how its weights are quantised: bfloat16, bfloat16+ao-int8.
         config_hash: of its config (`config_hash`).
         tokenizer_hash: of its tokenizer (`tokenizer_hash`); "" without one.
+        weights_hash: of its files (`weights.weights_hash`); "" for one in memory or on the Hub, and in older records.
     """
 
     name: str
@@ -33,29 +34,38 @@ class TargetIdentity:
     dtype: str
     config_hash: str
     tokenizer_hash: str
+    weights_hash: str = ""
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, str]) -> "TargetIdentity":
-        return cls(**{key: str(fields[key]) for key in cls.__dataclass_fields__})
+        return cls(**{key: str(fields.get(key, "")) for key in cls.__dataclass_fields__})
 
 
-def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
+def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool = False) -> str:
     """Compare the target that a drafter or a store was made for with the one given.
 
+    Args:
+        expected: the target it was made for.
+        actual: the one given.
+        weights: other weights are an error, as for stored features. A drafter may serve a fine-tuned target: for it they are a warning.
+
     Returns:
-        A warning if only the precision differs, else "".
+        A warning if only the precision or the weights differ, else "".
 
     Raises:
-        ValueError: the config differs, or both tokenizers are known and differ; the message names both targets.
+        ValueError: the config differs, or both tokenizers are known and differ, or the weights; the message names both targets.
     """
     parts = []
     if expected.config_hash != actual.config_hash:
         parts.append(f"config ({expected.config_hash[:12]} / {actual.config_hash[:12]})")
     if expected.tokenizer_hash and actual.tokenizer_hash and expected.tokenizer_hash != actual.tokenizer_hash:
         parts.append(f"tokenizer ({expected.tokenizer_hash[:12]} / {actual.tokenizer_hash[:12]})")
+    other_weights = bool(expected.weights_hash and actual.weights_hash) and expected.weights_hash != actual.weights_hash
+    if weights and other_weights:
+        parts.append(f"weights ({expected.weights_hash[:12]} / {actual.weights_hash[:12]})")
     if parts:
         raise ValueError(
             f"the target differs in its {' and its '.join(parts)}: made for {expected.name!r}, got {actual.name!r}; "
@@ -63,6 +73,8 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity) -> str:
         )
     if expected.dtype != actual.dtype:
         return f"target {actual.name!r} is in {actual.dtype}, this was made with it in {expected.dtype}: acceptance may differ a little"
+    if other_weights:
+        return f"target {actual.name!r} has other weights than {expected.name!r}, for which this was made: acceptance may be lower"
     return ""
 
 

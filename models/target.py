@@ -35,7 +35,7 @@ from draftsmith.models.model_files import (
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
 from draftsmith.models.turn_end import stop_token
-from draftsmith.models.weights import check_finite, check_folder, check_loaded, headers
+from draftsmith.models.weights import check_finite, check_folder, check_loaded, headers, weights_hash
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -68,11 +68,13 @@ class Target:
         revision: str,
         parallel: str = "none",
         has_layers: bool = True,
+        weights: str = "",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
+        self._weights_hash = weights
         self.parallel = parallel
         self.has_layers = has_layers
         self.config: PretrainedConfig = model.config.get_text_config()
@@ -153,7 +155,7 @@ class Target:
         ):
             check_stops(ids, f"{file} of {path!r}", config.get_text_config().vocab_size)
         tokenizer = read_tokenizer(path, revision=commit, trust_remote_code=trust_remote_code, key=KEY)
-        target = cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers)
+        target = cls(model, tokenizer, path, commit, parallel if has_layers else "none", has_layers, weights_hash(source) if local else "")
         if has_layers and parallel == "none":
             target.check_trial()
         return target
@@ -205,7 +207,9 @@ class Target:
     @cached_property
     def identity(self) -> TargetIdentity:
         dtype = "+".join(filter(None, (str(self.dtype).removeprefix("torch."), quantised_as(self.model.config))))
-        return TargetIdentity(self.name, self.revision, dtype, config_hash(self.model.config), tokenizer_hash(self.tokenizer))
+        return TargetIdentity(
+            self.name, self.revision, dtype, config_hash(self.model.config), tokenizer_hash(self.tokenizer), self._weights_hash
+        )
 
     @torch.no_grad()
     def forward(

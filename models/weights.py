@@ -4,6 +4,7 @@ A folder may come from anybody. Only safetensors are opened, only within the fol
 compared with the headers.
 """
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -18,11 +19,22 @@ from torch.distributed.tensor import DTensor
 from draftsmith.inference.reading import field, read_json
 from draftsmith.models.model_files import check_config, model_file
 
-__all__ = ["Header", "check_finite", "check_folder", "check_headers", "check_loaded", "headers", "read_tensors", "stored_tensors"]
+__all__ = [
+    "Header",
+    "check_finite",
+    "check_folder",
+    "check_headers",
+    "check_loaded",
+    "headers",
+    "read_tensors",
+    "stored_tensors",
+    "weights_hash",
+]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 _CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 1 << 14  # bytes
 _ADVICE = "copy or save it again"
 
 
@@ -87,6 +99,25 @@ def headers(source: str, revision: str = "") -> dict[str, Header]:
     if missing := sorted(files.keys() - read.keys()):
         raise ValueError(f"{files[missing[0]]} of {source!r} lacks {missing[0]}, which {INDEX} names; copy the complete model folder")
     return read
+
+
+def weights_hash(folder: str) -> str:
+    """SHA-256 of the sizes of a folder's files of weights and of 64 evenly spaced blocks of each: enough to tell a model from its fine-tunes.
+
+    An adapter's own file stands for it. Errors as in `stored_tensors`.
+    """
+    adapter = model_file(folder, ADAPTER, "")
+    names = [] if adapter else sorted(set(stored_tensors(folder).values()))
+    files = [adapter] if adapter else [_weight_file(folder, name, "") for name in names]
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as content:
+            size = os.path.getsize(file)
+            digest.update(size.to_bytes(8))
+            for block in range(64):
+                content.seek(block * max(0, size - BLOCK) // 63)
+                digest.update(content.read(BLOCK))
+    return digest.hexdigest()
 
 
 def read_tensors(source: str, revision: str, files: dict[str, str], device: torch.device | str) -> dict[str, Tensor]:

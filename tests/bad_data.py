@@ -22,6 +22,13 @@ OFFLINE = "train medusa medusa.yaml features.mode=offline features.store=store"
 CACHED = "train medusa medusa.yaml features.mode=cache features.precision=float32 features.store=store"
 ANSWER = "data regenerate prompts.jsonl out.jsonl --target target --max-new-tokens 2"
 DEEP = "[" * 5000 + "]" * 5000
+
+
+def scaled(weights: dict) -> None:
+    """Fine-tunes, so to speak."""
+    weights["model.layers.1.mlp.down_proj.weight"].mul_(1.01)
+
+
 BOMB = gzip.compress(b"a" * (1 << 20)) * 4096  # 4 GiB in 4 MiB
 LINES = gzip.compress(b'{"text": "a"}\n' * 60_000) * 5000
 CHAT = {"messages": [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Four, I think."}]}
@@ -339,19 +346,19 @@ WRONG_RESULTS = [
         "excluded prompts: a number",
         written("p.jsonl", '{"prompt": 3}'),
         f"{PREPARE} data.exclude=[p.jsonl]",
-        "p.jsonl:1: expected `prompt`",
+        "p.jsonl:1: `prompt` should be text, got an integer",
     ),
     BadInput(
         "excluded prompts: messages without role",
         written("p.jsonl", '{"messages": [{"content": "a"}]}'),
         f"{PREPARE} data.exclude=[p.jsonl]",
-        "p.jsonl:1: expected `prompt`",
+        "p.jsonl:1: `messages` 0: `role` should be text",
     ),
     BadInput(
         "excluded prompts: half a character",
         written("p.jsonl", '{"prompt": "\\ud800"}'),
         f"{PREPARE} data.exclude=[p.jsonl]",
-        "p.jsonl:1: .*half of a surrogate pair",
+        "p.jsonl:1: `prompt` has half a surrogate pair",
     ),
     BadInput(
         "excluded prompts: a bomb",
@@ -508,6 +515,7 @@ STORES = [
             ("no target", changed("store/index.json", target=None), "`target` should be an object"),
             ("a target of numbers", changed("store/index.json", **{"target.dtype": 3}), "`dtype` should be text"),
             ("another target", changed("store/index.json", **{"target.config_hash": "0" * 64}), "the target differs in its config"),
+            ("a target of other weights", tensors("target/model.safetensors", scaled), "the target differs in its weights"),
             ("another name", changed("store/index.json", **{"target.name": "other"}), "belongs to another store"),
             ("a list", written("store/index.json", "[]"), "expected an object, got a list"),
             ("empty", written("store/index.json", ""), "index.json is broken .*not JSON"),
@@ -778,7 +786,12 @@ EXAMPLES = [
         ROWS,
         "domains, such as .*expected at most 1,000",
     ),
-    BadInput("sizes: data.seq_len", nothing, f"{PREPARE} data.seq_len=1000000000000", "data.seq_len=1000000000000: expected at most"),
+    BadInput(
+        "sizes: data.seq_len",
+        nothing,
+        f"{PREPARE} data.seq_len=1000000000000",
+        "recipe key .data.seq_len.: input should be less than or equal to",
+    ),
     BadInput("sizes: no examples to show", nothing, "data show medusa.yaml --examples 0", "--examples 0: expected 1 or more"),
     BadInput("sizes: a negative number to show", nothing, "data show medusa.yaml --examples -3", "--examples -3: expected 1 or more"),
 ]

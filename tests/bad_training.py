@@ -130,6 +130,7 @@ def no_reader() -> None:
     read, write = os.pipe()
     os.close(read)
     os.dup2(write, 1)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # the object before was of a file, in which one can seek
 
 
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{chr(b + 1)}: &{chr(b + 1)} [*{chr(b)}, *{chr(b)}, *{chr(b)}, *{chr(b)}]\n" for b in range(97, 117))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -84,6 +85,23 @@ def test_tied_weights_are_not_missing(tmp_path):
     target = Target.load(str(tmp_path))
     assert target.tokenizer is None and target.identity.tokenizer_hash == ""
     assert target.head_weight is target.model.get_input_embeddings().weight
+
+
+def test_identity_tells_a_model_from_its_fine_tunes(tmp_path):
+    model = random_model("llama")
+    targets = []
+    for name in ("base", "copy", "tuned"):
+        with torch.no_grad():
+            if name == "tuned":
+                model.model.layers[-1].mlp.down_proj.weight.mul_(1.01)
+        model.save_pretrained(tmp_path / name)
+        targets.append(Target.load(str(tmp_path / name)).identity)
+    base, copied, tuned = targets
+    assert base.weights_hash == copied.weights_hash and check_same(base, copied, weights=True) == ""
+    assert "other weights" in check_same(base, tuned)
+    with pytest.raises(ValueError, match="weights .*made for .*base.*, got .*tuned"):
+        check_same(base, tuned, weights=True)
+    assert check_same(replace(base, weights_hash=""), tuned, weights=True) == "", "an older record does not know"
 
 
 def test_identity_is_stable_and_tells_targets_apart(saved):

@@ -16,7 +16,6 @@ from typing import Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from draftsmith.inference.errors import exit_on_error, quiet_libraries
-from draftsmith.train.engine.say import open_streams
 from draftsmith.train.recipe import Recipe, sections, shipped
 
 COMMANDS = {
@@ -104,7 +103,6 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     Raises:
         SystemExit: 0 after the help, 2 where no recipe is given.
     """
-    open_streams()
     sys.excepthook = _end_at_interrupt
     quiet_libraries()
     method, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
