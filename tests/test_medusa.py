@@ -124,23 +124,26 @@ def test_a_tree_deeper_than_the_heads_is_refused(target):
 
 
 def slow_objective(drafter, target, batch, section):
-    """The loss token by token: in each sequence the mean of each head over the tokens that it predicts, times the sequence's supervised tokens."""
+    """The loss token by token: in each document the mean of each head over the tokens that it predicts, times the document's supervised tokens."""
     hidden = target.features(batch).hidden
     ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for b in range(len(ids)):
         tokens += int(mask[b].sum())
-        for k in range(section.heads):
-            losses = []
-            for t in range(ids.shape[1] - 2 - k):
-                there = t + 2 + k
-                if mask[b, there] and document[b, there] == document[b, t]:
-                    log_q = drafter.logits_of(k, hidden[b, t]).double().log_softmax(-1)
-                    log_p = target.logits(hidden[b, there - 1]).double().log_softmax(-1)
-                    divergence = (log_p.exp() * (log_p - log_q)).sum()
-                    losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
-            if losses:
-                total = total + section.decay**k * torch.stack(losses).mean() * int(mask[b].sum())
+        for d in range(int(document[b].max()) + 1):
+            inside = (document[b] == d).nonzero().flatten().tolist()
+            supervised = int(mask[b, inside].sum())
+            for k in range(section.heads):
+                losses = []
+                for t in inside:
+                    there = t + 2 + k
+                    if there in inside and mask[b, there]:
+                        log_q = drafter.logits_of(k, hidden[b, t]).double().log_softmax(-1)
+                        log_p = target.logits(hidden[b, there - 1]).double().log_softmax(-1)
+                        divergence = (log_p.exp() * (log_p - log_q)).sum()
+                        losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
+                if losses:
+                    total = total + section.decay**k * torch.stack(losses).mean() * supervised
     return total, tokens
 
 

@@ -49,12 +49,12 @@ from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: MedusaSection) -> Loss:
-    """Σ_b n_b · Σ_k decay^k · mean_t [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
+    """Σ_d n_d · Σ_k decay^k · mean_t [(1 − distill) · CE(head_k(h_t), x_{t+2+k}) + distill · KL(p_{t+1+k} ‖ head_k(h_t))].
 
     h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s. The mean of head
-    k in sequence b is over the n_bk supervised tokens that the head predicts there, so that no head counts less for predicting fewer (the
-    authors' code); n_b are all supervised tokens of b, and the loop divides by Σ_b n_b. A sequence is never cut by micro-batches or ranks:
-    the loss is the same however they share the sequences out.
+    k in document d is over the supervised tokens that the head predicts there, so that no head counts less for predicting fewer (in the
+    authors' code too each head has its own mean); n_d are all supervised tokens of d, and the loop divides by Σ_d n_d. A document is never
+    cut: the loss is the same however packing, micro-batches and ranks share the documents out.
     """
     heads = range(section.heads)
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
@@ -63,7 +63,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     tokens = [_shifted(batch["input_ids"], k + 2) for k in heads]
     document = batch["document"]
     counted = [_shifted(batch["loss_mask"], k + 2) & (_shifted(document, k + 2) == document.flatten()) for k in heads]
-    weights = [_per_head(predicted, batch["loss_mask"]) for predicted in counted]
+    weights = [_per_head(predicted, batch) for predicted in counted]
     parts = []
     if section.distill > 0:
         shifts = [k + 1 for k in heads]
@@ -77,11 +77,14 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     return Loss(total, weight, hits)
 
 
-def _per_head(predicted: Tensor, mask: Tensor) -> Tensor:
-    """predicted [B·S] bool, the tokens that a head predicts, of those supervised, mask [B,S] -> [B·S]: n_b / n_bk where it predicts, else 0."""
-    rows = predicted.view(mask.shape)
-    share = mask.sum(1, dtype=torch.float64) / rows.sum(1).clamp(min=1)
-    return (rows * share[:, None]).flatten()
+def _per_head(predicted: Tensor, batch: Batch) -> Tensor:
+    """predicted [B·S] bool, the positions at which a head predicts a supervised token -> [B·S]: n_d over their count in document d, else 0."""
+    rows, length = batch["document"].shape
+    first = torch.arange(rows, device=predicted.device)[:, None] * (length + 1)
+    document = (batch["document"] + 1 + first).flatten()  # of padding 0, 1 … of documents; distinct in all rows
+    counts = predicted.new_zeros(2, rows * (length + 1), dtype=torch.float64)
+    counts.index_add_(1, document, torch.stack((batch["loss_mask"].flatten(), predicted)).double())
+    return predicted * (counts[0] / counts[1].clamp(min=1))[document]
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:
