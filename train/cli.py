@@ -11,12 +11,14 @@ import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
 from draftsmith.inference.errors import exit_on_error, quiet_libraries
-from draftsmith.train.recipe import Recipe, sections, shipped
+
+if TYPE_CHECKING:  # pydantic takes half a second, in which Ctrl-C would be a traceback
+    from pydantic.fields import FieldInfo
+
+    from draftsmith.train.recipe import Recipe
 
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
@@ -76,6 +78,8 @@ def _run(words: list[str]) -> None:
 
 def train(words: list[str]) -> None:
     """`draftsmith train METHOD ...`: run train/METHOD.py as a script."""
+    from draftsmith.train.recipe import shipped
+
     scripts = methods()
     if not words or words[0] in HELP:
         rows = {name: (ast.get_docstring(ast.parse(text)) or "").splitlines()[0] for name, text in scripts.items()}
@@ -93,7 +97,7 @@ def methods() -> dict[str, str]:
     return {name: text for name, text in sources.items() if re.search(r"^class \w+\(Recipe\):", text, re.MULTILINE)}
 
 
-def prepare_script(schema: type[Recipe], text: str | None) -> None:
+def prepare_script(schema: "type[Recipe]", text: str | None) -> None:
     """What a method's script does before it imports torch: answer --help, refuse a missing recipe, quieten other libraries.
 
     Args:
@@ -103,6 +107,8 @@ def prepare_script(schema: type[Recipe], text: str | None) -> None:
     Raises:
         SystemExit: 0 after the help, 2 where no recipe is given.
     """
+    from draftsmith.train.recipe import shipped
+
     sys.excepthook = _end_at_interrupt
     quiet_libraries()
     method, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
@@ -122,8 +128,10 @@ def _end_at_interrupt(kind: type[BaseException], error: BaseException, trace: Tr
     sys.__excepthook__(kind, error, trace)
 
 
-def usage(schema: type[Recipe], method: str, text: str | None) -> str:
+def usage(schema: "type[Recipe]", method: str, text: str | None) -> str:
     """The help page of a method: its docstring, and every key of its recipe under the heading of its section."""
+    from draftsmith.train.recipe import sections, shipped
+
     head = SCRIPT_USAGE.format(method=method, recipes=", ".join(shipped(schema)))
     lines = [(text or "").strip(), "", *head.splitlines()]
     for name, section in sections(schema).items():
@@ -133,7 +141,7 @@ def usage(schema: type[Recipe], method: str, text: str | None) -> str:
     return "\n".join(lines)
 
 
-def _key(name: str, field: FieldInfo) -> list[str]:
+def _key(name: str, field: "FieldInfo") -> list[str]:
     """The lines of a key: its text, its choices, and its default."""
     choices = _choices(field.annotation)
     about = f"{field.description} {{{', '.join(choices)}}}" if choices else str(field.description)
