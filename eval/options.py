@@ -51,7 +51,9 @@ def new_parser(command: str, description: str | None) -> argparse.ArgumentParser
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """--target, --dtype, --trust-remote-code."""
-    parser.add_argument("--target", help="folder or Hub id of the target (default: the one that a drafter was trained for, else `tiny`)")
+    parser.add_argument(
+        "--target", help="folder, Hub id or GGUF file of the target (default: the one that a drafter was trained for, else `tiny`)"
+    )
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],

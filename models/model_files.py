@@ -24,6 +24,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from draftsmith.inference.reading import describe, field, read_json
 from draftsmith.inference.support import check_supported
+from draftsmith.models import gguf
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -87,6 +88,8 @@ def resolve_path(path: str, key: str = "") -> str:
     source = os.path.expanduser(path)
     if os.path.isdir(source):
         return source
+    if gguf.is_gguf(path):
+        return gguf.folder_of(path, key)
     if os.path.isfile(source):
         raise ValueError(f"{prefix}{path!r} is a file; give the folder of the model, or a Hub id")
     if looks_local(path):

@@ -4,7 +4,6 @@ A folder may come from anybody. Only safetensors are opened, only within the fol
 compared with the headers.
 """
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -16,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from draftsmith.inference.durable import sampled_hash
 from draftsmith.inference.reading import field, read_json
+from draftsmith.models import gguf
 from draftsmith.models.model_files import check_config, model_file
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 _CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-BLOCK = 1 << 14  # bytes
 _ADVICE = "copy or save it again"
 
 
@@ -102,22 +102,16 @@ def headers(source: str, revision: str = "") -> dict[str, Header]:
 
 
 def weights_hash(folder: str) -> str:
-    """SHA-256 of the sizes of a folder's files of weights and of 64 evenly spaced blocks of each: enough to tell a model from its fine-tunes.
+    """The `sampled_hash` of a folder's files of weights: enough to tell a model from its fine-tunes.
 
-    An adapter's own file stands for it. Errors as in `stored_tensors`.
+    An adapter's own file stands for it, and a GGUF file for the folder that was made of it. Errors as in `stored_tensors`.
     """
+    if os.path.isfile(made_of := os.path.join(folder, gguf.SOURCE)):
+        return field(read_json(Path(made_of)), "hash", str, made_of)
     adapter = model_file(folder, ADAPTER, "")
     names = [] if adapter else sorted(set(stored_tensors(folder).values()))
     files = [adapter] if adapter else [_weight_file(folder, name, "") for name in names]
-    digest = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as content:
-            size = os.path.getsize(file)
-            digest.update(size.to_bytes(8))
-            for block in range(64):
-                content.seek(block * max(0, size - BLOCK) // 63)
-                digest.update(content.read(BLOCK))
-    return digest.hexdigest()
+    return sampled_hash(files)
 
 
 def read_tensors(source: str, revision: str, files: dict[str, str], device: torch.device | str) -> dict[str, Tensor]:
@@ -209,7 +203,7 @@ def _no_weights(source: str) -> Exception:
     if pickles:
         return ValueError(f"{source!r} holds only pickled weights ({pickles[0]}); save it again with safetensors, pickles are never loaded")
     if ggufs:
-        return ValueError(f"{source!r} holds only GGUF weights ({ggufs[0]}), which cannot be read yet; give the model's safetensors")
+        return ValueError(f"{source!r} holds only GGUF weights; name the file: {os.path.join(source, ggufs[0])}")
     return FileNotFoundError(f"no weights in {source!r}: expected {WEIGHTS} or {INDEX}; copy the complete model folder")
 
 

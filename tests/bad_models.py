@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bad_inputs import PLANTED, BadInput, Payload, both, changed, tensors, written
+from bad_inputs import PLANTED, BadInput, Payload, both, changed, nothing, tensors, written
 
 CONFIG, WEIGHTS, INDEX = "target/config.json", "target/model.safetensors", "target/model.safetensors.index.json"
 GENERATE = ["generate", "Hello", "--target", "target", "--max-new-tokens", "2"]
@@ -16,6 +17,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = "model.layers.1.mlp.up_proj.weight"
 NOT_JSON = {"cut off": '{"a": 1', "empty": "", "a list": "[1, 2]", "text": '"llama"', "not UTF-8": b"\xff\xfe{}", "deep": "[" * 200_000}
 NOT_JSON_SAYS = {"a list": "expected an object", "text": "expected an object", "not UTF-8": "not UTF-8", "deep": "nested too deep"}
+
+
+def gguf(tensors: int, entries: int, content: bytes = b"") -> bytes:
+    """The beginning of a GGUF file that says it has so many tensors and entries."""
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + content
+
+
+def key(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
 
 
 def drafting(drafter: str) -> list[str]:
@@ -267,13 +277,43 @@ FILES = [
     case(
         "pickles: GGUF alone",
         both(written("target/model.gguf", b"GGUF\3\0\0\0"), lambda folder: (folder / WEIGHTS).unlink()),
-        "only GGUF weights .model.gguf., which cannot be read yet",
+        "holds only GGUF weights; name the file: target/model.gguf",
+    ),
+    *(
+        case(f"GGUF: {name}", written("model.gguf", content), says, ["generate", "Hello", "--target", "model.gguf"])
+        for name, content, says in [
+            ("a pickle", b"\x80\4PK", "'model.gguf' is no GGUF file"),
+            ("empty", b"", "'model.gguf' is no GGUF file"),
+            ("magic alone", b"GGUF\3\0\0\0", "'model.gguf' cannot be dequantised"),
+            ("no entries", gguf(0, 0), "'model.gguf' cannot be dequantised"),
+            ("2^60 entries", gguf(0, 1 << 60), "'model.gguf' cannot be dequantised"),
+            ("2^60 tensors", gguf(1 << 60, 0), "'model.gguf' cannot be dequantised"),
+            ("a name of 2^60 bytes", gguf(0, 1, struct.pack("<Q", 1 << 60)), "'model.gguf' cannot be dequantised"),
+            (
+                "a list of 2^60 numbers",
+                gguf(0, 1, key("a.list") + struct.pack("<IIQ", 9, 0, 1 << 60)),
+                "'model.gguf' cannot be dequantised",
+            ),
+            (
+                "lists 10^5 deep",
+                gguf(0, 1, key("a.list") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000),
+                "'model.gguf' cannot",
+            ),
+            ("an unknown kind", gguf(0, 1, key("a.b") + struct.pack("<I", 99)), "'model.gguf' cannot be dequantised"),
+        ]
+    ),
+    case("GGUF: missing", nothing, "no file 'model.gguf'", ["generate", "Hello", "--target", "model.gguf"]),
+    case(
+        "GGUF: not on the Hub",
+        nothing,
+        "no GGUF file 'm.gguf' of 'a/b' here or on the Hub",
+        ["generate", "Hello", "--target", "a/b:m.gguf"],
     ),
     case(
-        "pickles: a GGUF file",
-        written("model.gguf", b"GGUF\3\0\0\0"),
-        "is a file; give the folder",
-        ["generate", "Hello", "--target", "model.gguf"],
+        "GGUF: a recipe's target",
+        written("m.gguf", b"x"),
+        "target.path.* 'm.gguf' is no GGUF file",
+        "train medusa medusa.yaml target.path=m.gguf",
     ),
     case(
         "weights elsewhere: ../",

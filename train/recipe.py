@@ -79,7 +79,10 @@ def checked_text(value: Any) -> Any:
 class TargetSection(Section):
     """the frozen model to draft for"""
 
-    path: str = Field(default="tiny", description="Hugging Face id or folder of the model; `tiny` is shipped with this package")
+    path: str = Field(
+        default="tiny",
+        description="Hugging Face id, folder or GGUF file (also owner/repository:file.gguf) of the model; `tiny` is shipped with this package",
+    )
     revision: str | None = Field(default=None, description="branch, tag or commit on the Hub; unset: the default branch")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="precision of its weights; auto: float32 on a CPU, bfloat16 on a GPU"
