@@ -193,6 +193,7 @@ def _child(words: list[str], folder: Path, out: Path, err: Path, inside: Callabl
         for descriptor, log in ((1, out), (2, err)):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = open(0, closefd=False)  # a worker of a pool has another one
         sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
         faulthandler.register(signal.SIGUSR2)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
