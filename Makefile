@@ -27,7 +27,7 @@ test: $(DEV)
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Inject every fault that a training run must survive: five to ten minutes on 2 cores. Faults that need root are skipped without it.
+# Inject every fault that a run must survive, and a thousand bad inputs: a quarter of an hour on 2 cores. Faults that need root are skipped without it.
 test-faults: $(DEV)
 	$(BIN)/python tests/faults.py
 
