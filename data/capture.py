@@ -67,6 +67,7 @@ def capture(
         if rank == 0:
             begin(folder, index, target)
         wait()
+        index = Index.read(folder) or index  # the store's own: it may know the same target by another path
         _capture_missing(target, samples, folder, index, batch_tokens, rank, world, wait)
     finally:
         if rank == 0:

@@ -1,9 +1,9 @@
 """The feature store: the frozen target's hidden states and taps on disk, so that a drafter trains without running the target.
 
 A store is a folder. `index.json` names the target, the taps and the precision. A shard is a safetensors file with the features of some
-samples, and a `.json` file with checksums of both, which is written last: a shard without it does not exist. Each run reads every shard once
-to verify it, and again when it changes. Samples are identified by a hash of their token ids, so another mask, packing or draft vocabulary, or more data, needs no new capture. Logits are not stored; the target's head
-recomputes them.
+samples, and a `.json` file with checksums of both, which is written last: a shard without it does not exist. Each run reads every shard
+once to verify it, and again when it changes. Samples are identified by a hash of their token ids, so another mask, packing or draft
+vocabulary, or more data, needs no new capture. Logits are not stored; the target's head recomputes them.
 
 Letters: n tokens of a sample, T taps, H hidden size.
 """

@@ -87,8 +87,8 @@ def load(plan: CorpusPlan, tokenizer: PreTrainedTokenizerBase, cache: str | Path
         num_proc: worker processes; None takes one for each core.
 
     Raises:
-        ValueError: a missing, broken or empty source; a missing file of `exclude`; a chat template for which there is no loss mask; more than 1 % of conversations without
-            supervised tokens, or one with only such, with the examples' ids.
+        ValueError: a missing, broken or empty source; a missing file of `exclude`; a chat template for which there is no loss mask; more than
+            1 % of conversations without supervised tokens, or one with only such, with the examples' ids.
     """
     if plan.seq_len > LONGEST:
         raise ValueError(f"data.seq_len={plan.seq_len}: expected at most {LONGEST:,}; lower it")

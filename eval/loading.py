@@ -57,7 +57,8 @@ def open_models(
         trust_remote_code: run the models' own code from the Hub.
 
     Raises:
-        ValueError: a damaged config, a drafter of another target (the message names both), a drafter with other tokens, or a target without a tokenizer.
+        ValueError: a damaged config, a drafter of another target (the message names both), a drafter with other tokens, or a target without
+            a tokenizer.
     """
     paths = [name for name in drafters if name not in WEIGHTLESS]
     for path in paths:

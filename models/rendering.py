@@ -295,7 +295,8 @@ def _lower_limit(kind: int, value: int) -> None:
 def _serve() -> None:
     """Answer each line of stdin with a line. SIGPROF ends the process once its time is used up, also within one long operation."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _lower_limit(resource.RLIMIT_AS, MEMORY)
+    if sys.platform != "darwin":  # which refuses any limit of address space
+        _lower_limit(resource.RLIMIT_AS, MEMORY)
     _lower_limit(resource.RLIMIT_CORE, 0)
     allowance = CPU_SECONDS
     for request in sys.stdin.buffer:

@@ -93,6 +93,19 @@ def test_offline_the_target_is_not_run(target, corpus, tmp_path, monkeypatch):
     assert objective(drafter, rows.batch(torch.tensor([1, 0])), target=target, section=MedusaSection(heads=2)).sum > 0
 
 
+def test_the_same_target_by_another_path_adds_to_a_store(target, corpus, tmp_path, capsys):
+    capture(target, [corpus], tmp_path / "s")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "s").iterdir() if file.name != MARK}
+    first = next(iter(FeatureStore(tmp_path / "s", target, ()).locations))
+    more = replace(corpus, ids=(corpus.ids + 1) % target.vocab_size)
+    moved = Target.wrap(target.model, target.tokenizer, name="elsewhere")
+    capture(moved, [more], tmp_path / "s")
+    assert "captured again" not in capsys.readouterr().err
+    assert all((tmp_path / "s" / name).read_bytes() == content for name, content in before.items()) and len(before) >= 3
+    store = FeatureStore(tmp_path / "s", target, ())
+    assert first in store and sample_key(more.sample(0)[0]) in store
+
+
 def test_any_world_size_captures_and_reads_the_same(target, corpus, tmp_path):
     capture(target, [corpus], tmp_path / "one", taps=TAPS)
     for rank in (1, 0, 2):
