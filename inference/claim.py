@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference.durable import write_text
+from draftsmith.inference.durable import sync
 from draftsmith.inference.reading import read_json
 
 MARK = ".draftsmith.json"
+LENGTH = 2048  # bytes of a mark
 
 
 @contextmanager
@@ -38,18 +39,18 @@ def claim(folder: Path, kind: str, names: tuple[str, ...], key: str) -> Iterator
     check_own(folder, kind, names, key)
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / MARK
-    if not mark.exists():
-        write_text(mark, json.dumps({"kind": kind}) + "\n")
-    descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
+    descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = (_read(mark) or {}).get("holder", "another process")
             raise ValueError(f"{key}={folder}: {holder} is writing there; wait for it, end it, or give another folder") from None
-        # In place, since a lock belongs to the file that was opened.
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps({"kind": kind, "holder": _this_process()}) + "\n").encode(), 0)
+        check_own(folder, kind, names, key)  # now that nobody else can change it
+        # In place, since a lock belongs to the file that was opened; at one length, so that a kill leaves the old mark or the new one.
+        os.pwrite(descriptor, f"{json.dumps({'kind': kind, 'holder': _this_process()}):<{LENGTH - 1}}\n".encode(), 0)
+        os.fsync(descriptor)
+        sync(folder)
         yield
     finally:
         os.close(descriptor)
@@ -77,8 +78,8 @@ def is_own(folder: Path, kind: str) -> bool:
 
 
 def _read(mark: Path) -> dict[str, Any] | None:
-    """The mark's content; None where there is no mark, {} where it is being written or damaged."""
-    if not mark.is_file() or mark.is_symlink():
+    """The mark's content; None where there is none (a kill may leave an empty one), {} where it is damaged."""
+    if not mark.is_file() or mark.is_symlink() or not mark.stat().st_size:
         return None
     try:
         return read_json(mark)
@@ -87,4 +88,4 @@ def _read(mark: Path) -> dict[str, Any] | None:
 
 
 def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} ({Path(sys.argv[0]).name})"
+    return f"process {os.getpid()} on {socket.gethostname()} ({Path(sys.argv[0]).name[:80]})"

@@ -1,5 +1,6 @@
 """What a command does about errors and about other libraries' warnings, so that stderr holds what a user can act on and nothing else."""
 
+import atexit
 import io
 import logging
 import os
@@ -62,13 +63,17 @@ def exit_on_error(main: Callable[[list[str]], None], arguments: list[str]) -> No
         SystemExit: 2 for such an error, or where stdout takes nothing more; 130 for Ctrl-C, 143 for SIGTERM; 141 where the reader of stdout
             is gone (`draftsmith generate ... | head`).
     """
+    left_group = threading.Event()
+    if "RANK" in os.environ:
+        atexit.register(_end_rank, left_group)  # before other libraries register theirs, hence called after them
     try:
         quiet_libraries()
         _prepare_streams()
         with _terminable():
             try:
                 main(arguments)
-                _leave_process_group()
+                if _leave_process_group():
+                    left_group.set()
             finally:
                 sys.stdout.flush()
     except BrokenPipeError:
@@ -152,12 +157,26 @@ def _failed_stream() -> str:
     return failed
 
 
-def _leave_process_group() -> None:
-    """All ranks leave together: otherwise a rank may be aborted because another one has gone."""
+def _leave_process_group() -> bool:
+    """All ranks leave together: otherwise a rank may be aborted because another one has gone. Returns whether there was a group."""
     torch = sys.modules.get("torch")
-    if torch and torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    if not torch or not torch.distributed.is_initialized():
+        return False
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return True
+
+
+def _end_rank(left_group: threading.Event) -> None:
+    """End a rank that is done, with status 0, before the interpreter ends.
+
+    DeepSpeed keeps groups beyond `destroy_process_group`. A thread of theirs that frees a tensor while the interpreter ends aborts the process
+    ("terminate called without an active exception", pytorch issue 190489), although everything was done.
+    """
+    if left_group.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _correctable(error: Exception) -> bool:

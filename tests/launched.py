@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from training_cases import Numbers, new_model, new_recipe, objective
 
+from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import distill, eagle, loop, medusa
 from draftsmith.train.engine import processes, resume
 from draftsmith.train.engine.sharded import ShardedModel
@@ -96,8 +97,7 @@ def main(kind: str, folder: Path) -> None:
             script([*words(method, folder, folder / "two"), f"train.steps={steps}"])
     if PartialState().is_main_process:
         (folder / "seen.json").write_text(json.dumps(Watched.seen))
-    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    exit_on_error(lambda words: main(words[0], Path(words[1])), sys.argv[1:])

@@ -1,5 +1,6 @@
 """What training must not do: lose files, publish what is not finite, store secrets, wait or end without a word."""
 
+import fcntl
 import importlib
 import json
 import os
@@ -106,6 +107,34 @@ def test_a_run_is_alone_in_its_folder(tmp_path):
         assert json.loads((tmp_path / "run" / MARK).read_text())["kind"] == output.KIND
     with claim(tmp_path / "store", "feature store", (), "x"), pytest.raises(ValueError, match="holds a feature store"):
         output.check(new_recipe(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("at", ["open", "flock", "pwrite", "fsync"])
+def test_a_kill_while_a_folder_is_claimed_leaves_it_claimable(tmp_path, monkeypatch, at):
+    """Of a new folder, and of one that an earlier process of a longer name held."""
+
+    class Killed(BaseException):
+        pass
+
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            monkeypatch.setattr("sys.argv", ["a" * 100])
+            with claim(folder, "feature store", ("index.json",), "x"):
+                (folder / "index.json").write_text("{}")
+            monkeypatch.undo()
+        owner = fcntl if at == "flock" else os
+        real = getattr(owner, at)
+
+        def kill(*words, real=real):
+            real(*words)
+            raise Killed
+
+        monkeypatch.setattr(owner, at, kill)
+        with pytest.raises(Killed), claim(folder, "feature store", ("index.json",), "x"):
+            raise AssertionError("never entered")
+        monkeypatch.undo()
+        with claim(folder, "feature store", ("index.json",), "x"):
+            assert json.loads((folder / MARK).read_text())["kind"] == "feature store"
 
 
 def test_saving_deletes_what_has_its_mark_alone(tmp_path):
