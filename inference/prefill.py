@@ -1,6 +1,6 @@
 """Prefill: prompts go through the target, and the drafter and the history start on them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -22,11 +22,27 @@ class Prefill:
         self.target, self.drafter, self.cache, self.chunk, self.history, self.counters = target, drafter, cache, chunk, history, counters
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Prefill requests given in the order of their slots; those of neighbouring slots go through the target in one batch."""
+        """Prefill requests given in the order of their slots."""
         self.cache.static_shape = False
         # Slot less index is constant along neighbouring slots.
         for _, group in groupby(enumerate(requests), key=lambda pair: pair[1].slot - pair[0]):
-            self._run_batch([request for _, request in group])
+            for batch in self._batches([request for _, request in group]):
+                self._run_batch(batch)
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Requests of neighbouring slots that go through the target together: all of them on a GPU.
+
+        On a CPU they have at most `chunk` positions in all, padding included. Products of more rows leave its caches: on a core of an AMD EPYC
+        with AVX512-bf16 one of 8,192 rows ran at half the rate of one of 256.
+        """
+        batch: list[Request] = []
+        for request in requests:
+            longest = max(len(other.prompt) for other in [*batch, request])
+            if batch and self.target.device.type == "cpu" and longest * (len(batch) + 1) > self.chunk:
+                yield batch
+                batch = []
+            batch.append(request)
+        yield batch
 
     def _run_batch(self, requests: list[Request]) -> None:
         """Encode prompt[:-1] of each request, and start the drafter and the history."""
