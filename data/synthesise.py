@@ -35,6 +35,7 @@ __all__ = ["Plan", "Summary", "with_decoder", "with_server"]
 GROUP = 128  # candidates that are written at once
 MOST_AT_ONCE = 4096  # for a server of many requests
 SPARE = 1.25  # candidates for each row that is still wanted
+STOP_IDS = "stop_token_ids"  # vLLM and SGLang leave special tokens out of the text in which they look for `stop`
 PARTS = ("question", "answer")
 
 Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
@@ -89,7 +90,7 @@ def with_server(
     Args:
         plan, out, show: as for `with_decoder`.
         tokenizer: the target's, for its chat template.
-        base_url, model, concurrency, timeout, retries, api_key_env, omit: as for `regenerate.with_server`.
+        base_url, model, concurrency, timeout, retries, api_key_env, omit: as for `regenerate.with_server`; stop_token_ids may be left out too.
 
     Raises:
         ValueError: as `with_decoder`; a request that the server refuses, in its own words; a server that no longer answers.
@@ -97,7 +98,7 @@ def with_server(
     """
     check_least(concurrency=concurrency)
     for settings in plan.parts:
-        check_omitted(omit, settings)
+        check_omitted([name for name in omit if name != STOP_IDS], settings)
     template = _check_template(plan, tokenizer)
     server = open_server(base_url, timeout, retries, api_key_env)
     facts: dict[str, Any] = {"by": server.name, "model": model} | ({"omit": sorted(omit)} if omit else {})
@@ -194,8 +195,8 @@ class _AtServer:
     async def _question(self, candidate: Candidate, report: Report) -> None:
         prompt = self.template.for_server(candidate.ask())
         request = self._request(candidate, 0) | {"prompt": prompt, "stop": [candidate.prompt.end]}
-        if candidate.prompt.end_id is not None:  # vLLM and SGLang leave special tokens out of the text in which they look for `stop`
-            request["stop_token_ids"] = [candidate.prompt.end_id]
+        if candidate.prompt.end_id is not None and STOP_IDS not in self.omit:
+            request[STOP_IDS] = [candidate.prompt.end_id]
         message, reason = await self.server.post("completions", json.dumps(request))
         self._count(candidate, message, 0, report)
         candidate.add_question(message["content"], reason)

@@ -413,6 +413,9 @@ def test_a_server_writes_questions_and_answers(target, tmp_path, monkeypatch):
         assert {body["prompt"].count("<|im_start|>user") for body in asked} == {1, 2}
         answers = [body for path, body, _ in stub.asked if path == "/v1/chat/completions"]
         assert all(body["max_tokens"] == 12 and body["temperature"] == 0.8 for body in answers)
+        before_it = len(stub.asked)
+        with_server(PLAN, tmp_path / "plain", target.tokenizer, stub.address, "m", omit=["stop_token_ids"], show=False)
+        assert not any("stop_token_ids" in body for _, body, _ in stub.asked[before_it:]) and len(stub.asked) > before_it
         count = len(stub.asked)
         before = out.read_bytes()
         again = run()
