@@ -20,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.conversation_state import ConversationState
 from draftsmith.data.conversations import Conversation
@@ -34,7 +36,18 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
-__all__ = ["Settings", "Summary", "with_decoder", "with_server"]
+__all__ = [
+    "Settings",
+    "Summary",
+    "check_least",
+    "check_omitted",
+    "facts_of",
+    "new_text",
+    "noise_key",
+    "open_server",
+    "with_decoder",
+    "with_server",
+]
 
 DOWN = 20  # conversations that failed in a row: the server is gone
 LISTED = 20  # ids in a report
@@ -66,10 +79,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.sampling()
-        _check_least(max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
+        check_least(max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
 
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.repetition_penalty)
+
+    def request(self, model: str, *key: str | int) -> dict[str, Any]:
+        """The fields of a request to a server; `key` names the answer, for its seed."""
+        fields: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        fields |= {"top_k": self.top_k or -1, "min_p": self.min_p, "repetition_penalty": self.repetition_penalty}
+        if self.temperature:
+            fields["seed"] = noise_key(*key, self.seed) >> 1  # 31 bits: some servers take no more
+        return fields
 
 
 @dataclass(slots=True)
@@ -152,7 +173,7 @@ def with_decoder(
         ValueError: ids that occur twice, an output of other settings, another target or other conversations, or sizes below one.
         OSError: the output cannot be written; its content stays.
     """
-    _check_least(slots=slots, group=group)
+    check_least(slots=slots, group=group)
     if isinstance(drafter, Suffix) and drafter.memory:
         raise ValueError(f"got a suffix drafter with memory {drafter.memory}; expected 0, so that no draft depends on earlier runs; set it")
     sources = sorted(_unique(conversations), key=lambda source: source.id)
@@ -164,8 +185,7 @@ def with_decoder(
             raise ValueError(
                 f"{without_text[0]!r} has messages, target {target.name!r} no chat template; expected texts; give rows with `text`"
             )
-    revision = {"revision": target.revision} if target.revision else {}
-    facts = {"by": OURS, "target": target.name, **revision, "dtype": str(target.dtype).removeprefix("torch."), **asdict(settings)}
+    facts = {**facts_of(target), **asdict(settings)}
     with Output(out, facts, {source.id for source in sources}) as output:
         summary, first = _resume(output, sources, group, text)
         answers = [ConversationState(source).pending.count(None) for source in sources]
@@ -226,19 +246,7 @@ class _Text:
         """The first `prompt_tokens` tokens of a text, up to the end of a character."""
         count = self.settings.prompt_tokens
         ids = self.tokenizer.encode(text[: 40 * count], add_special_tokens=False, verbose=False)[:count]
-        return text[: len(self._decode(ids))]
-
-    def _decode(self, ids: list[int]) -> str:
-        # Special tokens of reasoning and of tools are part of an answer.
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def text(self, before: list[int], new: list[int], reason: str) -> str:
-        """Text of new tokens without the stop token.
-
-        before: the prompt, if a text is continued; some tokenizers drop the space at the beginning of a text.
-        """
-        text = self._decode(before + (new[:-1] if reason == "stop" else new))[len(self._decode(before)) :]
-        return text if reason == "stop" else text.rstrip("\ufffd")  # half of a character, cut by the limit
+        return text[: len(_decode(self.tokenizer, ids))]
 
     def answer(self, decoder: Decoder, states: list[ConversationState]) -> Iterator[int]:
         """Answer a group, all first turns together, then all second turns; yields the number of answers so far."""
@@ -248,7 +256,7 @@ class _Text:
             for state in [state for state in states if state.pending]:
                 with _ending(state):
                     prompted.append((state, self.prompt(state)))
-            prompts, keys = [ids for _, ids in prompted], [_hash(state.source.id, len(state.reasons)) for state, _ in prompted]
+            prompts, keys = [ids for _, ids in prompted], [noise_key(state.source.id, len(state.reasons)) for state, _ in prompted]
             done = [Completion() for _ in prompted]
             for steps in decoder.stream(prompts, self.settings.sampling(), self.settings.max_new_tokens, requests=keys):
                 collect(steps, done)
@@ -256,8 +264,22 @@ class _Text:
                 yield finished
             for (state, ids), completion in zip(prompted, done, strict=True):
                 before = ids if state.source.messages is None else []
-                content = self.text(before, completion.tokens, completion.reason)
+                content = new_text(self.tokenizer, before, completion.tokens, completion.reason)
                 state.add_answer({"content": content}, "stop" if completion.reason == "stop" else "length")
+
+
+def new_text(tokenizer: PreTrainedTokenizerBase, before: list[int], new: list[int], reason: str) -> str:
+    """Text of new tokens without the stop token.
+
+    before: the prompt, if a text is continued; some tokenizers drop the space at the beginning of a text.
+    """
+    text = _decode(tokenizer, before + (new[:-1] if reason == "stop" else new))[len(_decode(tokenizer, before)) :]
+    return text if reason == "stop" else text.rstrip("\ufffd")  # half of a character, cut by the limit
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    # Special tokens of reasoning and of tools are part of an answer.
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _resume(output: Output, sources: list[Conversation], group: int, text: _Text) -> tuple[Summary, int]:
@@ -317,14 +339,10 @@ def with_server(
         ValueError: as `with_decoder`; a request that the server refuses, in its own words; a server that no longer answers.
         OSError: the output cannot be written; its content stays.
     """
-    _check_least(concurrency=concurrency)
-    for name in omit:
-        if name not in OMITTED or getattr(settings, name) != getattr(Settings(), name):
-            raise ValueError(f"got omit {name}; expected one of {', '.join(OMITTED)}, and that at its default; leave it in, or set it back")
+    check_least(concurrency=concurrency)
+    check_omitted(omit, settings)
     sources = _unique(conversations)
-    server = Server(base_url, timeout, retries, os.environ.get(api_key_env, "").strip())
-    if not (server.key.isascii() and server.key.isprintable()):
-        raise ValueError(f"the key in ${api_key_env} has characters that no HTTP header may hold; set it again")
+    server = open_server(base_url, timeout, retries, api_key_env)
     facts: dict[str, Any] = {"by": server.name, "model": model, **asdict(settings)}
     if omit:
         facts["omit"] = sorted(omit)
@@ -359,10 +377,7 @@ def with_server(
 def _request(state: ConversationState, model: str, how: Settings, omit: Collection[str]) -> tuple[str, str]:
     """Path and body of the request for the next answer."""
     source = state.source
-    request: dict[str, Any] = {"model": model, "max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
-    request |= {"top_k": how.top_k or -1, "min_p": how.min_p, "repetition_penalty": how.repetition_penalty}
-    if how.temperature:
-        request["seed"] = _hash(source.id, len(state.reasons), how.seed) >> 1  # 31 bits: some servers take no more
+    request = how.request(model, source.id, len(state.reasons))
     if source.messages is None:
         limit = CHARACTERS * how.prompt_tokens
         beginning = source.text
@@ -379,6 +394,27 @@ def _request(state: ConversationState, model: str, how: Settings, omit: Collecti
     return path, json.dumps({name: value for name, value in request.items() if name not in omit})
 
 
+def facts_of(target: Target) -> dict[str, Any]:
+    """What a row says of the target that wrote it in this process."""
+    revision = {"revision": target.revision} if target.revision else {}
+    return {"by": OURS, "target": target.name, **revision, "dtype": str(target.dtype).removeprefix("torch.")}
+
+
+def open_server(base_url: str, timeout: float, retries: int, api_key_env: str) -> Server:
+    """A server, with the key in this environment variable. Raises ValueError as `Server`, or for a key that cannot be sent."""
+    server = Server(base_url, timeout, retries, os.environ.get(api_key_env, "").strip())
+    if not (server.key.isascii() and server.key.isprintable()):
+        raise ValueError(f"the key in ${api_key_env} has characters that no HTTP header may hold; set it again")
+    return server
+
+
+def check_omitted(omit: Collection[str], settings: Settings) -> None:
+    """Raises ValueError for fields that may not be left out of a request: without them, the server would take a value of its own."""
+    for name in omit:
+        if name not in OMITTED or getattr(settings, name) != getattr(Settings(), name):
+            raise ValueError(f"got omit {name}; expected one of {', '.join(OMITTED)}, and that at its default; leave it in, or set it back")
+
+
 def _unique(conversations: Iterable[Conversation]) -> list[Conversation]:
     sources, seen = list(conversations), dict[str, int]()
     if not sources:
@@ -390,12 +426,13 @@ def _unique(conversations: Iterable[Conversation]) -> list[Conversation]:
     return sources
 
 
-def _hash(*parts: str | int) -> int:
-    """32 bits."""
+def noise_key(*parts: str | int) -> int:
+    """32 bits that name the random numbers of an answer."""
     return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:4], "big")
 
 
-def _check_least(**sizes: int) -> None:
+def check_least(**sizes: int) -> None:
+    """Raises ValueError for a size below one."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"got {name} {value}; expected at least 1; raise it")

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +17,15 @@ from draftsmith.inference import durable
 
 OURS = "draftsmith"  # the fact `by` of rows from our own decoder; otherwise it is the address of a server
 INSTEAD = "give another output, or delete the file"
+OWN = ("finish_reasons", "new_tokens", "so_far")  # what differs between the rows of a file
 BEGINNING = '{"id": %s, "domain": '  # every row begins so
 
 
 class Output:
     """The output file, open for appending and locked against a second run.
 
-    A row begins with its id, which is one of `ids`. Its `generation` has the `facts`, which say how every row was generated, and finish_reasons.
+    A row begins with its id, which is one of `ids`. Its `generation` has the `facts`, which say how every row was generated, and what is the
+    row's own (OWN).
 
     Attributes:
         rows: for each id, the byte at which its line ends.
@@ -33,7 +35,7 @@ class Output:
         OSError: the file cannot be read and written, or another run writes it.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any], ids: set[str]) -> None:
+    def __init__(self, path: Path, facts: dict[str, Any], ids: Collection[str]) -> None:
         self.path, self.facts, self.ids = path, facts, ids
         self.rows: dict[str, int] = {}
 
@@ -112,7 +114,7 @@ class Output:
         for fact in self.facts | theirs:
             then, now = theirs.get(fact), self.facts.get(fact)
             moved = fact == "by" and OURS not in (then, now)  # a server may have another address by now
-            if then != now and fact != "finish_reasons" and not moved:
+            if then != now and fact not in OWN and not moved:
                 raise ValueError(f"{where}: made with {fact} {short(then)}, now it is {short(now)}; {INSTEAD}")
 
     def cut(self, rows: int) -> None:

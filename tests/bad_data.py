@@ -952,4 +952,57 @@ SERVERS = [
     BadInput("servers: no time", nothing, f"{ask('kinds')} --timeout nan", "timeout", writes=("out.jsonl",), inside=serve),
 ]
 
-CASES = [*LOST_FILES, *WRONG_RESULTS, *STORES, *FILES, *EXAMPLES, *TERMINAL, *SERVERS]
+SYNTHESISE = "data synthesise out.jsonl --target target --conversations 2 --max-new-tokens 2 --question-max-new-tokens 1"
+OPENINGS = f"{SYNTHESISE} --openings o.jsonl"
+TEMPLATE_FILE = "target/chat_template.jinja"
+LONG_OPENING = written("o.jsonl", json.dumps("x" * 300))
+
+SYNTHETIC = [
+    BadInput(
+        "synthesise: no template",
+        lambda folder: (folder / TEMPLATE_FILE).unlink(),
+        SYNTHESISE,
+        "'target' prompts no question: there is none",
+    ),
+    BadInput(
+        "synthesise: a template without the words",
+        written(TEMPLATE_FILE, "{% for m in messages %}{{ m.role }}{% endfor %}"),
+        SYNTHESISE,
+        "'target' prompts no question: it writes the user's words nowhere",
+    ),
+    BadInput(
+        "synthesise: a template without end",
+        written(TEMPLATE_FILE, "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"),
+        SYNTHESISE,
+        "'target' prompts no question: rendering takes more than",
+    ),
+    BadInput("synthesise: no openings there", nothing, OPENINGS, "openings 'o.jsonl' not found"),
+    BadInput(
+        "synthesise: openings of other keys", written("o.jsonl", '"Who"\n{"prompt": "Why"}\n'), OPENINGS, "o.jsonl:2: expected a text, or"
+    ),
+    BadInput("synthesise: a deep opening", written("o.jsonl", DEEP), OPENINGS, "o.jsonl:1: JSON of more than 100 levels"),
+    BadInput("synthesise: openings are a FIFO", fifo("o.jsonl"), OPENINGS, "openings 'o.jsonl' is a FIFO"),
+    BadInput(
+        "synthesise: an opening beyond the context", LONG_OPENING, OPENINGS, "opening 'xxx.* tokens; expected fewer than 128; shorten"
+    ),
+    BadInput("synthesise: no prompts to exclude", nothing, f"{SYNTHESISE} --exclude p.jsonl", "prompt file 'p.jsonl' not found"),
+    BadInput("synthesise: output of somebody else", written("out.jsonl", "my notes\n"), SYNTHESISE, "out.jsonl:1: not a row"),
+    BadInput("synthesise: output is a link", both(link("out.jsonl", "mine"), written("mine", "")), SYNTHESISE, "is a link to mine"),
+    BadInput(
+        "synthesise: a target that asks nothing",
+        nothing,
+        SYNTHESISE,
+        r"only 0 of \d+ candidates can be used \(question cut at its limit: \d+",
+        writes=("out.jsonl",),
+    ),
+    BadInput(
+        "synthesise: a server that speaks no JSON",
+        nothing,
+        f"{SYNTHESISE} --model m --concurrency 2 --server http://127.0.0.1:{PORT}/nothing",
+        "conversations failed one after the other|40[04]",
+        writes=("out.jsonl",),
+        inside=serve,
+    ),
+]
+
+CASES = [*LOST_FILES, *WRONG_RESULTS, *STORES, *FILES, *EXAMPLES, *TERMINAL, *SERVERS, *SYNTHETIC]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.data import candidate
 from draftsmith.data.regenerate import Settings
 from draftsmith.inference.claim import MARK
 from draftsmith.inference.errors import exit_on_error
@@ -141,6 +143,20 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
         (["prepare", RECIPE, "data.sequence=3"], "unknown recipe key 'data.sequence'"),
         (["prepare", RECIPE, "data.train=[{path: a.jsonl, wait: 3}]"], "data.train"),
         (["regenerate", "none.jsonl", "out.jsonl"], "none.jsonl"),
+        (["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3"], "prompts no question: there is none"),
+        (["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "0"], "got conversations 0"),
+        (
+            ["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3", "--openings", "none.txt"],
+            "openings 'none.txt' not found",
+        ),
+        (
+            ["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3", "--question-top-p", "0"],
+            "--question-top-p 0.0: expected",
+        ),
+        (
+            ["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3", "--server", "http://localhost:1"],
+            "--server needs --model",
+        ),
         (["regenerate", RECIPE, "out.jsonl", "--server", "http://localhost:1"], "medusa-tiny.yaml"),
     ],
 )
@@ -183,6 +199,28 @@ def test_help_is_printed_before_torch_is_imported(command):
 def test_the_options_of_regenerate_are_its_settings():
     defaults = {name: field.default for name, field in Settings.__dataclass_fields__.items()}
     assert {name: default for name, (default, _) in data_cli.SETTINGS.items()} == defaults
+    assert data_cli.QUESTIONS.keys() == data_cli.ANSWERS.keys() == defaults.keys()
+
+
+def test_the_target_writes_conversations(target_folder, tmp_path, capsys, monkeypatch):
+    folder, out = tmp_path / "target", tmp_path / "out.jsonl"
+    shutil.copytree(target_folder, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}<a>")
+
+    def asks(unfinished, text, reason):
+        unfinished.messages.append({"role": "user", "content": f"Question of {unfinished.id}"})
+
+    monkeypatch.setattr(candidate.Candidate, "add_question", asks)
+    monkeypatch.setattr(candidate.Candidate, "_repeats", lambda *_: False)
+    command = ["synthesise", str(out), "--target", str(folder), "--conversations", "3", "--max-new-tokens", "2"]
+    exit_on_error(data_cli.main, [*command, "--question-max-new-tokens", "5", "--openings", "none"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3 and all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
+    generation = rows[0]["generation"]
+    assert (generation["temperature"], generation["max_new_tokens"]) == (0.7, 2)
+    assert generation["questions"].items() >= {"temperature": 1.0, "min_p": 0.05, "max_new_tokens": 5}.items()
+    printed = capsys.readouterr().out
+    assert "3 conversations, 3 of them new" in printed and "candidates dropped" in printed and "tokens/s" in printed
 
 
 def test_options_may_stand_among_the_keys(target_folder, chats, tmp_path, capsys):

@@ -73,18 +73,15 @@ def test_what_was_continued_keeps_the_space_that_a_tokenizer_drops_in_front(targ
         def decode(self, ids, **_):
             return target.tokenizer.decode(ids).removeprefix(" ")
 
-    text = regenerate._Text(target, SAMPLED)
-    text.tokenizer = Dropping()  # type: ignore[assignment]
     before, new = ([target.tokenizer.encode(word)[0] for word in words] for words in ("go", " on"))
-    assert text.text(before, new, "length") == " on"
-    assert text.text([], new, "length") == "on"
+    assert regenerate.new_text(Dropping(), before, new, "length") == " on"  # type: ignore[arg-type]
+    assert regenerate.new_text(Dropping(), [], new, "length") == "on"  # type: ignore[arg-type]
 
 
 def test_special_tokens_of_an_answer_survive_and_only_the_stop_token_goes(target):
-    text = regenerate._Text(target, SAMPLED)
     ids = target.tokenizer.encode("<|im_start|>think<|im_end|>", add_special_tokens=False)
-    assert text.text([], ids, "stop") == "<|im_start|>think"
-    assert text.text([], ids, "length") == "<|im_start|>think<|im_end|>"
+    assert regenerate.new_text(target.tokenizer, [], ids, "stop") == "<|im_start|>think"
+    assert regenerate.new_text(target.tokenizer, [], ids, "length") == "<|im_start|>think<|im_end|>"
 
 
 def test_what_does_not_fit_is_skipped_or_shortened_by_name_and_the_rest_is_as_without_it(target, tmp_path):

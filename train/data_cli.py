@@ -4,6 +4,7 @@ draftsmith data prepare recipes/medusa-tiny.yaml data.train=chats.jsonl         
 draftsmith data show recipes/medusa-tiny.yaml data.train=chats.jsonl               # print samples, the supervised tokens coloured
 draftsmith data regenerate chats.jsonl answers.jsonl --target tiny                 # the same prompts, answered by the target
 draftsmith data regenerate chats.jsonl answers.jsonl --server http://localhost:8000/v1 --model Qwen/Qwen3-8B
+draftsmith data synthesise chats.jsonl --target org/model --conversations 1000     # the target writes questions and answers itself
 draftsmith data capture recipes/medusa-tiny.yaml features.store=runs/features      # run the target once, store its features
 
 The recipe may be that of any method; each of its keys can follow it as key=value. `draftsmith data <command> --help` lists the options.
@@ -34,6 +35,13 @@ SETTINGS = {
     "seed": (0, "of the draws"),
     "max_new_tokens": (1024, "most tokens of an answer"),
     "prompt_tokens": (64, "tokens of a text that are given where it has no prompt of its own"),
+}
+# The same for the answers and the questions of `synthesise`. min_p 0.05 keeps the questions of a small target sensible at temperature 1.
+ANSWERS = SETTINGS | {"temperature": (0.7, SETTINGS["temperature"][1])}
+QUESTIONS = SETTINGS | {
+    "temperature": (1.0, SETTINGS["temperature"][1]),
+    "min_p": (0.05, SETTINGS["min_p"][1]),
+    "max_new_tokens": (256, "most tokens of a question; one that reaches it is dropped"),
 }
 
 
@@ -154,27 +162,103 @@ def run_regenerate(arguments: list[str]) -> None:
         raise SystemExit(summary.status)
 
 
+def run_synthesise(arguments: list[str]) -> None:
+    """Let the target write conversations, questions and answers, without any data."""
+    options = _synthesise_parser().parse_args(arguments)
+    from draftsmith.data import openings, report, synthesise
+    from draftsmith.data.regenerate import Settings
+    from draftsmith.data.selection import Plan
+    from draftsmith.eval import loading
+    from draftsmith.eval.options import check_numbers, check_sampling
+    from draftsmith.inference.terminal import printable
+    from draftsmith.models.model_files import read_tokenizer
+
+    check_numbers(options)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        check_sampling(name, getattr(options, f"question_{name}"), f"--question-{name.replace('_', '-')}")
+    own = [name for name in SETTINGS if name not in ("seed", "prompt_tokens")]
+    questions, answers = (
+        Settings(**{name: getattr(options, part + name) for name in own}, seed=options.seed) for part in ("question_", "")
+    )
+    plan = Plan(options.conversations, tuple(openings.load(options.openings)), questions, answers, options.turns, tuple(options.exclude))
+    out = Path(os.path.expanduser(options.out))
+    if options.server:
+        if not options.model:
+            raise ValueError("--server needs --model, the name by which the server knows it")
+        tokenizer = read_tokenizer(options.target, trust_remote_code=options.trust_remote_code, key="--target")
+        if tokenizer is None:
+            raise ValueError(f"target {options.target!r} has no tokenizer beside its weights; copy tokenizer.json there")
+        summary = synthesise.with_server(
+            plan,
+            out,
+            tokenizer,
+            options.server,
+            options.model,
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+            omit=tuple(options.omit),
+        )
+    else:
+        target, _ = loading.open_models(options.target, [], options.dtype, options.trust_remote_code)
+        summary = synthesise.with_decoder(plan, out, target, slots=options.slots)
+    report.console().print(summary.table())
+    for line in (f"{out}:", *summary.report()):
+        print(printable(line, ""))
+
+
+def _synthesise_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("draftsmith data synthesise", description=run_synthesise.__doc__)
+    parser.add_argument("out", help="JSONL file to write; the same command continues a run that was stopped, more --conversations a file")
+    parser.add_argument("--conversations", type=int, required=True, help="rows of the file; what is dropped on the way does not count")
+    parser.add_argument("--turns", type=int, default=1, help="questions of a conversation, at most (default: 1)")
+    parser.add_argument(
+        "--openings",
+        default="tasks",
+        help="text or JSONL file with beginnings of questions, taken in turn, perhaps with `system` and `domain`; tasks: those that ship "
+        "here, for the seven tasks of Spec-Bench; none: no beginning (default: tasks)",
+    )
+    parser.add_argument("--exclude", nargs="*", default=[], help="files of evaluation prompts; conversations that contain one are dropped")
+    _add_writer(parser, "writes", slots=32, target=None)
+    for prefix, settings in (("", ANSWERS), ("question-", QUESTIONS)):
+        for name, (default, text) in settings.items():
+            if name != "prompt_tokens" and (name != "seed" or not prefix):
+                option = f"--{prefix}{name.replace('_', '-')}"
+                parser.add_argument(option, type=type(default), default=default, help=f"{text} (default: {default})")
+    return parser
+
+
 def _regenerate_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("draftsmith data regenerate", description=run_regenerate.__doc__)
     parser.add_argument("source", help="conversations or texts: a file, a folder or a Hub data set")
     parser.add_argument("out", help="JSONL file to write; the same command continues a run that was stopped")
     parser.add_argument("--split", default="train", help="split of a Hub data set (default: train)")
     parser.add_argument("--subset", help="configuration of a Hub data set")
-    parser.add_argument("--target", default="tiny", help="folder or Hub id of the target that answers, in this process (default: tiny)")
     parser.add_argument("--drafter", default="none", help="a drafter for it, as for `draftsmith generate`; the answers stay the target's")
+    _add_writer(parser, "answers", slots=8, target="tiny")
+    for name, (default, text) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} (default: {default})")
+    return parser
+
+
+def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target: str | None) -> None:
+    """What writes: the target in this process, or a server of it. Without a default `target` it must be given."""
+    parser.add_argument(
+        "--target",
+        default=target,
+        required=target is None,
+        help=f"folder or Hub id of the target that {writes}, in this process"
+        + (f" (default: {target})" if target else "; a server needs it for its chat template"),
+    )
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the target (default: auto)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
-    parser.add_argument("--slots", type=int, default=8, help="conversations that are answered at the same time (default: 8)")
+    parser.add_argument("--slots", type=int, default=slots, help=f"conversations at the same time (default: {slots})")
     parser.add_argument(
-        "--server", help="base address of an OpenAI-compatible server that answers instead, such as http://localhost:8000/v1"
+        "--server", help=f"base address of an OpenAI-compatible server that {writes} instead, such as http://localhost:8000/v1"
     )
     parser.add_argument("--model", help="the model's name on the server; its key is read from OPENAI_API_KEY")
     parser.add_argument("--concurrency", type=int, default=16, help="requests to the server at the same time (default: 16)")
     parser.add_argument("--omit", nargs="*", default=[], help="settings not to send where they have their default: TGI refuses top_p=1")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a request may take (default: 120)")
-    for name, (default, text) in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} (default: {default})")
-    return parser
 
 
 def _recipe_parser(command: str, run: Callable[[list[str]], None]) -> argparse.ArgumentParser:
@@ -210,6 +294,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "prepare": run_prepare,
     "show": run_show,
     "regenerate": run_regenerate,
+    "synthesise": run_synthesise,
     "capture": run_capture,
 }
 
