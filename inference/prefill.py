@@ -32,12 +32,12 @@ class Prefill:
     def _batches(self, requests: list[Request]) -> Iterator[list[Request]]:
         """Requests of neighbouring slots that go through the target together: all of them on a GPU.
 
-        On a CPU they have at most `chunk` positions in all, padding included. Products of more rows leave its caches: on a core of an AMD EPYC
-        with AVX512-bf16 one of 8,192 rows ran at half the rate of one of 256.
+        On a CPU they have at most `chunk` positions in all, padding included. Matmuls of more rows leave its caches: on a core of an AMD EPYC
+        with AVX512-bf16 8,192 rows ran at half the rate of 256.
         """
         batch: list[Request] = []
         for request in requests:
-            longest = max(len(other.prompt) for other in [*batch, request])
+            longest = max(len(request.prompt), *(len(earlier.prompt) for earlier in batch), 0)
             if batch and self.target.device.type == "cpu" and longest * (len(batch) + 1) > self.chunk:
                 yield batch
                 batch = []

@@ -84,7 +84,7 @@ def test_a_drafter_is_trained_from_the_wheel_alone(wheel, tmp_path):
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"# {n}\nfor line in lines:\n    yield line\n" * n for n in range(1, 41)))
     command = "from draftsmith.train.cli import main\nmain()"
     page = run_from_wheel(wheel, tmp_path, command, "train", "eagle", "--help").stdout
-    assert "eagle.taps" in page and "one of these: eagle1-tiny" in page
+    assert "eagle.taps" in page and "one of these: eagle1-smollm2-135m" in page
     words = ["data.train=text.txt", "data.seq_len=32", "train.steps=1", "train.warmup_steps=0", "train.eval_batches=1", "train.output=out"]
     run = run_from_wheel(wheel, tmp_path, command, "train", "medusa", "medusa-tiny", *words)
     assert run.returncode == 0, run.stderr

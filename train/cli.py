@@ -58,10 +58,11 @@ The keys that it may hold, and that may follow it as section.key=value:
 
 def main() -> None:
     """The `draftsmith` command."""
-    exit_on_error(_run, sys.argv[1:])  # imports included: they take seconds, in which people press Ctrl-C
+    exit_on_error(run, sys.argv[1:])  # imports included: they take seconds, in which people press Ctrl-C
 
 
-def _run(words: list[str]) -> None:
+def run(words: list[str]) -> None:
+    """`draftsmith` followed by these words, in this process."""
     if not words or words[0] in HELP:
         rows = {"train": "train a drafter by a recipe", **{name: about for name, (_, about) in COMMANDS.items()}}
         print(USAGE.format(commands=_table(rows)).strip())

