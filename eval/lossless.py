@@ -9,7 +9,7 @@ Letters: V target vocabulary · H hidden size · S positions · R reference forw
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
+from draftsmith.inference.request import RoundStats
 from draftsmith.inference.sampler import Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
@@ -61,19 +62,23 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An answer that was decoded again: its tokens, and the hidden state [S,H] that each was drawn from."""
+    """An answer, the hidden state [S,H] that each of its tokens was drawn from, and its rounds."""
 
     tokens: list[int]
     hidden: Tensor
+    rounds: list[RoundStats] = field(default_factory=list)
 
 
-def decode_again(
+def decode_recorded(
     target: Target, drafter: Any, prompts: list[list[int]], requests: list[int], sampling: Sampling, max_new_tokens: int, **options: Any
 ) -> list[Recorded]:
     """The answers to a batch of prompts, with their hidden states. drafter: None is plain decoding; options: of the `Decoder`."""
     recorder: Any = Recorder(Plain() if drafter is None else drafter)
     answers = Decoder(target, recorder, graphs=False, **options).generate(prompts, sampling, max_new_tokens, requests=requests)
-    return [Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)]) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)], answer.rounds)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def first_difference(plain: list[int], answer: list[int]) -> int | None:
@@ -105,7 +110,7 @@ def first_divergence(
         answer: the answer to compare.
         sampling: how both were sampled.
         request: the noise key of both.
-        recorded: both answers decoded again. They count only where they repeat the given ones up to the divergence.
+        recorded: both answers with their hidden states. They count only where they repeat the given ones up to the divergence.
         exact: both ran in exact rounds, in which rounding explains nothing.
     """
     index = first_difference(plain, answer)

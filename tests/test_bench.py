@@ -137,7 +137,7 @@ def opened(folder, target_folder):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         target, drafters = loading.open_named(str(target_folder), [str(folder / "noisy"), "ngram"], "auto", False)
         prompts = prompt_files.load(folder / "prompts.jsonl")
-        return target, drafters, encode_prompts(target, prompts, 48)
+        return target, drafters, encode_prompts(target, prompts, 48)[0]
 
 
 def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):

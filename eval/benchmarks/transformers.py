@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from draftsmith.eval import cost, interleaved, loading
-from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.answers import EncodedPrompt, skipped_line
 from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
 from draftsmith.eval.output import cell
@@ -235,6 +235,8 @@ def print_benchmark(report: dict[str, Any]) -> None:
         say()
     say("×: times as fast, the median prompt (10th – 90th percentile); a prompt's time is the median of its repeats.")
     say("total: the same over all prompts.  τ: tokens a round, undrafted rounds included.  same: answers equal plain's.")
+    if report["settings"].get("skipped"):
+        say(skipped_line(report["settings"]["skipped"], report["settings"]["positions"]))
     for name, reason in report["left_out"].items():
         say(printable(f"left out: {name} ({reason})"))
     for name, entry in report["contenders"].items():
