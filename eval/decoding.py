@@ -138,10 +138,11 @@ def _decode_untimed(
                 lossless.decode_recorded(target, each, ids, indices, sampling, settings.max_new_tokens, context=context, **options, **more)
                 for each, more in ((None, {}), (drafter, {"adaptive": adaptive}))
             )
-            for prompt, *pair in zip(batch, plain, drafted, strict=True):
-                divergence = _divergence(target, prompt, pair[0].tokens, pair[1].tokens, sampling, settings, (pair[0], pair[1]))
-                rounds = _round_records(prompt.prompt, pair[1].rounds, sampling, timed=False)
-                bar.count(outcomes, prompt.index, _outcome(rounds, pair[0].tokens, pair[1].tokens, sampling, divergence, None))
+            pairs = [(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
+            recorded = list(zip(plain, drafted, strict=True))
+            for number, divergence in enumerate(_judged(target, batch, pairs, recorded, sampling, settings)):
+                rounds = _round_records(batch[number].prompt, drafted[number].rounds, sampling, timed=False)
+                bar.count(outcomes, batch[number].index, _outcome(rounds, *pairs[number], sampling, divergence, None))
     return outcomes
 
 
@@ -167,25 +168,49 @@ def _timed_divergences(
     again = [
         lossless.decode_recorded(target, each, prompts, requests, sampling, settings.max_new_tokens, **options) for each in (None, drafter)
     ]
-    return [
-        _divergence(target, prompt, plain, drafted, sampling, settings, recorded)
-        for prompt, (plain, drafted), recorded in zip(batch, pairs, zip(*again, strict=True), strict=True)
-    ]
+    return _judged(target, batch, pairs, list(zip(*again, strict=True)), sampling, settings)
 
 
-def _divergence(
+def _judged(
     target: Target,
-    prompt: EncodedPrompt,
-    plain: list[int],
-    drafted: list[int],
+    batch: list[EncodedPrompt],
+    pairs: list[tuple[list[int], list[int]]],
+    recorded: list[tuple[Recorded, Recorded]],
     sampling: Sampling,
     settings: Settings,
-    recorded: tuple[Recorded, Recorded],
-) -> Divergence | None:
+) -> list[Divergence | None]:
+    """Where each drafted answer diverges from the plain one, None where it does not.
+
+    Args:
+        target: of the answers.
+        batch: the prompts.
+        pairs: the plain and the drafted answer to each.
+        recorded: both with their hidden states.
+        sampling: how they were sampled.
+        settings: say whether rounds were exact.
+    """
     if not _checked(sampling):
-        return None
-    name, exact = prompt.prompt.id, bool(settings.exact)
-    return lossless.first_divergence(target, name, prompt.ids, plain, drafted, sampling, prompt.index, recorded, exact)
+        return [None] * len(batch)
+    texts = {}
+    for number, (prompt, (plain, drafted)) in enumerate(zip(batch, pairs, strict=True)):
+        index = lossless.first_difference(plain, drafted)
+        if index is not None and index < min(len(plain), len(drafted)) and not settings.exact:
+            texts[number] = prompt.ids + plain[:index]
+    states = dict(zip(texts, lossless.reference_states(target, list(texts.values())), strict=True))
+    return [
+        lossless.first_divergence(
+            target,
+            prompt.prompt.id,
+            prompt.ids,
+            *pairs[number],
+            sampling,
+            prompt.index,
+            recorded[number],
+            bool(settings.exact),
+            states.get(number),
+        )
+        for number, prompt in enumerate(batch)
+    ]
 
 
 def _checked(sampling: Sampling) -> bool:

@@ -119,10 +119,13 @@ def test_exact_rounds_have_no_ties():
 def test_reference_forwards_agree(name):
     """In float32 all widths and batches give the states of the model's own attention, sliding windows and soft-capping included."""
     target = Target.wrap(tiny(name))
-    text = prompts(1, 7)[0] * 4
-    states = lossless.reference_states(target, text, 5)
-    assert states.shape == (1 + len(lossless.SHAPES), len(text) - 5, target.hidden_size)
-    torch.testing.assert_close(states, states[:1].expand_as(states), rtol=1e-4, atol=1e-5)
+    texts = [prompt * 4 for prompt in prompts(lossless.TOGETHER + 1, 7)]  # shorter and longer than REGION, and one more than a batch
+    lengths = [min(len(text), lossless.REGION) for text in texts]
+    assert min(lengths) < lossless.REGION == max(lengths) < max(map(len, texts))
+    for text, length, states in zip(texts, lengths, lossless.reference_states(target, texts), strict=True):
+        assert states.shape == (2 + len(lossless.WIDTHS), length, target.hidden_size)
+        own = target.forward(torch.tensor([text])).hidden[0, -length:]
+        torch.testing.assert_close(states, own.expand_as(states), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
