@@ -85,6 +85,9 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
     """
     if len(set(folders)) < len(folders):
         raise ValueError(f"--measured: got a folder twice in {', '.join(folders)}; expected distinct ones; leave one out")
+    paths = [Path(folder) for folder in folders]
+    short = [(path.parent if path.name == "artifact" else path).name for path in paths]
+    names = short if len(set(short)) == len(short) else folders
     measured = [read(Path(os.path.expanduser(folder))) for folder in folders]
     first = measured[0]
     for each in measured[1:]:
@@ -104,7 +107,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
             continue
         sums = torch.tensor([[by_prompt[prompt] for prompt in common] for by_prompt in totals], dtype=torch.float64)
         domains = [first.domains[prompt] for prompt in common]
-        rows += by_domain(folders, temperature, domains, sums[..., 0], sums[..., 1])
+        rows += by_domain(names, temperature, domains, sums[..., 0], sums[..., 1])
         prompts |= set(common)
     if not rows:
         raise ValueError(
@@ -115,7 +118,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
         "settings": {"prompts": len(prompts), **first.settings},
         "trees": {
             name: {"tree": each.tree, "nodes": each.nodes, "depth": parse_tree_spec(each.tree).max_depth}
-            for name, each in zip(folders, measured, strict=True)
+            for name, each in zip(names, measured, strict=True)
         },
         "rows": rows,
         "same": {},

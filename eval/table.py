@@ -36,7 +36,7 @@ def speed_rows(report: Report) -> list[tuple[str, ...]]:
         return []
     cells = []
     for domain, s in [*report.speedups.items(), ("all", report.speed)]:
-        interval = f"{s['speedup_low']:.2f} – {s['speedup_high']:.2f}"
+        interval = f"{s['speedup_low']:.2f} – {s['speedup_high']:.2f}" if s["timed"] > 1 else ""
         over = f"{s['speedup_over_transformers']:.2f}" if "speedup_over_transformers" in s else ""
         cells.append((printable(domain, keep=""), f"{s['timed']:.0f}", f"{s['speedup']:.2f}", interval, over))
     return cells
