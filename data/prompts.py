@@ -104,9 +104,9 @@ def _prompt(line: str, number: int, source: str) -> Prompt:
     items = field(row, key, str if key == "prompt" else list, source)
     if not items:
         raise ValueError(f"{source}: `{key}` is empty; fill it, or leave the line out")
+    completion = check_text(field(row, "completion_prompt", (str, type(None)), source) or "", f"{source}: `completion_prompt`")
     if key == "prompt":
         return Prompt(name, domain, check_text(items, f"{source}: `prompt`"))
-    completion = check_text(field(row, "completion_prompt", (str, type(None)), source) or "", f"{source}: `completion_prompt`")
     if key == "turns":
         texts = [_inner(text, str, f"{source}: `turns` {index}") for index, text in enumerate(items)]
         first, *later = (

@@ -138,13 +138,12 @@ def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: 
 
 
 def by_domain(names: Sequence[str], temperature: float, domains: Sequence[str], tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
-    """`summarise` for each domain, then for "all". Each row has its `domain`; domains [P] are those of the prompts."""
+    """`summarise` for each domain, where there are several. Each row has its `domain`; domains [P] are those of the prompts."""
     rows = []
-    several = dict.fromkeys(domains) if len(set(domains)) > 1 else ()
-    for domain in several:
+    for domain in dict.fromkeys(domains) if len(set(domains)) > 1 else ():
         chosen = torch.tensor([each == domain for each in domains])
         rows += [{"domain": domain} | row for row in summarise(names, temperature, tokens[:, chosen], rounds[:, chosen])]
-    return rows + [{"domain": "all"} | row for row in summarise(names, temperature, tokens, rounds)]
+    return rows
 
 
 def compare_drafters(
@@ -160,10 +159,11 @@ def compare_drafters(
         settings: how they are compared.
 
     Returns:
-        target, settings, trees (the draft tree of each drafter), rows (one for each drafter, domain and temperature), and same: by
-        temperature, to how many prompts all drafters gave the same answer. same is empty where nothing was decoded.
+        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), domains (likewise
+        for each domain), and same: by temperature, to how many prompts all drafters gave the same answer. same is empty where nothing was
+        decoded.
     """
-    rows, same = [], {}
+    rows, domain_rows, same = [], [], {}
     prompts, domains = [prompt.ids for prompt in encoded], [prompt.prompt.domain for prompt in encoded]
     for temperature in settings.temperatures:
         sampling = Sampling(temperature=temperature, rule=settings.rule)
@@ -181,7 +181,8 @@ def compare_drafters(
             rounds = torch.tensor([[len(answer.rounds) for answer in row] for row in answers], dtype=torch.float64)
             distinct = [len({tuple(answer.tokens) for answer in column}) for column in zip(*answers, strict=True)]
             same[f"{temperature:g}"] = distinct.count(1)
-        rows += by_domain(list(drafters), temperature, domains, tokens, rounds)
+        rows += summarise(list(drafters), temperature, tokens, rounds)
+        domain_rows += by_domain(list(drafters), temperature, domains, tokens, rounds)
     return {
         "target": target.identity.to_dict(),
         "settings": {
@@ -199,6 +200,7 @@ def compare_drafters(
             for name, drafter in drafters.items()
         },
         "rows": rows,
+        "domains": domain_rows,
         "same": same,
     }
 
@@ -211,16 +213,15 @@ def print_comparison(report: dict[str, Any]) -> None:
     if any(row["temperature"] for row in report["rows"]):
         title += f", rule {settings['rule']}"
     table = Table(title=cell(f"Drafters for {report['target']['name']}: {title}"), title_style="italic", box=box.SIMPLE_HEAD)
-    several = any(row["domain"] != "all" for row in report["rows"])
-    for name in HEADER if several else HEADER[1:]:
+    for name in HEADER if report["domains"] else HEADER[1:]:
         text = name in ("domain", "drafter")
         table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
-    for row in report["rows"]:
+    for row in [*report["domains"], *report["rows"]]:
         tau = f"{row['tau']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
         delta = f"{row['delta']:+.2f} ({row['delta_low']:+.2f} – {row['delta_high']:+.2f})" if "delta" in row else ""
         rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
         cells = (cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
-        table.add_row(*((cell(row["domain"]), *cells) if several else cells))
+        table.add_row(*((cell(row.get("domain", "all")), *cells) if report["domains"] else cells))
     Console().print(table)
     print("In brackets: 95 % intervals over prompts; those of differences are paired.")
     if settings.get("skipped"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.text_files import lines, parse
-from draftsmith.eval.comparison import by_domain
+from draftsmith.eval.comparison import by_domain, summarise
 from draftsmith.eval.measurements import REPORT, ROUNDS
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.inference.reading import field as entry
@@ -99,6 +99,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
                     f"{str(each.folder)!r}; expected the same; run draftsmith eval again with one of them"
                 )
     rows: list[dict[str, Any]] = []
+    domain_rows: list[dict[str, Any]] = []
     prompts = set[str]()
     for temperature in first.totals:
         totals = [each.totals.get(temperature, {}) for each in measured]
@@ -107,7 +108,8 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
             continue
         sums = torch.tensor([[by_prompt[prompt] for prompt in common] for by_prompt in totals], dtype=torch.float64)
         domains = [first.domains[prompt] for prompt in common]
-        rows += by_domain(names, temperature, domains, sums[..., 0], sums[..., 1])
+        rows += summarise(names, temperature, sums[..., 0], sums[..., 1])
+        domain_rows += by_domain(names, temperature, domains, sums[..., 0], sums[..., 1])
         prompts |= set(common)
     if not rows:
         raise ValueError(
@@ -121,5 +123,6 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
             for name, each in zip(names, measured, strict=True)
         },
         "rows": rows,
+        "domains": domain_rows,
         "same": {},
     }
