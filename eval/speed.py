@@ -40,7 +40,8 @@ class Timing:
     def of(self, domain: str) -> "Timing":
         """The batches of a domain."""
         chosen = [i for i, each in enumerate(self.domains) if each == domain]
-        seconds, tokens = ({name: [row[i] for i in chosen] for name, row in rows.items()} for rows in (self.seconds, self.tokens))
+        seconds = {name: [row[i] for i in chosen] for name, row in self.seconds.items()}
+        tokens = {name: [row[i] for i in chosen] for name, row in self.tokens.items()}
         return Timing([domain] * len(chosen), [self.prompts[i] for i in chosen], seconds, tokens)
 
 

@@ -99,15 +99,15 @@ def _longest(prompts: list[EncodedPrompt]) -> EncodedPrompt:
 def time_contenders(functions: dict[str, AnswerFunction], prompts: list[EncodedPrompt], repeats: int) -> dict[str, Repeats]:
     """Time all contenders on all prompts, interleaved."""
     # The longest prompt comes first: the warm-up with it allocates all buffers and compiles all graphs.
-    first = _longest(prompts).index
+    first = prompts.index(_longest(prompts))
     batches = [[prompt] for _ in range(repeats) for prompt in prompts[first:] + prompts[:first]]
-    by_prompt: dict[str, list[list[TimedAnswers]]] = {name: [[] for _ in prompts] for name in functions}
+    by_prompt: dict[str, dict[int, list[TimedAnswers]]] = {name: {prompt.index: [] for prompt in prompts} for name in functions}
     with Bar(f"{len(functions)} ways to answer", len(batches)) as bar:
         for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches), 1):
             for name, turn in timed.items():
                 by_prompt[name][batch[0].index].append(turn)
             bar.update(done)
-    return {name: [list(repeat) for repeat in zip(*turns, strict=True)] for name, turns in by_prompt.items()}
+    return {name: [list(repeat) for repeat in zip(*turns.values(), strict=True)] for name, turns in by_prompt.items()}
 
 
 def speedup(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
