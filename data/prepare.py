@@ -43,7 +43,7 @@ class CorpusPlan:
         valid: held-out sources. Without any, one in HELD_OUT_IN examples of `train` is held out.
         seq_len: S, the most tokens of a sample.
         last_turn: only the last assistant turn of a conversation is supervised.
-        exclude: files of evaluation prompts. Examples that contain one are dropped.
+        exclude: files of evaluation prompts, or "chat" for the shipped ones. Examples that contain one are dropped.
         near: the Jaccard similarity from which two examples are near duplicates.
     """
 
@@ -70,7 +70,7 @@ class CorpusPlan:
 
 def _excluded(path: str) -> Path:
     """A file of `exclude`. Raises ValueError if it is not there: without it, evaluation prompts would be trained on."""
-    file = Path(os.path.expanduser(path))
+    file = prompts.shipped_or_given(path)
     check_regular(file, "data.exclude")
     if not file.is_file():
         raise ValueError(f"data.exclude {path!r} not found; correct the name, or leave it out")

@@ -1,4 +1,4 @@
-"""Evaluation prompts: read from a JSONL file; the shipped ones were cut from held-out modules of the standard library.
+"""Evaluation prompts, read from a JSONL file. Two ship: Python cut from held-out modules of the standard library, and chat by task (DATA.md).
 
 python -m draftsmith.data.prompts data/prompts-tiny.jsonl     # cuts them again (Python 3.11)
 """
@@ -11,7 +11,7 @@ import os
 import sys
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from draftsmith.data.text_files import check_regular, lines, parse, short
 from draftsmith.inference.reading import KINDS, describe, field
 
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
+CHAT = TINY.with_name("prompts-chat.jsonl")
 PER_DOMAIN = 24
 PER_MODULE = 4
 MAX_CHARACTERS = 400
@@ -36,40 +37,51 @@ class Prompt:
         domain: by which results are reported.
         text: the prompt itself, or the last turn of a conversation.
         messages: the conversation, for the target's chat template; empty where the prompt is a text.
+        completion: what a target without a chat template continues instead of `text`; "" is `text`.
+        later: the user's further turns, each to be asked after the target's answer to the turn before it.
     """
 
     id: str
     domain: str
     text: str
     messages: tuple[dict, ...] = ()
+    completion: str = ""
+    later: tuple["Prompt", ...] = ()
+
+
+def shipped_or_given(path: str | Path | None) -> Path:
+    """The file of a name: None for the shipped Python prompts, "chat" for the shipped prompts by task, else a path."""
+    return TINY if path is None else CHAT if path == "chat" else Path(os.path.expanduser(path))
 
 
 def load(path: str | Path | None, limit: int | None = None, distinct: bool = False) -> list[Prompt]:
     """Prompts of a file, in its order.
 
-    Each line is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, and `id`. Of several `turns` the first is asked.
+    Each line is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, and `completion_prompt`. Turn 2 of a
+    line has its id and "#2".
 
     Args:
-        path: a .jsonl file, also .gz; None for the shipped prompts.
-        limit: most prompts of each domain.
-        distinct: refuse two lines of the same id.
+        path: a .jsonl file, also .gz, or what `shipped_or_given` knows.
+        limit: most lines of each domain.
+        distinct: refuse two prompts of the same id.
 
     Raises:
         ValueError: a file that is missing, empty or too large, or a line that is no prompt.
     """
-    file = TINY if path is None else Path(os.path.expanduser(path))
+    file = shipped_or_given(path)
     if path != "":
         check_regular(file, "prompt file")
     if path == "" or not file.is_file():
-        raise ValueError(f"prompt file {str(path)!r} not found; give a .jsonl file with `prompt` and `domain` on each line")
+        raise ValueError(f"prompt file {str(path)!r} not found; give a .jsonl file with `prompt` and `domain` on each line, or chat")
     prompts, counts, numbers = [], dict[str, int](), dict[str, int]()
     for number, line in lines(file):
         if not line.strip():
             continue
         prompt = _prompt(line, number, f"{file}:{number}")
-        if distinct and prompt.id in numbers:
-            raise ValueError(f"{file}:{number}: `id` {prompt.id!r} is that of line {numbers[prompt.id]} too; give each prompt its own")
-        numbers[prompt.id] = number
+        for turn in (prompt, *prompt.later):
+            if distinct and turn.id in numbers:
+                raise ValueError(f"{file}:{number}: `id` {turn.id!r} is that of line {numbers[turn.id]} too; give each prompt its own")
+            numbers[turn.id] = number
         counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
         if limit is None or counts[prompt.domain] <= limit:
             prompts.append(prompt)
@@ -92,17 +104,22 @@ def _prompt(line: str, number: int, source: str) -> Prompt:
     items = field(row, key, str if key == "prompt" else list, source)
     if not items:
         raise ValueError(f"{source}: `{key}` is empty; fill it, or leave the line out")
+    completion = check_text(field(row, "completion_prompt", (str, type(None)), source) or "", f"{source}: `completion_prompt`")
     if key == "prompt":
         return Prompt(name, domain, check_text(items, f"{source}: `prompt`"))
     if key == "turns":
-        text = _inner(items[0], str, f"{source}: `turns` 0")
-        return Prompt(name, domain, text, ({"role": "user", "content": text},))
+        texts = [_inner(text, str, f"{source}: `turns` {index}") for index, text in enumerate(items)]
+        first, *later = (
+            Prompt(f"{name}#{turn}" if turn > 1 else name, domain, text, ({"role": "user", "content": text},))
+            for turn, text in enumerate(texts, 1)
+        )
+        return replace(first, completion=completion, later=tuple(later))
     for index, message in enumerate(items):
         where = f"{source}: `messages` {index}"
         _inner(message, dict, where)
         for part in ("role", "content"):
             _inner(message.get(part), str, f"{where}: `{part}`")
-    return Prompt(name, domain, items[-1]["content"], tuple(items))
+    return Prompt(name, domain, items[-1]["content"], tuple(items), completion)
 
 
 def _name(row: dict[str, Any], key: str, source: str) -> str:

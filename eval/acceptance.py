@@ -3,10 +3,12 @@
     draftsmith eval runs/medusa-tiny/artifact
     draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
+    draftsmith eval runs/mine/artifact --prompts chat --timed 3       # τ of all prompts by task, times of 3 of each
 
 An artifact gets its best tree, the measurements and a table in its model card. Files that no evaluation wrote are left as they are.
 
-Half of the prompts choose the draft tree; the report is on the other half. Every answer is compared with that of plain decoding, where the
+Half of the prompts choose the draft tree; the report is on the other half. A later turn is asked after the target's own answer to the turn
+before it. Prompts that do not fit the target's context are skipped and counted. Every answer is compared with that of plain decoding, where the
 verification rule promises the same tokens.
 """
 
@@ -22,7 +24,7 @@ from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.terminal import printable
 
 if TYPE_CHECKING:  # --help imports no model library
-    from draftsmith.eval.evaluation import Settings
+    from draftsmith.eval.settings import Settings
 
 CHOSEN_TREES = ("best", "largest")
 
@@ -38,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_tree(parser, [*CHOSEN_TREES, "saved", "chain", "dynamic"], "best, or saved where the drafter ranks no tokens")
     options.add_confidence(parser)
     options.add_slots(parser)
+    parser.add_argument("--timed", type=int, help="time so many prompts of each domain, decode the others 8 at a time (default: time all)")
     options.add_adaptive_depth(parser, False)
     options.add_kernels(parser)
     options.add_exact(parser)
@@ -58,7 +61,8 @@ def main(arguments: list[str]) -> None:
 
     from draftsmith.data import prompts as prompt_files
     from draftsmith.eval import loading, measurements, ranks
-    from draftsmith.eval.evaluation import Settings, evaluate_drafter
+    from draftsmith.eval.evaluation import evaluate_drafter
+    from draftsmith.eval.settings import Settings
 
     out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
     main_process = ranks.state().is_main_process
@@ -85,6 +89,7 @@ def main(arguments: list[str]) -> None:
         choose=tree if tree in CHOSEN_TREES else "",
         rule=chosen.rule or "target-sample",
         slots=chosen.slots,
+        timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
         kernels=chosen.kernels,
         exact=chosen.exact,

@@ -1,24 +1,40 @@
 """Prompts as token ids, and their answers, several at a time, with a progress bar."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from draftsmith.data.prompts import Prompt
+from draftsmith.eval import ranks
 from draftsmith.eval.loading import encode
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt with its token ids. `index` is its number in the list of prompts, and the noise key of its request."""
+    """A prompt with its token ids.
+
+    Attributes:
+        prompt: with its earlier turns, if it is a later one.
+        ids: its token ids.
+        index: its number among the turns of all prompts, and the noise key of its request.
+        turn: its number in its conversation, from 1.
+    """
 
     prompt: Prompt
     ids: list[int]
     index: int
+    turn: int = 1
+
+    @property
+    def conversation(self) -> int:
+        """The index of its conversation's first turn."""
+        return self.index + 1 - self.turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +45,70 @@ class TargetText:
     tokens: list[int]
 
 
-def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -> list[EncodedPrompt]:
-    """Tokenize the prompts.
+def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -> tuple[list[EncodedPrompt], dict[str, int]]:
+    """Tokenize the prompts. A later turn is asked after the target's own greedy answers to the turns before it, whatever is measured then.
+
+    Returns:
+        The prompts, each turn one of its own, in their order; by domain, how many were skipped since they do not fit the target's context
+        together with the answer, or come after one that does not.
 
     Raises:
-        ValueError: a prompt without tokens, with tokens that the target lacks, or too long for its context together with the answer.
+        ValueError: a prompt without tokens or with tokens that the target lacks, or none that fits.
     """
-    encoded = [EncodedPrompt(prompt, encode(target, prompt), index) for index, prompt in enumerate(prompts)]
-    for item in encoded:
-        if not item.ids:
-            raise ValueError(f"prompt {item.prompt.id!r} has no tokens; leave it out")
-        if max(item.ids) >= target.vocab_size:
-            raise ValueError(f"prompt {item.prompt.id!r} has token {max(item.ids)}, the target {target.vocab_size} logits; leave it out")
-    long = [item for item in encoded if len(item.ids) + max_new_tokens > target.max_positions]
-    if long:
-        name, size = long[0].prompt.id, len(long[0].ids)
+    encoded: list[EncodedPrompt] = []
+    skipped: dict[str, int] = {}
+    firsts = accumulate((1 + len(prompt.later) for prompt in prompts), initial=0)
+    turns = [_encoded(target, prompt, index) for prompt, index in zip(prompts, firsts, strict=False)]
+    first = turns[0]
+    while turns:
+        answered = []
+        for item in turns:
+            if len(item.ids) + max_new_tokens > target.max_positions:
+                skipped[item.prompt.domain] = skipped.get(item.prompt.domain, 0) + 1 + len(item.prompt.later)
+                continue
+            encoded.append(item)
+            if item.prompt.later:
+                answered.append(item)
+        turns = []
+        if answered:  # all ranks ask after the first one's answers
+            texts = ranks.agreed(target_texts(target, [item.ids for item in answered], Sampling(), max_new_tokens))
+            turns = [_next_turn(target, item, text.tokens) for item, text in zip(answered, texts, strict=True)]
+    if not encoded:
         raise ValueError(
-            f"prompt {name!r} has {size} tokens; with {max_new_tokens} new ones it does not fit the target's context of "
-            f"{target.max_positions} ({len(long)} of {len(encoded)} prompts do not); shorten them or lower --max-new-tokens"
+            f"prompt {first.prompt.id!r} has {len(first.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's context of "
+            f"{target.max_positions} (none of {len(prompts)} prompts does); shorten them or lower --max-new-tokens"
         )
-    return encoded
+    return sorted(encoded, key=lambda item: item.index), skipped
+
+
+def _encoded(target: Target, prompt: Prompt, index: int, turn: int = 1) -> EncodedPrompt:
+    item = EncodedPrompt(prompt, encode(target, prompt), index, turn)
+    if not item.ids:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens; leave it out")
+    if max(item.ids) >= target.vocab_size:
+        raise ValueError(f"prompt {prompt.id!r} has token {max(item.ids)}, the target {target.vocab_size} logits; leave it out")
+    return item
+
+
+def _next_turn(target: Target, item: EncodedPrompt, answer: list[int]) -> EncodedPrompt:
+    """The next turn of a conversation, after this answer. For a target without a chat template, all is one text with blank lines between."""
+    assert target.tokenizer is not None, "open_models refuses a target without one"
+    words = answer[:-1] if answer[-1] in target.stop_ids else answer
+    text = str(target.tokenizer.decode(words, skip_special_tokens=True))
+    before, (following, *later) = item.prompt, item.prompt.later
+    prompt = replace(
+        following,
+        text=following.text if target.tokenizer.chat_template else "\n\n".join((before.completion or before.text, text, following.text)),
+        messages=(*before.messages, {"role": "assistant", "content": text}, *following.messages),
+        later=tuple(later),
+    )
+    return _encoded(target, prompt, item.index + 1, item.turn + 1)
+
+
+def skipped_line(skipped: dict[str, int], positions: int) -> str:
+    """One sentence on the prompts that `encode_prompts` skipped; "" where there are none."""
+    counts = ", ".join(f"{printable(domain, keep='')} {count}" for domain, count in skipped.items())
+    return f"skipped, since prompt and answer exceed the target's {positions:,} positions: {counts}" if skipped else ""
 
 
 def decode_all(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int) -> list[Completion]:

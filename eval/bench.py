@@ -61,9 +61,9 @@ def main(arguments: list[str]) -> None:
     target, drafters = loading.open_named(chosen.target, words, chosen.dtype, chosen.trust_remote_code)
     for drafter in drafters.values():
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
-    encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
+    encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     report = benchmark.benchmark(target, drafters, encoded, chosen.max_new_tokens, chosen.repeats, chosen.adaptive_depth)
-    report["settings"]["drafters"] = dict(zip(drafters, words, strict=True))
+    report["settings"] |= {"drafters": dict(zip(drafters, words, strict=True)), "positions": target.max_positions, "skipped": skipped}
     text, failure = to_json(report), ""
     if out:
         try:

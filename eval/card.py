@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval import table
+from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.records import Report
 from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
@@ -108,8 +109,10 @@ def _measured(report: Report) -> list[str]:
         "",
         table.markdown(report),
         "",
+        *((table.speed_markdown(report), "") if report.speedups else ()),
         *(f"- {line}" for line in table.speed(report)),
         f"- {table.lossless(report)}.",
+        *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
         f"- Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.",
         "",
         "![survival by depth](survival.png)",

@@ -3,13 +3,15 @@
     draftsmith compare tiny-draft runs/student/artifact                          # decoded with their own trees, at T = 0 and 1
     draftsmith compare runs/medusa-tiny/artifact runs/eagle3-tiny/artifact suffix --tree chain --depth 3
     draftsmith compare tiny-draft runs/student/artifact --expected               # draft models as chains, without decoding a draft
+    draftsmith compare --measured measured/suffix runs/mine/artifact             # folders that eval wrote into; nothing is decoded
 
-Differences are to the first drafter. --expected takes the target's own texts and computes the τ that a chain has on them: exactly for
+Differences are to the first drafter, by domain and over all prompts. --measured takes the prompts that all folders have. --expected takes the target's own texts and computes the τ that a chain has on them: exactly for
 greedy decoding, as an expectation under rejection sampling at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a
 text costs one forward of each model.
 """
 
 import argparse
+from typing import Any
 
 from draftsmith.eval import options
 from draftsmith.inference.rule_names import RULES
@@ -23,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_temperatures(parser)
     options.add_rule(parser, [name for name, rule in RULES.items() if rule.lossless], "target-sample; rejection with --expected")
     parser.add_argument("--expected", action="store_true", help="compute the τ of chains of draft models instead of decoding")
+    parser.add_argument("--measured", action="store_true", help="compare what eval wrote into these folders, without decoding")
     options.add_tree(parser, ["saved", "chain", "dynamic"], "saved; chain with --expected")
     options.add_confidence(parser)
     options.add_slots(parser)
@@ -37,14 +40,16 @@ def main(arguments: list[str]) -> None:
     _check(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, output, ranks
+    from draftsmith.eval import loading, measured, ranks
     from draftsmith.eval.answers import encode_prompts
-    from draftsmith.eval.comparison import Settings, compare_drafters, print_comparison
-    from draftsmith.eval.records import to_json
+    from draftsmith.eval.comparison import Settings, compare_drafters
     from draftsmith.inference.draft_model import DraftModel
 
     if ranks.count() > 1:
         raise ValueError(f"draftsmith compare in {ranks.count()} processes: expected one; run it alone")
+    if chosen.measured:
+        _print(measured.compare(chosen.drafters), chosen.json)
+        return
     rule = chosen.rule or ("rejection" if chosen.expected else "target-sample")
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, drafters = loading.open_named(chosen.target, chosen.drafters, chosen.dtype, chosen.trust_remote_code)
@@ -55,16 +60,26 @@ def main(arguments: list[str]) -> None:
         tree = chosen.tree or ("chain" if chosen.expected else "saved")
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(rule, drafter)
-    encoded = encode_prompts(target, prompts, chosen.max_new_tokens)
+    encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     settings = Settings(chosen.max_new_tokens, temperatures, rule, chosen.slots, chosen.expected)
-    report = compare_drafters(target, drafters, [prompt.ids for prompt in encoded], settings)
-    output.deliver(lambda: print(to_json(report)) if chosen.json else print_comparison(report))
+    _print(compare_drafters(target, drafters, encoded, skipped, settings), chosen.json)
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    from draftsmith.eval import output
+    from draftsmith.eval.comparison import print_comparison
+    from draftsmith.eval.records import to_json
+
+    output.deliver(lambda: print(to_json(report)) if as_json else print_comparison(report))
 
 
 def _check(chosen: argparse.Namespace) -> None:
     """Raises ValueError for options that contradict each other."""
     if len(chosen.drafters) < 2:
         raise ValueError(f"got one drafter, {chosen.drafters[0]!r}; expected two at least; draftsmith eval measures one")
+    for name in ("expected", "target", "prompts", "limit", "temperature", "rule", "tree", "depth", "width", "nodes", "confidence"):
+        if chosen.measured and getattr(chosen, name):
+            raise ValueError(f"--measured takes the rounds as eval wrote them, got --{name}; leave it out, or leave --measured out")
     if chosen.expected and (chosen.rule or "rejection") != "rejection":
         raise ValueError(f"--expected with --rule {chosen.rule}: what can be computed is rule rejection; leave --rule out")
     if chosen.expected and ((chosen.tree or "chain") != "chain" or chosen.confidence is not None):

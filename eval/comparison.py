@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.eval.answers import TargetText, decode_all, target_texts
+from draftsmith.eval.answers import EncodedPrompt, TargetText, decode_all, skipped_line, target_texts
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
 from draftsmith.eval.output import cell
 from draftsmith.eval.summary import bootstrap, interval
@@ -26,7 +26,7 @@ from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 AT_ONCE = 64  # positions whose distributions exist at a time, [64,V] for each model
-HEADER = ("drafter", "T", "τ", "Δτ", "rounds")
+HEADER = ("domain", "drafter", "T", "τ", "Δτ", "rounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +137,34 @@ def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: 
     return rows
 
 
-def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[list[int]], settings: Settings) -> dict[str, Any]:
+def by_domain(names: Sequence[str], temperature: float, domains: Sequence[str], tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
+    """`summarise` for each domain, where there are several. Each row has its `domain`; domains [P] are those of the prompts."""
+    rows = []
+    for domain in dict.fromkeys(domains) if len(set(domains)) > 1 else ():
+        chosen = torch.tensor([each == domain for each in domains])
+        rows += [{"domain": domain} | row for row in summarise(names, temperature, tokens[:, chosen], rounds[:, chosen])]
+    return rows
+
+
+def compare_drafters(
+    target: Target, drafters: dict[str, Any], encoded: list[EncodedPrompt], skipped: dict[str, int], settings: Settings
+) -> dict[str, Any]:
     """The report as it is written to JSON.
 
+    Args:
+        target: of all drafters.
+        drafters: by name.
+        encoded: the prompts.
+        skipped: by domain, prompts that do not fit the target's context.
+        settings: how they are compared.
+
     Returns:
-        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), and same: by temperature,
-        to how many prompts all drafters gave the same answer. same is empty where nothing was decoded.
+        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), domains (likewise
+        for each domain), and same: by temperature, to how many prompts all drafters gave the same answer. same is empty where nothing was
+        decoded.
     """
-    rows, same = [], {}
+    rows, domain_rows, same = [], [], {}
+    prompts, domains = [prompt.ids for prompt in encoded], [prompt.prompt.domain for prompt in encoded]
     for temperature in settings.temperatures:
         sampling = Sampling(temperature=temperature, rule=settings.rule)
         if settings.expected:
@@ -162,10 +182,13 @@ def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[lis
             distinct = [len({tuple(answer.tokens) for answer in column}) for column in zip(*answers, strict=True)]
             same[f"{temperature:g}"] = distinct.count(1)
         rows += summarise(list(drafters), temperature, tokens, rounds)
+        domain_rows += by_domain(list(drafters), temperature, domains, tokens, rounds)
     return {
         "target": target.identity.to_dict(),
         "settings": {
             "prompts": len(prompts),
+            "skipped": skipped,
+            "positions": target.max_positions,
             "max_new_tokens": settings.max_new_tokens,
             "dtype": str(target.dtype).removeprefix("torch."),
             "rule": settings.rule,
@@ -177,26 +200,32 @@ def compare_drafters(target: Target, drafters: dict[str, Any], prompts: list[lis
             for name, drafter in drafters.items()
         },
         "rows": rows,
+        "domains": domain_rows,
         "same": same,
     }
 
 
 def print_comparison(report: dict[str, Any]) -> None:
     """Print the report for a person."""
-    settings, expected = report["settings"], report["settings"]["expected"]
-    title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {'expected' if expected else 'decoded'}"
+    settings, expected = report["settings"], report["settings"].get("expected", False)
+    how = "measured" if "expected" not in settings else "expected" if expected else "decoded"
+    title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {how}"
     if any(row["temperature"] for row in report["rows"]):
         title += f", rule {settings['rule']}"
     table = Table(title=cell(f"Drafters for {report['target']['name']}: {title}"), title_style="italic", box=box.SIMPLE_HEAD)
-    for name in HEADER:
-        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", overflow="fold")
-    for row in report["rows"]:
+    for name in HEADER if report["domains"] else HEADER[1:]:
+        text = name in ("domain", "drafter")
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for row in [*report["domains"], *report["rows"]]:
         tau = f"{row['tau']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
         delta = f"{row['delta']:+.2f} ({row['delta_low']:+.2f} – {row['delta_high']:+.2f})" if "delta" in row else ""
         rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
-        table.add_row(cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
+        cells = (cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
+        table.add_row(*((cell(row.get("domain", "all")), *cells) if report["domains"] else cells))
     Console().print(table)
     print("In brackets: 95 % intervals over prompts; those of differences are paired.")
+    if settings.get("skipped"):
+        print(skipped_line(settings["skipped"], settings["positions"]))
     for name, tree in report["trees"].items():
         print(f"{printable(name, keep='')}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
     for temperature, same in report["same"].items():

@@ -185,13 +185,15 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
 def encode(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt. A conversation goes through the target's chat template, which writes its own special tokens.
 
+    A target without one continues the prompt's completion, if there is any, else its text.
+
     Raises:
         ValueError: the template does not write this conversation.
     """
     tokenizer = target.tokenizer
     assert tokenizer is not None, "open_models refuses a target without one"
     if not prompt.messages or not tokenizer.chat_template:
-        return tokenizer.encode(prompt.text)
+        return tokenizer.encode((not tokenizer.chat_template and prompt.completion) or prompt.text)
     try:
         template = tokenizer.get_chat_template()
         text, _ = render(template, list(prompt.messages), tokenizer.special_tokens_map, prompt=True)

@@ -9,7 +9,7 @@ Letters: V target vocabulary · H hidden size · S positions · R reference forw
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
+from draftsmith.inference.request import RoundStats
 from draftsmith.inference.sampler import Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target
 
 REGION = 48  # positions before the divergence that are compared: enough for a median, few enough for narrow forwards
-SHAPES = ((1, 2), (1, 5), (1, 16), (2, 16))  # rows and width of the reference forwards, besides one of the model's own attention
+WIDTHS = (2, 5, 16)  # of the reference forwards of a batch of texts, besides one of another batch and one of the model's own attention
+TOGETHER = 8  # texts in a batch of reference forwards: narrow ones cost nearly as much for one
 
 
 class Recorder:
@@ -61,19 +63,23 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An answer that was decoded again: its tokens, and the hidden state [S,H] that each was drawn from."""
+    """An answer, the hidden state [S,H] that each of its tokens was drawn from, and its rounds."""
 
     tokens: list[int]
     hidden: Tensor
+    rounds: list[RoundStats] = field(default_factory=list)
 
 
-def decode_again(
+def decode_recorded(
     target: Target, drafter: Any, prompts: list[list[int]], requests: list[int], sampling: Sampling, max_new_tokens: int, **options: Any
 ) -> list[Recorded]:
     """The answers to a batch of prompts, with their hidden states. drafter: None is plain decoding; options: of the `Decoder`."""
     recorder: Any = Recorder(Plain() if drafter is None else drafter)
     answers = Decoder(target, recorder, graphs=False, **options).generate(prompts, sampling, max_new_tokens, requests=requests)
-    return [Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)]) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)], answer.rounds)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def first_difference(plain: list[int], answer: list[int]) -> int | None:
@@ -94,6 +100,7 @@ def first_divergence(
     request: int,
     recorded: tuple[Recorded, Recorded] | None = None,
     exact: bool = False,
+    states: Tensor | None = None,
 ) -> Divergence | None:
     """The first token where `answer` differs from `plain`, with what tells a tie from a bug; None where they are equal.
 
@@ -105,8 +112,9 @@ def first_divergence(
         answer: the answer to compare.
         sampling: how both were sampled.
         request: the noise key of both.
-        recorded: both answers decoded again. They count only where they repeat the given ones up to the divergence.
+        recorded: both answers with their hidden states. They count only where they repeat the given ones up to the divergence.
         exact: both ran in exact rounds, in which rounding explains nothing.
+        states: the `reference_states` of the text before the divergence; None computes them.
     """
     index = first_difference(plain, answer)
     if index is None:
@@ -116,8 +124,8 @@ def first_divergence(
     if exact:
         return Divergence(name, index, plain[index], answer[index], float("inf"), 0.0)
     text = prompt + plain[:index]
-    first = max(0, len(text) - REGION)
-    states = reference_states(target, text, first)
+    if states is None:
+        (states,) = reference_states(target, [text])
     position = torch.tensor([len(text)], device=target.device)
     tokens = plain[index], answer[index]
     margin, noise = _margin(target, states, *tokens, sampling, request, position)
@@ -129,32 +137,59 @@ def first_divergence(
     excess, own_best = 0.0, True
     centre = states.float().mean(0)
     for again, token in repeated:
-        own = again.hidden[: index + 1][-(len(text) - first) :].float().to(centre.device)
+        own = again.hidden[: index + 1][-len(centre) :].float().to(centre.device)
         excess = max(excess, (_distance(own, centre[-len(own) :]) / spread[-len(own) :]).max().item())
         own_best &= _is_best(target, again.hidden[index], token, sampling, request, position)
     return Divergence(name, index, *tokens, margin, noise, excess, own_best)
 
 
 @torch.inference_mode()
-def reference_states(target: Target, text: list[int], first: int) -> Tensor:
-    """Hidden states [R,S,H] of text[first:], each from forwards of other widths and batches, and one of the model's own attention."""
-    ids = torch.tensor([text], device=target.device)
-    states = [target.forward(ids).hidden[0, first:]]
-    with tree_attention(target.model):
-        states += [_in_chunks(target, ids, first, rows, width) for rows, width in SHAPES]
-    return torch.stack([each.to(states[0].device) for each in states])
+def reference_states(target: Target, texts: list[list[int]]) -> list[Tensor]:
+    """Hidden states [R,S,H] of the last positions, REGION at most, of each text, by forwards of other widths and batches and one of the
+    model's own attention."""
+    references = []
+    for start in range(0, len(texts), TOGETHER):
+        group = texts[start : start + TOGETHER]
+        own = [target.forward(torch.tensor([text], device=target.device)).hidden[0, -REGION:] for text in group]
+        with tree_attention(target.model):
+            together = _in_chunks(target, group, WIDTHS)
+            alone = [_in_chunks(target, [text] if len(group) > 1 else [text, text], WIDTHS[-1:])[0] for text in group]
+        for each in zip(own, together, alone, strict=True):
+            references.append(torch.cat((each[0][None], *(states.to(each[0].device) for states in each[1:]))))
+    return references
 
 
-def _in_chunks(target: Target, ids: Tensor, first: int, rows: int, width: int) -> Tensor:
-    """Hidden states [S,H] of ids[0,first:], in forwards of `rows` equal rows and of `width` tokens after one of all tokens before."""
-    cache, states = TreeCache(rows, ids.shape[1] + width, target.device), []
-    starts = [*([0] if first else []), *range(first, ids.shape[1], width)]
-    for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
-        chunk = TreeAttention.causal(cache, end - start)
-        part = ids[:, start:end].expand(rows, -1)
-        states.append(target.forward(part, position_ids=chunk.positions(), cache=cache, tree=chunk).hidden[0])
-        cache.advance([end - start] * rows)
-    return torch.cat(states)[first:]
+def _in_chunks(target: Target, texts: list[list[int]], widths: Sequence[int]) -> list[Tensor]:
+    """Hidden states [len(widths),S,H] of the last positions of each text: all texts in one batch, in chunks of each width in turn, after one
+    chunk of all tokens before."""
+    cache = TreeCache(len(texts), max(map(len, texts)) + max(widths), target.device)
+    firsts = [max(0, len(text) - REGION) for text in texts]
+    if max(firsts):
+        _forward(target, cache, [text[:first] for text, first in zip(texts, firsts, strict=True)])
+    states: list[list[Tensor]] = [[] for _ in texts]
+    for width in widths:
+        cache.reset()
+        cache.advance(firsts)  # the keys and values of the tokens before are still there
+        parts: list[list[Tensor]] = [[] for _ in texts]
+        for offset in range(0, REGION, width):
+            chunks = [text[first + offset : min(first + offset + width, first + REGION)] for text, first in zip(texts, firsts, strict=True)]
+            if any(chunks):
+                for part, row in zip(parts, _forward(target, cache, chunks), strict=True):
+                    part.append(row)
+        for rows, part in zip(states, parts, strict=True):
+            rows.append(torch.cat(part))
+    return [torch.stack(rows) for rows in states]
+
+
+def _forward(target: Target, cache: TreeCache, chunks: list[list[int]]) -> list[Tensor]:
+    """Hidden states [·,H] of each row's chunk, which the cache then has. Shorter chunks are padded."""
+    width = max(map(len, chunks))
+    ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=target.device)
+    attention = TreeAttention.causal(cache, width)
+    positions = attention.positions().clamp(max=target.max_positions - 1)
+    hidden = target.forward(ids, position_ids=positions, cache=cache, tree=attention).hidden
+    cache.advance([len(chunk) for chunk in chunks])
+    return [row[: len(chunk)] for row, chunk in zip(hidden, chunks, strict=True)]
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

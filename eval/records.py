@@ -33,7 +33,7 @@ class RoundRecord:
         nodes: nodes verified, the root included.
         committed: tokens committed, the bonus token included, tokens past the end of the text excluded.
         accepted: drafted tokens among them.
-        draft_s: seconds of drafting.
+        draft_s: seconds of drafting; this and the others are None for a prompt that was not timed.
         verify_s: seconds of verifying.
         other_s: seconds of everything else.
     """
@@ -46,9 +46,9 @@ class RoundRecord:
     nodes: int
     committed: int
     accepted: int
-    draft_s: float
-    verify_s: float
-    other_s: float
+    draft_s: float | None
+    verify_s: float | None
+    other_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,9 @@ class Report:
         checked_tokens: how many tokens of them, up to the first that differs.
         like_transformers: how many greedy answers of plain decoding equal those of transformers' generate.
         compared: how many were compared with those of transformers.
-        speed: measured at the first temperature.
+        speed: measured at the first temperature, on the prompts that were timed.
+        speedups: the same by domain, where prompts were timed one at a time.
+        skipped: by domain, prompts that do not fit the target's context.
         lossy: by temperature, the rule, where it changes the distribution of the output.
     """
 
@@ -162,6 +164,8 @@ class Report:
     like_transformers: int = 0
     compared: int = 0
     speed: dict[str, float] = field(default_factory=dict)
+    speedups: dict[str, dict[str, float]] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.output import cell
 from draftsmith.eval.records import KEYED_RULES, Report
 from draftsmith.inference.terminal import printable
@@ -10,6 +11,7 @@ from draftsmith.inference.terminal import printable
 MOST_COLUMNS = 40  # of a domain on a narrow terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
+SPEED_HEADER = ("domain", "timed", "speedup", "95 % interval", "over transformers")
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
@@ -25,6 +27,18 @@ def rows(report: Report) -> list[tuple[str, ...]]:
         cells.append(
             (domain, labelled(report, temperature), f"{acceptance.tau:.2f}", interval, str(acceptance.rounds), "  ".join(conditional))
         )
+    return cells
+
+
+def speed_rows(report: Report) -> list[tuple[str, ...]]:
+    """A row for each domain and one for all of them, at the first temperature; columns as in SPEED_HEADER. None with several slots."""
+    if not report.speedups:
+        return []
+    cells = []
+    for domain, s in [*report.speedups.items(), ("all", report.speed)]:
+        interval = f"{s['speedup_low']:.2f} – {s['speedup_high']:.2f}" if s["timed"] > 1 else ""
+        over = f"{s['speedup_over_transformers']:.2f}" if "speedup_over_transformers" in s else ""
+        cells.append((printable(domain, keep=""), f"{s['timed']:.0f}", f"{s['speedup']:.2f}", interval, over))
     return cells
 
 
@@ -66,6 +80,8 @@ def speed(report: Report) -> list[str]:
     lines = [
         f"τ {s['tau']:.2f}   speedup {s['speedup']:.2f} × plain decoding {_same_tokens(report)}   {s['nodes']:.1f} nodes a round on average"
     ]
+    if report.settings["timed"]:
+        lines[0] += f"   ({s['timed']:.0f} timed prompts)"
     if "c" in s:
         lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}")
         lines.append(
@@ -123,15 +139,12 @@ def size(report: Report) -> str:
 def print_report(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
-    table = Table(title=f"Acceptance of {report.method} on held-out prompts, {size(report)}")
-    cells = rows(report)
-    for column, name in enumerate(HEADER):
-        # Only the last column may be cut short: a temperature carries its label.
-        width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(HEADER) - 1 else None
-        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True, min_width=width)
-    for row in cells:
-        table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
-    console.print(table)
+    title = f"Acceptance of {report.method} on held-out prompts, {size(report)}"
+    _print_table(console, title, HEADER, rows(report))
+    if report.skipped:
+        print(skipped_line(report.skipped, report.settings["positions"]))
+    if report.speedups:
+        _print_table(console, f"Speedup at T={report.first_temperature}", SPEED_HEADER, speed_rows(report))
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
@@ -141,10 +154,30 @@ def print_report(report: Report) -> None:
     print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.")
 
 
+def _print_table(console: Console, title: str, header: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
+    table = Table(title=title)
+    for column, name in enumerate(header):
+        # Only the last column may be cut short: a temperature carries its label.
+        width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(header) - 1 else None
+        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True, min_width=width)
+    for row in cells:
+        table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
+    console.print(table)
+
+
 def markdown(report: Report) -> str:
     """The table for a model card."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    for row in rows(report):
+    return _markdown(HEADER, rows(report))
+
+
+def speed_markdown(report: Report) -> str:
+    """The table of speedups for a model card; "" where there is none."""
+    return _markdown(SPEED_HEADER, speed_rows(report)) if report.speedups else ""
+
+
+def _markdown(header: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in cells:
         domain = row[0].replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
         lines.append("| " + " | ".join((domain, *row[1:])) + " |")
     return "\n".join(lines)

@@ -23,6 +23,7 @@ GENERATE = ["generate", "--target", "target", "--max-new-tokens", "4"]
 ARTIFACT = "medusa/artifact"
 MEASURED = ("acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png")
 WRITTEN = tuple(f"{ARTIFACT}/{name}" for name in (*MEASURED, "README.md", "config.json"))
+REPORT = '{"target": {}, "settings": {"max_new_tokens": 4, "dtype": "float32", "rule": "target-sample"}, "tree": [[0]], "nodes": 2}'
 CLEAN = r"(?s)\A(?!.*[\x00-\x08\x0b-\x1f\x7f-\x9f])"  # no control character but newline and tab is anywhere in the output
 
 
@@ -402,7 +403,28 @@ PROMPTS_FILE = [
         both(line('{"prompt": "x"}'), line('{"prompt": "x", "id": 4}')),
         "prompts.jsonl:4: `id` '4' is that of line 3",
     ),
-    refused("prompts file: longer than the context", prompts(prompt="x" * 500), "'p0x' has 500 tokens.*2 of 4 prompts"),
+    done("prompts file: longer than the context", prompts(prompt="x" * 500), "skipped, since .* 128 positions: sums 2"),
+    refused(
+        "prompts file: all longer than the context",
+        written("prompts.jsonl", "".join(json.dumps({"prompt": "x" * size}) + "\n" for size in (500, 125))),
+        "prompt '1' has 500 tokens.*none of 2 prompts does",
+    ),
+    done(
+        "prompts file: a second turn longer than the context",
+        line(json.dumps({"turns": ["x", "y" * 120, "z"], "domain": "chat"})),
+        "positions: chat 2",
+    ),
+    refused("prompts file: a second turn that is a number", line('{"turns": ["x", 5]}'), "prompts.jsonl:3: `turns` 1 should be text"),
+    refused(
+        "prompts file: an id that a second turn has",
+        both(line('{"id": "a#2", "prompt": "x"}'), line('{"id": "a", "turns": ["x", "y"]}')),
+        "prompts.jsonl:4: `id` 'a#2' is that of line 3",
+    ),
+    refused(
+        "prompts file: completion_prompt is a number",
+        line('{"prompt": "x", "completion_prompt": 5}'),
+        "prompts.jsonl:3: `completion_prompt` should be text",
+    ),
     refused("prompts file: longer than any context", prompts(prompt="x" * 9_000_000), "prompts.jsonl:1: `prompt` .*characters"),
     refused(
         "prompts file: one of each domain",
@@ -610,6 +632,31 @@ DRAFTERS = [
         SUFFIX,
     ),
 ]
+MEASURED_BEFORE = [
+    refused(
+        "measured: a folder without measurements", nothing, "no acceptance.json in 'target'", "compare --measured target medusa/artifact"
+    ),
+    refused(
+        "measured: no rounds",
+        both(written("a/acceptance.json", REPORT), written("a/rounds.jsonl", "")),
+        "a/rounds.jsonl: no rounds in it",
+        "compare --measured a b",
+    ),
+    refused(
+        "measured: a round without its prompt",
+        both(written("a/acceptance.json", REPORT), written("a/rounds.jsonl", '{"committed": 2}\n')),
+        "a/rounds.jsonl:1: `prompt` should be text",
+        "compare --measured a b",
+    ),
+    refused(
+        "measured: a target that is a list",
+        both(written("a/acceptance.json", REPORT.replace("{}", "[]")), written("a/rounds.jsonl", "")),
+        "`target` should be an object",
+        "compare --measured a b",
+    ),
+    refused("measured: with --prompts", nothing, "--measured takes", "compare --measured a b --prompts prompts.jsonl"),
+    refused("measured: --timed 0", nothing, "--timed 0: expected 1 to", f"{SUFFIX} --timed 0"),
+]
 HOME = [
     done("home: --prompts", nothing, "sums", "eval suffix --target target --prompts ~/prompts.jsonl --max-new-tokens 4", inside=at_home),
     done("home: --target", nothing, "sums", f"eval suffix --target ~/target {SHORT}", inside=at_home),
@@ -619,4 +666,18 @@ HOME = [
     done("home: --out of bench", nothing, "prompts", f"{BENCH} --out ~/speed.json", writes=("speed.json",), inside=at_home),
     refused("home: of nobody", nothing, "~nobody-here/p.jsonl' not found", "eval suffix --target target --prompts ~nobody-here/p.jsonl"),
 ]
-CASES = [*LINKS, *FOREIGN, *TERMINAL, *OUTPUT, *PROMPTS_FILE, *PROMPT, *NUMBERS, *TREES, *STUDENT, *SAMPLING, *DRAFTERS, *HOME]
+CASES = [
+    *LINKS,
+    *FOREIGN,
+    *TERMINAL,
+    *OUTPUT,
+    *PROMPTS_FILE,
+    *PROMPT,
+    *NUMBERS,
+    *TREES,
+    *STUDENT,
+    *SAMPLING,
+    *DRAFTERS,
+    *MEASURED_BEFORE,
+    *HOME,
+]

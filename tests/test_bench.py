@@ -137,7 +137,7 @@ def opened(folder, target_folder):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         target, drafters = loading.open_named(str(target_folder), [str(folder / "noisy"), "ngram"], "auto", False)
         prompts = prompt_files.load(folder / "prompts.jsonl")
-        return target, drafters, encode_prompts(target, prompts, 48)
+        return target, drafters, encode_prompts(target, prompts, 48)[0]
 
 
 def test_prompt_lookup_and_the_assistant_spare_the_target_forwards(opened):
@@ -225,6 +225,14 @@ def test_models_are_loaded_once_under_distinct_names(folder, target_folder, monk
     assert loaded == [str(target_folder), paths[0], paths[2], paths[4]]
 
 
+def test_prompts_that_do_not_fit_are_left_out(folder, target_folder, capsys):
+    exit_on_error(
+        bench.main, words(folder, "--target", target_folder, "--drafter=ngram", "--repeats=1", "--max-new-tokens=110", "--tree=saved")
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skipped, since prompt and answer exceed the target's 128 positions: " in printed and "NOT LOSSLESS" not in printed
+
+
 def test_an_answer_that_is_not_plain_decodings_is_reported_and_fails(folder, target_folder, capsys, monkeypatch):
     original = interleaved.answer_with_decoder
 
@@ -275,7 +283,7 @@ def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, mon
         (("--drafter=ngram", "--drafter={folder}/nowhere"), "no folder '{folder}/nowhere'"),
         (("--drafter={folder}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
         (("--prompts={folder}/no.jsonl",), "no.jsonl' not found"),
-        (("--max-new-tokens=120",), "'def pa' has 16 tokens; with 120 new ones it does not fit the target's context of 128"),
+        (("--max-new-tokens=127",), "'def pa' has 16 tokens; with 127 new ones it does not fit the target's context of 128"),
         (("--out={folder}/no/report.json",), "--out {folder}/no/report.json: expected a file in a folder that exists"),
         (("--out={folder}",), "expected a file in a folder that exists"),
     ],

@@ -8,7 +8,7 @@ from planting import PlantingDrafter
 from zoo import VOCAB, tiny
 
 from draftsmith.eval import lossless
-from draftsmith.eval.lossless import Recorded, decode_again, first_divergence
+from draftsmith.eval.lossless import Recorded, decode_recorded, first_divergence
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.sampler import Sampling
@@ -46,7 +46,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 def drafted(target: Target, asked: list[list[int]], plain: list[Recorded], sampling: Sampling, seed: int) -> list[Recorded]:
     drafter = PlantingDrafter(asked, [answer.tokens for answer in plain], VOCAB, seed=seed)
-    return decode_again(target, drafter, asked, list(range(len(asked))), sampling, NEW, slots=8)
+    return decode_recorded(target, drafter, asked, list(range(len(asked))), sampling, NEW, slots=8)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -56,7 +56,7 @@ def test_planted_bugs_are_called_bugs(monkeypatch, bug, sampling):
     called, diverged = 0, 0
     for seed in range(2):
         asked = prompts(16, seed)
-        plain = decode_again(target, None, asked, list(range(16)), sampling, NEW, slots=8)
+        plain = decode_recorded(target, None, asked, list(range(16)), sampling, NEW, slots=8)
         sound = drafted(target, asked, plain, sampling, seed)
         with monkeypatch.context() as patch:
             patch.setattr(*BUGS[bug])
@@ -81,7 +81,7 @@ def test_differences_of_rounding_are_ties(sampling):
     verdicts = []
     for seed in range(4):
         asked = prompts(32, seed)
-        plain = decode_again(target, None, asked, list(range(32)), sampling, NEW, slots=8)
+        plain = decode_recorded(target, None, asked, list(range(32)), sampling, NEW, slots=8)
         for number, (expected, got) in enumerate(zip(plain, drafted(target, asked, plain, sampling, seed), strict=True)):
             for pair in (None, (expected, got)):  # with hidden states, and by the margin alone
                 divergence = first_divergence(target, "p", asked[number], expected.tokens, got.tokens, sampling, number, pair)
@@ -94,7 +94,7 @@ def test_a_token_that_its_own_hidden_state_does_not_give_is_a_bug():
     """The states are right, and what was taken from them is not: a bug after the forward."""
     target = Target.wrap(tiny("llama").bfloat16())
     (prompt,) = prompts(1, 5)
-    plain = decode_again(target, None, [prompt], [0], Sampling(), NEW)[0]
+    plain = decode_recorded(target, None, [prompt], [0], Sampling(), NEW)[0]
     wrong = Recorded([*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB, *plain.tokens[10:]], plain.hidden)
     divergence = first_divergence(target, "p", prompt, plain.tokens, wrong.tokens, Sampling(), 0, (plain, wrong))
     assert divergence.index == 9 and divergence.excess < 3 and not divergence.own_best and divergence.verdict == "bug"
@@ -103,7 +103,7 @@ def test_a_token_that_its_own_hidden_state_does_not_give_is_a_bug():
 def test_answers_that_do_not_repeat_are_judged_by_the_margin():
     target = Target.wrap(tiny("llama"))
     (prompt,) = prompts(1, 5)
-    plain = decode_again(target, None, [prompt], [0], Sampling(), NEW)[0]
+    plain = decode_recorded(target, None, [prompt], [0], Sampling(), NEW)[0]
     wrong = [*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB]
     divergence = first_divergence(target, "p", prompt, plain.tokens, wrong, Sampling(), 0, (plain, plain))
     assert divergence.excess is None and divergence.verdict == "bug"
@@ -119,10 +119,13 @@ def test_exact_rounds_have_no_ties():
 def test_reference_forwards_agree(name):
     """In float32 all widths and batches give the states of the model's own attention, sliding windows and soft-capping included."""
     target = Target.wrap(tiny(name))
-    text = prompts(1, 7)[0] * 4
-    states = lossless.reference_states(target, text, 5)
-    assert states.shape == (1 + len(lossless.SHAPES), len(text) - 5, target.hidden_size)
-    torch.testing.assert_close(states, states[:1].expand_as(states), rtol=1e-4, atol=1e-5)
+    texts = [prompt * 4 for prompt in prompts(lossless.TOGETHER + 1, 7)]  # shorter and longer than REGION, and one more than a batch
+    lengths = [min(len(text), lossless.REGION) for text in texts]
+    assert min(lengths) < lossless.REGION == max(lengths) < max(map(len, texts))
+    for text, length, states in zip(texts, lengths, lossless.reference_states(target, texts), strict=True):
+        assert states.shape == (2 + len(lossless.WIDTHS), length, target.hidden_size)
+        own = target.forward(torch.tensor([text])).hidden[0, -length:]
+        torch.testing.assert_close(states, own.expand_as(states), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

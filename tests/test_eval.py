@@ -15,9 +15,10 @@ from zoo import tiny
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import cost, evaluation, lossless, plot, summary, table, trees
 from draftsmith.eval.answers import EncodedPrompt
-from draftsmith.eval.evaluation import Settings, evaluate_drafter
+from draftsmith.eval.evaluation import evaluate_drafter
 from draftsmith.eval.positions import position_records
 from draftsmith.eval.records import PositionRecord, RoundRecord, as_json, distinct_ngrams, rank_of
+from draftsmith.eval.settings import Settings
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree

@@ -6,7 +6,7 @@ from decoding_cases import PROMPTS
 from planting import PlantingDrafter
 from zoo import VOCAB, reference, tiny
 
-from draftsmith.eval.lossless import decode_again
+from draftsmith.eval.lossless import decode_recorded
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
@@ -21,9 +21,9 @@ def pairs(name: str, dtype: torch.dtype, exact: int | None):
     options = {"context": CONTEXT, "exact": exact}
     for sampling in SAMPLINGS:
         for request, prompt in enumerate(PROMPTS):
-            plain = decode_again(target, None, [prompt], [request], sampling, NEW, **options)[0]
+            plain = decode_recorded(target, None, [prompt], [request], sampling, NEW, **options)[0]
             drafter = PlantingDrafter([prompt], [plain.tokens], VOCAB, seed=request)
-            yield plain, decode_again(target, drafter, [prompt], [request], sampling, NEW, **options)[0], drafter
+            yield plain, decode_recorded(target, drafter, [prompt], [request], sampling, NEW, **options)[0], drafter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -268,7 +268,7 @@ def test_streams_of_a_real_process(ending, status, says):
 
 def test_ids_and_domains_of_a_prompts_file(tmp_path):
     file = tmp_path / "p.jsonl"
-    rows = ['{"prompt": "a", "id": null}', '{"prompt": "b", "id": 7, "category": 3}', '{"turns": ["c", 5], "id": "x", "prompt": ""}']
+    rows = ['{"prompt": "a", "id": null}', '{"prompt": "b", "id": 7, "category": 3}', '{"turns": ["c", "d"], "id": "x", "prompt": ""}']
     file.write_bytes(b"\xef\xbb\xbf" + "\n\n".join(rows).encode() + b"\r\n")
     read = prompts.load(file, distinct=True)
     assert [(prompt.id, prompt.domain, prompt.text) for prompt in read] == [("1", "all", "a"), ("7", "3", "b"), ("x", "all", "c")]

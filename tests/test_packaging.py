@@ -67,7 +67,7 @@ def test_the_wheel_is_complete_and_resolves_the_target_offline(wheel, tmp_path):
     wanted |= {f"draftsmith/recipes/{file.name}" for ending in ("*.yaml", "*.jinja") for file in (ROOT / "recipes").glob(ending)}
     wanted |= {
         f"draftsmith/models/{folder}/{file.name}" for folder in ("tiny", "tiny_draft") for file in (ROOT / "models" / folder).iterdir()
-    } | {"draftsmith/data/openings.jsonl", "draftsmith/data/prompts-tiny.jsonl"}
+    } | {"draftsmith/data/openings.jsonl", "draftsmith/data/prompts-chat.jsonl", "draftsmith/data/prompts-tiny.jsonl"}
     assert len(wanted) > 40 and wanted <= names, sorted(wanted - names)
     assert not [name for name in names if "/tests/" in name or name.startswith("tests")]
     script = (

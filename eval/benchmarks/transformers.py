@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from draftsmith.eval import cost, interleaved, loading
-from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.answers import EncodedPrompt, skipped_line
 from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
 from draftsmith.eval.output import cell
@@ -99,15 +99,15 @@ def _longest(prompts: list[EncodedPrompt]) -> EncodedPrompt:
 def time_contenders(functions: dict[str, AnswerFunction], prompts: list[EncodedPrompt], repeats: int) -> dict[str, Repeats]:
     """Time all contenders on all prompts, interleaved."""
     # The longest prompt comes first: the warm-up with it allocates all buffers and compiles all graphs.
-    first = _longest(prompts).index
+    first = prompts.index(_longest(prompts))
     batches = [[prompt] for _ in range(repeats) for prompt in prompts[first:] + prompts[:first]]
-    by_prompt: dict[str, list[list[TimedAnswers]]] = {name: [[] for _ in prompts] for name in functions}
+    by_prompt: dict[str, dict[int, list[TimedAnswers]]] = {name: {prompt.index: [] for prompt in prompts} for name in functions}
     with Bar(f"{len(functions)} ways to answer", len(batches)) as bar:
         for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches), 1):
             for name, turn in timed.items():
                 by_prompt[name][batch[0].index].append(turn)
             bar.update(done)
-    return {name: [list(repeat) for repeat in zip(*turns, strict=True)] for name, turns in by_prompt.items()}
+    return {name: [list(repeat) for repeat in zip(*turns.values(), strict=True)] for name, turns in by_prompt.items()}
 
 
 def speedup(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
@@ -235,6 +235,8 @@ def print_benchmark(report: dict[str, Any]) -> None:
         say()
     say("×: times as fast, the median prompt (10th – 90th percentile); a prompt's time is the median of its repeats.")
     say("total: the same over all prompts.  τ: tokens a round, undrafted rounds included.  same: answers equal plain's.")
+    if report["settings"].get("skipped"):
+        say(skipped_line(report["settings"]["skipped"], report["settings"]["positions"]))
     for name, reason in report["left_out"].items():
         say(printable(f"left out: {name} ({reason})"))
     for name, entry in report["contenders"].items():

@@ -1,0 +1,220 @@
+"""Evaluation of chat models: later turns, prompts that are too long, a timed sample, prompts that ship, comparison of measurements."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import failing
+from conftest import save_byte_target
+
+from draftsmith.data import prompts
+from draftsmith.eval import acceptance, card, compare, decoding, lossless, speed, table
+from draftsmith.eval.answers import EncodedPrompt, encode_prompts
+from draftsmith.eval.comparison import paired_difference
+from draftsmith.eval.evaluation import _halves, evaluate_drafter
+from draftsmith.eval.interleaved import TimedAnswers
+from draftsmith.eval.settings import Settings
+from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.target import Target
+
+SHARED = Path("/work/shared/data/eval/spec_tasks.jsonl.gz")
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+NEW = 10
+ROWS = [
+    {"id": "two", "category": "chat", "turns": ["abab", "cdcd", "efef"]},
+    {"id": "long", "category": "chat", "turns": ["x" * 200, "never asked"]},
+    {"id": "history", "category": "chat", "turns": ["abc", "y" * 110]},
+    *({"id": f"code{n}", "category": "code", "turns": [f"do {n} do {n}"], "completion_prompt": f"def f{n}"} for n in range(4)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    save_byte_target(folder / "target")
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return Target.load(str(folder / "target"))
+
+
+def test_turns_are_prompts_of_their_own(folder, tmp_path):
+    two, long, *_ = read = prompts.load(folder / "prompts.jsonl", distinct=True)
+    assert [turn.id for turn in (two, *two.later)] == ["two", "two#2", "two#3"] and len(long.later) == 1
+    assert two.later[1].messages == ({"role": "user", "content": "efef"},) and read[-1].completion == "def f3"
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": "a", "turns": ["x", "y"]}\n{"id": "b", "prompt": "x"}\n{"id": "a#2", "prompt": "z"}\n')
+    with pytest.raises(ValueError, match="p.jsonl:3: `id` 'a#2' is that of line 1 too"):
+        prompts.load(file, distinct=True)
+
+
+def test_a_later_turn_is_asked_after_the_targets_own_answers(folder, target):
+    encoded, skipped = encode_prompts(target, prompts.load(folder / "prompts.jsonl"), NEW)
+    assert [(item.prompt.id, item.index, item.turn) for item in encoded] == [
+        ("two", 0, 1),
+        ("two#2", 1, 2),
+        ("two#3", 2, 3),
+        ("history", 5, 1),
+        *((f"code{n}", 7 + n, 1) for n in range(4)),
+    ]
+    assert skipped == {"chat": 3}, "the long one with its later turn, and the later turn that is too long with its history"
+    messages = []
+    for item, text in zip(encoded[:3], ("abab", "cdcd", "efef"), strict=True):
+        messages.append({"role": "user", "content": text})
+        ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert item.ids == ids
+        (answer,) = Decoder(target).generate([ids], Sampling(), NEW)
+        words = [token for token in answer.tokens if token not in target.stop_ids]
+        messages.append({"role": "assistant", "content": target.tokenizer.decode(words)})
+    assert {item.conversation for item in encoded[:3]} == {0}
+
+
+def test_a_target_without_a_template_continues_completions(folder, target, monkeypatch):
+    monkeypatch.setattr(target.tokenizer, "chat_template", None)
+    encoded, _ = encode_prompts(target, prompts.load(folder / "prompts.jsonl"), NEW)
+    texts = {item.prompt.id: target.tokenizer.decode(item.ids) for item in encoded}
+    assert texts["code2"] == "def f2" and texts["two"] == "abab"
+    assert texts["two#2"].startswith("abab\n\n") and texts["two#2"].endswith("\n\ncdcd") and texts["two#3"].startswith(texts["two#2"])
+
+
+def test_nothing_left_is_an_error_and_halves_keep_conversations_together(target):
+    with pytest.raises(ValueError, match=r"'a' has 200 tokens; .* context of 128 \(none of 2 prompts does\)"):
+        encode_prompts(target, [prompts.Prompt(name, "d", "x" * 200) for name in "ab"], NEW)
+    turns = [EncodedPrompt(prompts.Prompt(f"{c}#{t}", "d", ""), [1], 2 * c + t - 1, t) for c in range(4) for t in (1, 2)]
+    choosing, reported = _halves(turns)
+    assert [item.prompt.id for item in choosing] == ["0#1", "0#2", "2#1", "2#2"] and len(reported) == 4
+
+
+def measure(target, folder, **changes):
+    settings = Settings(NEW, [0.0, 1.0], 8, choose="")
+    return evaluate_drafter(target, Ngram(), prompts.load(folder / "prompts.jsonl"), replace(settings, **changes))
+
+
+def test_untimed_prompts_have_the_rounds_of_timed_ones(target, folder, capsys):
+    report, rounds, _ = measure(target, folder)
+    sample, sampled_rounds, _ = measure(target, folder, timed=1)
+    assert [replace(record, draft_s=0, verify_s=0, other_s=0) for record in rounds] == [
+        replace(record, draft_s=0, verify_s=0, other_s=0) for record in sampled_rounds
+    ]
+    assert report.overall == sample.overall and report.domains == sample.domains and report.distinct == sample.distinct
+    assert sample.answers == report.answers == 16 and not sample.divergences
+    assert (report.compared, sample.compared, sample.like_transformers) == (8, 2, 2)
+    timed = {record.prompt for record in sampled_rounds if record.verify_s is not None}
+    assert timed == {"two", "code0"} and None not in {record.draft_s for record in rounds}
+    assert {domain: row["timed"] for domain, row in sample.speedups.items()} == {"chat": 1, "code": 1} and sample.speed["timed"] == 2
+    assert report.speedups["code"]["timed"] == 4 and report.speed["speedup_low"] <= report.speed["speedup"] <= report.speed["speedup_high"]
+    assert sample.skipped == {"chat": 3}
+    table.print_report(sample)
+    printed = capsys.readouterr().out
+    assert "skipped, since prompt and answer exceed the target's 128 positions: chat 3" in printed and "(2 timed prompts)" in printed
+    assert table.speed_markdown(sample).count("\n") == 4 and "| chat | 1 |" in "\n".join(card._measured(sample))
+
+
+def test_a_wrong_untimed_answer_is_a_bug(target, folder, monkeypatch):
+    plain_decode = lossless.decode_recorded
+
+    def wrong(target, drafter, ids, requests, *more, **options):
+        answers = plain_decode(target, drafter, ids, requests, *more, **options)
+        for answer, request in zip(answers, requests, strict=True):
+            if drafter is not None and request == 8:
+                answer.tokens[4] = (answer.tokens[4] + 1) % 256
+        return answers
+
+    monkeypatch.setattr(lossless, "decode_recorded", wrong)
+    report, _, _ = measure(target, folder, timed=1, temperatures=[0.0])
+    assert [(each.prompt, each.index, each.verdict) for each in report.divergences] == [("code1", 4, "bug")]
+
+
+def test_what_depends_on_its_batch_is_decoded_alone(target, folder, monkeypatch):
+    seen = []
+    original = lossless.decode_recorded
+    monkeypatch.setattr(lossless, "decode_recorded", lambda *a, **options: seen.append(options["slots"]) or original(*a, **options))
+    for changes in ({}, {"adaptive_depth": True}, {"exact": 17}):
+        measure(target, folder, timed=1, temperatures=[0.0], **changes)
+    assert Counter(seen) == {decoding.UNTIMED_SLOTS: 2, 1: 2 * 2 * 2}  # plain and drafted; six prompts are two batches of four
+
+
+def test_speedups_are_of_seconds_per_token():
+    timing = speed.Timing([], [], {"plain": [], "drafted": [], "transformers": []}, {"plain": [], "drafted": [], "transformers": []})
+    for domain, plain, drafted, theirs in (("a", 4.0, 2.0, 8.0), ("b", 3.0, 3.0, 3.0), ("a", 2.0, 2.0, 4.0)):
+        answers = {"plain": (plain, 4), "drafted": (drafted, 8), "transformers": (theirs, 4)}
+        timing.add(domain, {name: TimedAnswers(seconds, [Completion([1] * n)]) for name, (seconds, n) in answers.items()})
+    of_a = speed.speedups(timing.of("a"))
+    assert (of_a["timed"], of_a["speedup"], of_a["speedup_over_transformers"]) == (2, 3.0, 6.0) and of_a["plain_over_transformers"] == 2.0
+    assert (of_a["speedup_low"], of_a["speedup_high"]) == (2.0, 4.0), "of either prompt alone"
+    assert speed.speedups(timing)["speedup"] == pytest.approx(2 * 9 / 7)
+
+
+def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
+    common = [
+        "--target",
+        str(folder / "target"),
+        "--prompts",
+        str(folder / "prompts.jsonl"),
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "0",
+    ]
+    folders = [str(folder / name) for name in ("ngram", "suffix")]
+    for name in folders:
+        exit_on_error(acceptance.main, [Path(name).name, *common, "--timed", "1", "--out", name])
+    capsys.readouterr()
+    exit_on_error(compare.main, ["--measured", *folders, "--json"])
+    measured = json.loads(capsys.readouterr().out)
+    exit_on_error(compare.main, ["ngram", "suffix", *common, "--json"])
+    decoded = json.loads(capsys.readouterr().out)
+    assert measured["rows"] == decoded["rows"] and measured["domains"] == decoded["domains"] and decoded["settings"]["skipped"]
+    assert [row["domain"] for row in decoded["domains"]] == ["chat"] * 2 + ["code"] * 2
+    counts = []
+    for name in folders:
+        rows = [json.loads(line) for line in (Path(name) / "rounds.jsonl").read_text().splitlines()]
+        counts.append(Counter(row["prompt"] for row in rows if row["domain"] == "code"))
+        tokens = Counter()
+        for row in rows:
+            tokens[row["prompt"]] += row["committed"]
+    names = sorted(counts[0])
+    a, b = (torch.tensor([count[name] for name in names]) for count in counts)
+    expected = paired_difference(torch.tensor([tokens[name] for name in names]), a, b)
+    assert [decoded["domains"][3][key] for key in ("delta", "delta_low", "delta_high")] == pytest.approx(expected) and expected[0] != 0
+    exit_on_error(compare.main, ["--measured", *folders])
+    printed = capsys.readouterr().out
+    assert printed.count("code") == 2 and "suffix: up to 32 nodes a round" in printed and "answers are the same" not in printed
+    for words, says in (
+        ([folders[0], str(folder / "target")], "no acceptance.json in"),
+        ([folders[0], folders[0]], "got a folder twice"),
+        ([*folders, "--limit", "2"], "got --limit"),
+    ):
+        assert says in failing(capsys, compare.main, ["--measured", *words])
+
+
+def test_the_shipped_chat_prompts():
+    rows = [json.loads(line) for line in prompts.CHAT.read_text(encoding="utf-8").splitlines()]
+    assert all(row.keys() == {"id", "domain", "turns", "source", "license"} and row["source"] and row["license"] for row in rows)
+    assert all(len(text) < 1500 for row in rows for text in row["turns"])
+    shipped = prompts.load("chat", distinct=True)
+    tasks = ["multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code"]
+    assert Counter(prompt.domain for prompt in shipped) == dict.fromkeys(tasks, 6)
+    assert {len(prompt.later) for prompt in shipped if prompt.domain == "multi_turn"} == {1}
+    about = (prompts.CHAT.parent / "DATA.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert row["source"].split()[0] in about and row["license"] in about, row["id"]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the 644 prompts are not here")
+def test_the_644_prompts_are_read_and_none_of_them_ships():
+    public = prompts.load(SHARED, distinct=True)
+    assert len(public) == 644 and sum(len(prompt.later) for prompt in public) == 80
+    assert all(prompt.completion for prompt in public if prompt.domain == "code")
+    theirs = {turn.text for prompt in public for turn in (prompt, *prompt.later)}
+    assert not theirs & {turn.text for prompt in prompts.load("chat") for turn in (prompt, *prompt.later)}
