@@ -135,7 +135,9 @@ class Target:
         # Weights and tokenizer come from the very commit that the config came from.
         commit = "" if local else cached_commit(source, revision or "main")
         check_generation(source, commit)
-        stored = headers(source, commit) if layers or local else {}  # for the ends alone of a model on the Hub, not all files are downloaded
+        stored = (
+            headers(source, commit) if layers or local else {}
+        )  # for the ends alone of a model on the Hub, not all files are downloaded
         if stored:
             check_fits(path, config, stored, trust_remote_code)
         dtype = dtype(stored) if callable(dtype) else dtype

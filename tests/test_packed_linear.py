@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 def skip_unless_packed(dtype):
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU has no bf16 products")
+        pytest.skip("this CPU has no bf16 matmul")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,7 +156,7 @@ def test_what_is_not_packed(always, monkeypatch):
 
 
 def test_each_shape_is_probed(always, monkeypatch):
-    """What pays for one shape need not pay for another: here for the wide products alone."""
+    """What pays for one shape need not pay for another: here for the wide layers alone."""
     monkeypatch.setattr(packing, "MIN_GAIN", 1.15)
     monkeypatch.setattr(packing, "gain", lambda plain, quick: 2.0 if plain()[0].shape[-1] == 80 else 0.5)
     layers = nn.Sequential(nn.Linear(48, 80), nn.Linear(80, 48), nn.Linear(48, 80))
