@@ -113,8 +113,9 @@ def open_models(
         if drafter in WEIGHTLESS:
             opened.append(WEIGHTLESS[drafter]())
         elif drafter in trained:
-            opened.append(load_drafter(drafter, loaded, dtype=loaded.dtype))
-            pack(opened[-1])
+            model = load_drafter(drafter, loaded, dtype=loaded.dtype)
+            pack(model)
+            opened.append(model)
         else:
             opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
     return loaded, opened

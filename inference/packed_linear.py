@@ -7,12 +7,12 @@ same input become one product. SmolLM2-135M, all matmuls of a forward, one core 
 3.3 at 1 token and 3.8 at 8.
 """
 
-import functools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,15 +62,18 @@ def packed_weights() -> Iterator[None]:
         _local.active = before
 
 
-def gain(plain: Callable[[], object], quick: Callable[[], object]) -> float:
-    """How many times as fast `quick` is. They take turns, and the shortest times count: other processes disturb both."""
-    times: list[list[float]] = [[], []]
+def gain(slow: Sequence[Callable[[], object]], fast: Sequence[Callable[[], object]]) -> float:
+    """How many times as fast `fast` is as `slow`, lists of short work. They take turns, and of each piece the shortest time of six counts, since
+    other processes disturb all of them.
+    """
+    shortest = {id(works): [float("inf")] * len(works) for works in (slow, fast)}
     for _ in range(6):
-        for work, seconds in zip((plain, quick), times, strict=True):
-            start = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - start)
-    return min(times[0]) / min(times[1])
+        for works in (slow, fast):
+            for number, work in enumerate(works):
+                start = time.perf_counter()
+                work()
+                shortest[id(works)][number] = min(shortest[id(works)][number], time.perf_counter() - start)
+    return sum(shortest[id(slow)]) / sum(shortest[id(fast)])
 
 
 def _joined(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
@@ -80,7 +83,7 @@ def _joined(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
         if isinstance(module, nn.Linear) and _can_pack(module):
             joined.setdefault(module, (module,))
         for names in SIBLINGS:
-            layers = [getattr(module, name, None) for name in names]
+            layers: list[Any] = [getattr(module, name, None) for name in names]
             if all(isinstance(layer, nn.Linear) and _can_pack(layer) for layer in layers):
                 kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
                 if len(kinds) == 1 and len(set(layers)) == len(layers):
@@ -103,7 +106,8 @@ class _Product:
         self.sizes = [layer.out_features for layer in layers]
         self._parameters = [(layer._parameters, name) for layer in layers for name in ("weight", "bias")]
         with torch.no_grad():
-            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            weights: list[Tensor] = [layer.weight for layer in layers]
+            biases: list[Any] = [layer.bias for layer in layers]
             self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights) if len(layers) > 1 else weights[0], 8)
             self.bias = None if biases[0] is None else torch.cat(biases)
         self._packed_from = self._state()
@@ -153,10 +157,10 @@ class _Forward:
         return nn.functional.linear(x, self.layer.weight, self.layer.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[Tensor], Tensor]:
-        return functools.partial(nn.Linear.forward, memo[id(self.layer)])
+        return partial(nn.Linear.forward, memo[id(self.layer)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (nn.Linear.forward, self.layer)
+        return partial, (nn.Linear.forward, self.layer)
 
 
 def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -171,15 +175,16 @@ def _pays(group: Sequence[tuple[nn.Linear, ...]]) -> bool:
         for tokens in (1, 8):
             x = torch.randn(tokens, group[0][0].in_features, dtype=group[0][0].weight.dtype)
 
-            def plain(x: Tensor = x) -> list[Tensor]:
-                return [nn.functional.linear(x, layer.weight, layer.bias) for layers, _ in sample for layer in layers]
-
-            def quick(x: Tensor = x) -> list[Tensor]:
-                return [out for _, product in sample for out in product.outputs(x)]
-
-            if not all(_close(a, b) for a, b in zip(plain(), quick(), strict=True)) or gain(plain, quick) < MIN_GAIN:
+            plain = [partial(_separately, x, layers) for layers, _ in sample]
+            quick = [partial(product.outputs, x) for _, product in sample]
+            expected, got = ([output for work in works for output in work()] for works in (plain, quick))
+            if not all(map(_close, expected, got)) or gain(plain, quick) < MIN_GAIN:
                 return False
     return True
+
+
+def _separately(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    return [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
 
 
 def _close(expected: Tensor, got: Tensor) -> bool:

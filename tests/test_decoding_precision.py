@@ -61,7 +61,7 @@ def test_the_probe_compares_both_precisions(monkeypatch, ratio, expected):
     compared = []
 
     def gain(slow, quick):
-        compared.append((slow()[0].dtype, quick()[0].dtype))
+        compared.append((slow[0]().dtype, quick[0]().dtype))
         return ratio
 
     monkeypatch.setattr(machine, "gain", gain)

@@ -158,9 +158,27 @@ def test_what_is_not_packed(always, monkeypatch):
 def test_each_shape_is_probed(always, monkeypatch):
     """What pays for one shape need not pay for another: here for the wide layers alone."""
     monkeypatch.setattr(packing, "MIN_GAIN", 1.15)
-    monkeypatch.setattr(packing, "gain", lambda plain, quick: 2.0 if plain()[0].shape[-1] == 80 else 0.5)
+    monkeypatch.setattr(packing, "gain", lambda plain, quick: 2.0 if plain[0]()[0].shape[-1] == 80 else 0.5)
     layers = nn.Sequential(nn.Linear(48, 80), nn.Linear(80, 48), nn.Linear(48, 80))
     assert pack(layers) == [layers[0], layers[2]]
+
+
+def test_the_shortest_time_of_each_piece_counts(monkeypatch):
+    """Work that another process delays now and then is not taken for slow work."""
+    now = [0.0]
+    monkeypatch.setattr(packing.time, "perf_counter", lambda: now[0])
+
+    def work(usual, late, calls):
+        def run():
+            calls.append(None)
+            now[0] += late if len(calls) % 6 == turn else usual
+
+        turn = len(calls) % 6
+        return run
+
+    slow = [work(3.0, 90.0, []), work(5.0, 1000.0, [None])]
+    fast = [work(1.0, 500.0, []), work(1.0, 20.0, [None] * 4)]
+    assert packing.gain(slow, fast) == 8.0 / 2.0
 
 
 def test_a_changed_weight_is_used_as_it_is(always, counted):
