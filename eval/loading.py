@@ -16,15 +16,19 @@ from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
 from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair
+from draftsmith.models.weights import Header
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CACHE = 64 << 20  # bytes of float32 weights that a CPU may keep in its cache: halving them gains little
 
 AnyDrafter = DrafterModel | DraftModel | Ngram | Suffix
 
@@ -34,6 +38,19 @@ def dtype_of(name: str) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
     return DTYPES[name]
+
+
+def decoding_dtype(stored: dict[str, Header]) -> torch.dtype:
+    """The dtype in which a checkpoint is decoded by default, from the headers of its tensors: on a GPU bfloat16.
+
+    On a CPU it is bfloat16 where the checkpoint is in half precision, more than a cache holds, and decoded faster so; else float32.
+    """
+    chosen = dtype_of("auto")
+    half = bool(stored) and all(header.dtype in ("BF16", "F16") for header in stored.values())
+    large = sum(4 * header.size for header in stored.values()) > CACHE
+    if chosen == torch.float32 and half and large and machine.decoding_precision() == "bf16":
+        return torch.bfloat16
+    return chosen
 
 
 def command() -> str:
@@ -53,7 +70,7 @@ def open_models(
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
         drafters: each is a key of WEIGHTLESS, or the folder or Hub id of a trained drafter or of a causal LM with the target's tokens. A
             distilled draft model starts with the tree and the confidence of its config.
-        dtype: a key of DTYPES, or "auto".
+        dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
     Raises:
@@ -80,7 +97,7 @@ def open_models(
         if path not in trained:
             check_pair(name, path, revision=revision, trust_remote_code=trust_remote_code)
     settings: dict[str, Any] = {
-        "dtype": dtype_of(dtype),
+        "dtype": decoding_dtype if dtype == "auto" else DTYPES[dtype],
         "device": str(ranks.state().device),
         "trust_remote_code": trust_remote_code,
     }
@@ -90,12 +107,15 @@ def open_models(
     trial = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
+    settings["dtype"] = loaded.dtype
     opened: list[AnyDrafter] = []
     for drafter in drafters:
         if drafter in WEIGHTLESS:
             opened.append(WEIGHTLESS[drafter]())
         elif drafter in trained:
-            opened.append(load_drafter(drafter, loaded, dtype=loaded.dtype))
+            model = load_drafter(drafter, loaded, dtype=loaded.dtype)
+            pack(model)
+            opened.append(model)
         else:
             opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
     return loaded, opened

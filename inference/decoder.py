@@ -20,6 +20,7 @@ from draftsmith.inference.drafter import Drafter, Plain, Target, tensor_addresse
 from draftsmith.inference.exact import check as check_exact
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.kernels import missing, use
+from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.processors import History, Processor
 from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, collect, finalise, make_requests
@@ -194,7 +195,7 @@ class Decoder:
         last_result_s = -torch.inf
         while scheduler.unfinished:
             # The modes are entered per round: a consumer may do its own torch work between two rounds.
-            with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels):
+            with torch.inference_mode(), tree_attention(self.target.model), use(self.kernels), packed_weights():
                 admitted = self._admit(scheduler, prefill, runner)
                 started_s = self._decoding_s(runner)
                 slots = [request.slot for request in scheduler.running]

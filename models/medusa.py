@@ -74,15 +74,11 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Output(nn.Module):
+class Output(nn.Linear):
     """A linear layer [V,H] without bias. It is zero until `init_from_target` copies the target's head."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(vocab_size, hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        super().__init__(hidden_size, vocab_size, bias=False)
 
 
 class MedusaModel(HiddenStateDrafter):
@@ -102,7 +98,8 @@ class MedusaModel(HiddenStateDrafter):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             init.zeros_(module.weight)
-            init.zeros_(module.bias)
+            if module.bias is not None:
+                init.zeros_(module.bias)
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
@@ -140,7 +137,7 @@ class MedusaModel(HiddenStateDrafter):
         x = self.hidden_of(k, hidden)
         if self.config.share_head:
             return self._target_logits(x)
-        return F.linear(x, self.output_weight(k))
+        return self._head(k)[self.config.num_layers](x)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> [...,K,V]. For few positions; training goes through the chunked losses."""

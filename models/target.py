@@ -4,7 +4,7 @@ Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from os.path import isdir
 from typing import Any
@@ -16,7 +16,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from draftsmith.inference.drafter import TargetOutput
-from draftsmith.inference.packed_linear import PackedLinears
+from draftsmith.inference.packed_linear import pack, packed_weights
 from draftsmith.models.head import Head, check_fits, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.model_files import (
@@ -35,7 +35,7 @@ from draftsmith.models.model_files import (
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
 from draftsmith.models.turn_end import stop_token
-from draftsmith.models.weights import check_finite, check_folder, check_loaded, headers, weights_hash
+from draftsmith.models.weights import Header, check_finite, check_folder, check_loaded, headers, weights_hash
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -90,7 +90,6 @@ class Target:
         self._hooked: set[int] = set()
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
-        self._packing: PackedLinears | None = None
         self._compiled: dict[int, Callable[..., Any]] = {}
 
     @classmethod
@@ -98,7 +97,7 @@ class Target:
         cls,
         path: str,
         *,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str | Callable[[dict[str, Header]], torch.dtype] | None = None,
         device: torch.device | str = "cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -110,7 +109,7 @@ class Target:
 
         Args:
             path: folder, Hub id or "tiny".
-            dtype: of the weights; None keeps the checkpoint's own.
+            dtype: of the weights; None keeps the checkpoint's own. A function chooses it by the headers of the checkpoint's tensors.
             device: where the weights go.
             revision: branch, tag or commit on the Hub.
             trust_remote_code: run the model's own code from the Hub.
@@ -135,15 +134,19 @@ class Target:
         check_parallel(parallel, path, own or quantise or "")
         # Weights and tokenizer come from the very commit that the config came from.
         commit = "" if local else cached_commit(source, revision or "main")
+        check_generation(source, commit)
+        stored = (
+            headers(source, commit) if layers or local else {}
+        )  # for the ends alone of a model on the Hub, not all files are downloaded
+        if stored:
+            check_fits(path, config, stored, trust_remote_code)
+        dtype = dtype(stored) if callable(dtype) else dtype
         arguments: dict[str, Any] = {
             "config": config,
             "dtype": dtype or "auto",
             "quantization_config": quantisation(quantise, dtype) if quantise else None,
             "trust_remote_code": trust_remote_code,
         }
-        check_generation(source, commit)
-        if layers or local:  # for the ends alone of a model on the Hub, not all of its files are downloaded
-            check_fits(path, config, headers(source, commit), trust_remote_code)
         model = None if layers else _read_ends(path, source, commit, device, **arguments)
         has_layers = model is None
         if model is None:
@@ -184,7 +187,7 @@ class Target:
         Only for weights that are plain tensors, neither cut over ranks nor quantised.
         """
         if not self.collective and not quantised_as(self.model.config):
-            self._packing = self._packing or PackedLinears(self.model)
+            pack(self.model)
 
     @property
     def collective(self) -> bool:
@@ -248,7 +251,7 @@ class Target:
         extra = {} if tree is None else {"tree_attention": tree}
         self._wanted, self._caught = frozenset(taps), {}
         try:
-            with self._packing.on() if self._packing else nullcontext():
+            with packed_weights():
                 output = self.decoder(
                     input_ids=input_ids,
                     position_ids=position_ids,
@@ -345,7 +348,7 @@ class Target:
 
         Differentiable with respect to hidden.
         """
-        with self._packing.on() if self._packing else nullcontext():
+        with packed_weights():
             return self._head(hidden)
 
     def float32_logits(self, hidden: Tensor) -> Tensor:
