@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -60,7 +59,7 @@ class Plan:
         """What every row says of the plan."""
         questions, answers = ({key: value for key, value in asdict(part).items() if key != "prompt_tokens"} for part in self.parts)
         openings = [asdict(opening) for opening in self.openings]
-        excluded = [Path(os.path.expanduser(path)).read_bytes() for path in self.exclude]
+        excluded = [prompts.shipped_or_given(path).read_bytes() for path in self.exclude]
         named = {"openings": _digest(json.dumps(openings).encode()), "exclude": [_digest(content) for content in excluded]}
         return {**answers, "questions": questions, "turns": self.turns, "near": self.near, **named}
 

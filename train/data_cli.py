@@ -217,7 +217,12 @@ def _synthesise_parser() -> argparse.ArgumentParser:
         help="text or JSONL file with beginnings of questions, taken in turn, perhaps with `system` and `domain`; tasks: those that ship "
         "here, for the seven tasks of Spec-Bench; none: no beginning (default: tasks)",
     )
-    parser.add_argument("--exclude", nargs="*", default=[], help="files of evaluation prompts; conversations that contain one are dropped")
+    parser.add_argument(
+        "--exclude",
+        nargs="*",
+        default=[],
+        help="files of evaluation prompts, or chat for the shipped ones; conversations that contain one are dropped",
+    )
     _add_writer(parser, "writes", slots=32, target=None)
     for prefix, settings in (("", ANSWERS), ("question-", QUESTIONS)):
         for name, (default, text) in settings.items():

@@ -61,7 +61,8 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     )
     training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=100")
     measured = ("--target", str(target), "--prompts", "chat", "--temperature", "0")
-    synthesis = ("data", "synthesise", str(chats), "--target", str(target), "--conversations", str(CONVERSATIONS))
+    sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--exclude", "chat")
+    synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
     return [
         Stage("conversations, written by the target", 20, synthesis),
         Stage("features of the target", 8, ("data", "capture", *keys)),
