@@ -14,6 +14,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -217,12 +218,21 @@ def _batches(samples: dict[str, Tensor], batch_tokens: int) -> Iterator[list[str
 
 
 def compute(target: Target, samples: dict[str, Tensor], taps: tuple[int, ...]) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """(key, (hidden [n,H], taps [n,T,H] or None)) of each sample, from one forward. A sample does not see the padding after it."""
-    ids = pad_sequence([ids.long() for ids in samples.values()], batch_first=True).to(target.device)
-    out = target.forward(ids, taps=taps)
-    for row, (key, sample) in enumerate(samples.items()):
-        n = len(sample)
-        yield key, (out.hidden[row, :n].cpu(), None if out.taps is None else out.taps[row, :n].cpu())
+    """(key, (hidden [n,H], taps [n,T,H] or None)) of each sample, from one forward.
+
+    Samples are packed into one row if the target attends by document. Else they are padded, and none sees the padding after it.
+    """
+    lengths = [len(ids) for ids in samples.values()]
+    if target.by_document:
+        ids = torch.cat(list(samples.values())).long()[None]
+        out = target.features({"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}, taps)
+        spans = [(0, slice(end - n, end)) for n, end in zip(lengths, accumulate(lengths), strict=True)]
+    else:
+        ids = pad_sequence([ids.long() for ids in samples.values()], batch_first=True).to(target.device)
+        out = target.forward(ids, taps=taps)
+        spans = [(row, slice(0, n)) for row, n in enumerate(lengths)]
+    for key, span in zip(samples, spans, strict=True):
+        yield key, (out.hidden[span].cpu(), None if out.taps is None else out.taps[span].cpu())
 
 
 def _report(folder: Path, index: Index) -> None:

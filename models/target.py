@@ -3,8 +3,9 @@
 Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T taps.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from os.path import isdir
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packed_linear import pack, packed_weights
+from draftsmith.models.document_attention import Documents, attends_by_document, document_attention, documents_of
 from draftsmith.models.head import Head, check_fits, load_ends
 from draftsmith.models.identity import TargetIdentity, check_same, config_hash, tokenizer_hash
 from draftsmith.models.model_files import (
@@ -91,6 +93,7 @@ class Target:
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
         self._compiled: dict[int, Callable[..., Any]] = {}
+        self._running = threading.RLock()  # features may be computed in one thread while another decodes
 
     @classmethod
     def load(
@@ -124,12 +127,10 @@ class Target:
                 quantisation that this run, this architecture or this installation does not have.
         """
         source = resolve_path(path, KEY)
-        local = isdir(source)
-        if local:
+        if local := isdir(source):
             check_folder(source)
         config = read_config(path, revision=revision, trust_remote_code=trust_remote_code, key=KEY)
-        own = quantised_as(config)
-        if own and quantise:
+        if (own := quantised_as(config)) and quantise:
             raise ValueError(f"{path!r} is quantised already ({own}), got target.quantise={quantise}; leave it out")
         check_parallel(parallel, path, own or quantise or "")
         # Weights and tokenizer come from the very commit that the config came from.
@@ -190,6 +191,10 @@ class Target:
             pack(self.model)
 
     @property
+    def by_document(self) -> bool:
+        return self.has_layers and not self._compiled and attends_by_document(self.model)
+
+    @property
     def collective(self) -> bool:
         """Whether a forward involves all ranks, so that each must run as many; `logits` and `embed` never do."""
         return self.parallel in COLLECTIVE
@@ -223,6 +228,7 @@ class Target:
         attention_mask: Tensor | None = None,
         cache: Any = None,
         tree: Any = None,
+        documents: Documents | None = None,
         taps: Sequence[int] = (),
     ) -> TargetOutput:
         """Run the base decoder, without the head.
@@ -232,7 +238,7 @@ class Target:
             position_ids: [B,S]; None counts from 0.
             attention_mask: what transformers takes as one; None is causal.
             cache: a transformers cache to read and extend.
-            tree: the tree attention's inputs (`inference/attention.py`).
+            tree, documents: inputs of `inference/attention.py` or of `models/document_attention.py`.
             taps: decoder layers, counted from 0, whose outputs are returned.
 
         Returns:
@@ -248,30 +254,24 @@ class Target:
                 "load it with layers=True, or take features.mode=online"
             )
         self.watch(taps)
-        extra = {} if tree is None else {"tree_attention": tree}
-        self._wanted, self._caught = frozenset(taps), {}
-        try:
-            with packed_weights():
-                output = self.decoder(
-                    input_ids=input_ids,
-                    position_ids=position_ids,
-                    attention_mask=attention_mask,
-                    past_key_values=cache,
-                    use_cache=cache is not None,
-                    **extra,
-                )
-            caught = self._caught
-        finally:
-            self._wanted, self._caught = frozenset(), {}
-        missing = [tap for tap in taps if tap not in caught]
-        if missing:
+        extra = {"tree_attention": tree} if tree is not None else {"documents": documents} if documents else {}
+        attention = document_attention(self.model) if documents else nullcontext()
+        with self._running, packed_weights(), attention, self._catching(taps) as caught:
+            output = self.decoder(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **extra,
+            )
+        if missing := [tap for tap in taps if tap not in caught]:
             raise RuntimeError(
-                f"taps {missing} of target {self.name!r} did not arrive: their layers did not run, or were compiled before "
-                "they were tapped; call target.watch(taps) before torch.compile"
+                f"taps {missing} of target {self.name!r} did not arrive: their layers did not run, or were compiled before they were tapped; "
+                "call target.watch(taps) before torch.compile"
             )
         hidden: Tensor = output.last_hidden_state
-        stacked = torch.stack([caught[tap].to(hidden.device) for tap in taps], dim=2) if taps else None
-        return TargetOutput(hidden=hidden, taps=stacked)
+        return TargetOutput(hidden, torch.stack([caught[tap].to(hidden.device) for tap in taps], dim=2) if taps else None)
 
     __call__ = forward
 
@@ -285,8 +285,11 @@ class Target:
             return TargetOutput(hidden=batch["hidden"], taps=batch.get("taps"))
 
         def run(inputs: dict[str, Tensor]) -> TargetOutput:
+            ids, positions = inputs.values()
+            real = self.by_document and type(positions) is Tensor  # `draftsmith plan` runs it on fake tensors
+            how = {"documents": documents_of(positions)} if real else apart(self.config, self.dtype, inputs)
             with self._replaced_forwards(self._compiled):
-                return self.forward(inputs["input_ids"], **apart(self.config, self.dtype, inputs), taps=taps)
+                return self.forward(ids, **{"position_ids": positions} | how, taps=taps)
 
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         out = in_turn(run, inputs) if self.parallel == "tensor" else run(inputs)
@@ -300,7 +303,7 @@ class Target:
         def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
             return hidden_states
 
-        with self._replaced_forwards({layer: forward for layer in layers}):
+        with self._replaced_forwards(dict.fromkeys(layers, forward)):
             yield
 
     def compile(self) -> None:
@@ -335,6 +338,15 @@ class Target:
                 raise ValueError(f"tap {tap} of target {self.name!r}: expected a decoder layer 0..{self.num_layers - 1}")
             self.layers[tap].register_forward_hook(self._catcher(tap))
             self._hooked.add(tap)
+
+    @contextmanager
+    def _catching(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Context in which the outputs of these layers arrive in the dictionary that it gives."""
+        self._wanted, self._caught = frozenset(taps), {}
+        try:
+            yield self._caught
+        finally:
+            self._wanted, self._caught = frozenset(), {}
 
     def _catcher(self, tap: int) -> Callable[..., None]:
         def catch(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -570,3 +570,22 @@ def test_every_fault_is_seen(monkeypatch):
     assert missed == [] and len(FAULTS) == 14
     for loss, want in wants.items():
         assert differences(FAULTY, loss, want) == set(), "every fault was taken out again"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1, 1000])
+def test_pieces_change_no_bit(dtype, piece, monkeypatch):
+    """Rows go through the losses, and tokens through the head's gradient, a few at a time on a CPU."""
+    results = []
+    for size in (1 << 40, piece):
+        monkeypatch.setattr(chunked_losses, "PIECE", size)
+        torch.manual_seed(0)
+        hidden, target_hidden = torch.randn(2, 40, 16).to(dtype).requires_grad_(), torch.randn(40, 16).to(dtype)
+        head, target_head = torch.randn(50, 16).to(dtype).requires_grad_(), torch.randn(90, 16).to(dtype)
+        weights, ids, text = (torch.rand(2, 40) > 0.3).float(), torch.randperm(90)[:50], torch.randint(90, (40,))
+        drafted = chunked_draft_loss(hidden, head, target_hidden, target_head, weights, [1, 2], ids, "0.5 kl + 0.5 nll", tokens=text)
+        plain = chunked_losses.chunked_cross_entropy(hidden[0], head, text % 50, weights[0])
+        (drafted.sum + plain.sum).backward()
+        results.append((drafted.sum, drafted.sums, drafted.hits, drafted.overlap, plain.sum, plain.hits, hidden.grad, head.grad))
+    for other, complete in zip(*reversed(results), strict=True):
+        assert torch.equal(other, complete) and complete.any()

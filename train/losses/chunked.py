@@ -21,6 +21,9 @@ Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] ->
 # Elements of one chunk of logits: 32 MiB in fp32, small beside any model and large enough for full speed.
 BUDGET = 1 << 23
 
+# Elements of a tensor in a pass over a chunk on a CPU: beyond some MiB each operation waits for memory, and fresh memory for the system.
+PIECE = 1 << 19
+
 
 class ChunkedLoss(NamedTuple):
     """A loss and how often the head was right.
@@ -62,14 +65,21 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Te
     def step(index: Tensor) -> Tensor:
         right, scale = labels[index][:, None], weight[index][:, None]
         used = scale > 0
-        logits = part.logits(index, used.squeeze(1))
-        hits[index] = ((ranked(logits, 1) == right) & used).squeeze(1)
-        logp = logits.log_softmax(-1)
-        # where, not a multiplication: a head may give −inf.
-        loss = -torch.where(used, logp.gather(1, right) * scale, 0).sum()
+        raw = part.raw(index, used.squeeze(1))
+        gradient, best = torch.empty_like(raw), torch.empty_like(right)
+        loss = scale.new_zeros(len(index), 1)
+        for rows in pieces(raw):
+            logits = raw[rows].to(part.sum_dtype)
+            best[rows] = ranked(logits, 1)
+            logp = logits.log_softmax(-1)
+            # where, not a multiplication: a head may give −inf.
+            loss[rows] = -torch.where(used[rows], logp.gather(1, right[rows]) * scale[rows], 0)
+            if part.needs_grad:
+                gradient[rows] = logp.exp_().mul_(scale[rows]).scatter_add_(1, right[rows], -scale[rows])
+        hits[index] = ((best == right) & used).squeeze(1)
         if part.needs_grad:
-            part.backward(index, logp.exp_().mul_(scale).scatter_add_(1, right, -scale))
-        return loss
+            part.backward(index, gradient)
+        return loss.sum()
 
     return ChunkedLoss(summed_in_chunks([part], positions, rows, fused if part.fused else step)[0], hits)
 
@@ -188,6 +198,12 @@ def chunk_rows(positions: int, vocab_size: int, budget: int = BUDGET) -> int:
     return max(1, min(budget // vocab_size, positions // 16))
 
 
+def pieces(rows: Tensor, copies: int = 1) -> list[slice]:
+    """Slices of `rows` [m,n] that stay in a CPU's cache, at most PIECE / copies elements each; on a GPU all rows at once."""
+    count = max(1, PIECE // (copies * rows.shape[1])) if rows.device.type == "cpu" else len(rows)
+    return [slice(first, first + count) for first in range(0, len(rows), max(1, count))]
+
+
 class ChunkedHead:
     """One head on its hidden states [M,H], with the gradients that its chunks add up."""
 
@@ -253,7 +269,8 @@ class ChunkedHead:
             if self.grads[1] is not None and raw.dtype == self.sum_dtype:
                 self.grads[1].addmm_(dlogits.T, x)
             elif self.grads[1] is not None:
-                self._add(1, index, dlogits.T @ x)
+                for tokens in pieces(self.weight):
+                    self.grads[1][tokens].add_(dlogits[:, tokens].T @ x)
 
     def _add(self, i: int, index: Tensor, grad: Tensor) -> None:
         total = self.grads[i]

@@ -42,6 +42,7 @@ from draftsmith.train.losses.chunked import (
     aligned,
     by_row,
     chunk_rows,
+    pieces,
     rows_to_visit,
     softened,
     summed_in_chunks,
@@ -166,7 +167,17 @@ class _Chunk:
     needs_grad: bool
 
     def plain(self, raw: Tensor, logits: Tensor, text: Tensor | None, weight: Tensor, gradient_scale: Tensor) -> tuple[Tensor, ...]:
-        raw, logits = raw.to(weight.dtype), logits.to(weight.dtype)
+        results = values, overlap, hits = torch.empty_like(weight), torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
+        gradient = torch.empty_like(logits)
+        for rows in pieces(raw):
+            own_text = None if text is None else text[rows]
+            piece = self._piece(raw[rows], logits[:, rows], own_text, weight.dtype, gradient_scale[:, rows])
+            for result, part in zip((*results, gradient), piece, strict=True):
+                result[:, rows] = part
+        return values, overlap, hits, gradient
+
+    def _piece(self, raw: Tensor, logits: Tensor, text: Tensor | None, dtype: torch.dtype, gradient_scale: Tensor) -> tuple[Tensor, ...]:
+        raw, logits = raw.to(dtype), logits.to(dtype)
         best = self.draft_ids[ranked(raw, 1).squeeze(1)]
         hits = ranked(logits, 1).squeeze(2) == best
         log_p = _target_log_probs(raw, self.target_ids, self.temperature, self.top_k)
