@@ -27,7 +27,7 @@ from draftsmith.train import cli
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = "eagle3-smollm2-135m"
-CONVERSATIONS = 1200
+CONVERSATIONS = 800
 STEPS = 300
 WEIGHTLESS = ("suffix", "ngram")
 DONE = "stages.json"
