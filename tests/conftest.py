@@ -38,6 +38,12 @@ def _compiled_anew(request):
 
 
 @pytest.fixture(autouse=True)
+def _denormals():
+    """Commands flush them for good (`machine.threads`), also where a test calls one in this process."""
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def _cpu_only(request, monkeypatch):
     """Exactness is claimed for fp32 on the CPU: on a GPU machine too, only tests marked gpu use the GPU."""
     if "gpu" not in request.keywords and zoo.DEVICE == "cpu":

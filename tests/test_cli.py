@@ -286,8 +286,14 @@ def test_wrong_words_are_one_line():
         (("evaluate",), "error: no command 'evaluate'; expected one of train, eval, bench, compare, data, plan, generate"),
         (("evl",), "did you mean 'eval'?"),
         (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, medusa, target; did you mean 'medusa'?"),
-        (("train", "medusa"), "error: no recipe; give a YAML file or one of: medusa-tiny (draftsmith train medusa --help lists the keys)"),
-        (("train", "medusa", "meduza-tiny"), "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-tiny"),
+        (
+            ("train", "medusa"),
+            "error: no recipe; give a YAML file or one of: medusa-smollm2-135m, medusa-tiny (draftsmith train medusa --help lists the keys)",
+        ),
+        (
+            ("train", "medusa", "meduza-tiny"),
+            "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-smollm2-135m, medusa-tiny",
+        ),
         (("train", "medusa", "medusa-tiny", "train.step=3"), "error: unknown recipe key 'train.step'; the nearest is 'train.steps'"),
     ):
         done = command(*words)

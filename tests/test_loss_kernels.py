@@ -70,7 +70,7 @@ def plainly(one, loss, temperature=1.0, top_k=0):
     """loss, α, hits and pull · gradient, by the plain path in float64."""
     shares, terms = draft_losses._terms(loss)
     steps_of_chunk = draft_losses._Chunk(one.targets, one.ids, temperature, top_k, shares, terms, True)
-    return steps_of_chunk.plain(one.raw, one.logits, one.text, one.weight.double(), one.pull.double())
+    return steps_of_chunk.plain(one.raw.double(), one.logits.double(), one.text, one.weight.double(), one.pull.double())
 
 
 def fused(one, loss, temperature=1.0, top_k=0, wanted=True):
