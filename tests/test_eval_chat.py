@@ -23,7 +23,7 @@ from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
-SHARED = Path("/work/shared/data/eval/spec_tasks.jsonl.gz")
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "eval" / "spec_tasks.jsonl.gz"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 NEW = 10
 ROWS = [
