@@ -39,7 +39,8 @@ class Stage:
 
     Attributes:
         name: for people, and in the list of stages that are done.
-        minutes: what it took on two cores of an AMD EPYC, beside other work; the estimate for the rest follows from these and from what earlier stages took here.
+        minutes: what it took on two cores of an AMD EPYC, beside other work (of the drafters without weights: an estimate). How long the
+            rest takes is estimated from these and from what earlier stages took.
         words: the command's arguments.
     """
 
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> None:
             left = _minutes_left(todo, minutes)
             print(f"[{number}/{len(todo)}] {stage.name}; about {left:.0f} min left in all", file=sys.stderr, flush=True)
             began = time.monotonic()
-            with _said_where(number, len(todo)):
+            with _advice_on_stop(number, len(todo)):
                 cli.run(list(stage.words))
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
@@ -95,8 +96,8 @@ def main(arguments: list[str]) -> None:
 
 
 @contextmanager
-def _said_where(number: int, of: int) -> Iterator[None]:
-    """Within it a stop is followed by a line that says how to go on."""
+def _advice_on_stop(number: int, of: int) -> Iterator[None]:
+    """Within it a stage that stops early is followed by a line on how to continue."""
     done = False
     try:
         yield
@@ -119,7 +120,7 @@ def _gguf() -> Path:
 
 
 def _minutes_left(todo: list[Stage], minutes: dict[str, float]) -> float:
-    """What the other stages take, at the pace of those that are done. A resumed stage counts from its resumption, so the pace may seem high."""
+    """Estimate for the stages that are not done, at the pace of those that are. Of a stage that was resumed only the last part counts."""
     planned = sum(stage.minutes for stage in todo if stage.name in minutes)
     pace = sum(minutes.values()) / planned if planned else 1.0
     return pace * sum(stage.minutes for stage in todo if stage.name not in minutes)
