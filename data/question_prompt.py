@@ -1,4 +1,4 @@
-"""How a chat template asks for the user's words: the text before them prompts a question, the text after them ends it (Magpie, arXiv 2406.08464)."""
+"""Where a chat template puts the user's words: its text before them prompts a question, its text after them ends it (Magpie, 2406.08464)."""
 
 from dataclasses import dataclass
 from typing import Any, cast

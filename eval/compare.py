@@ -5,9 +5,9 @@
     draftsmith compare tiny-draft runs/student/artifact --expected               # draft models as chains, without decoding a draft
     draftsmith compare --measured measured/suffix runs/mine/artifact             # folders that eval wrote into; nothing is decoded
 
-Differences are to the first drafter, by domain and over all prompts. --measured takes the prompts that all folders have. --expected takes the target's own texts and computes the τ that a chain has on them: exactly for
-greedy decoding, as an expectation under rejection sampling at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a
-text costs one forward of each model.
+Differences are to the first drafter, by domain and over all prompts. --measured takes the prompts that all folders have. --expected takes
+the target's own texts and computes the τ that a chain has on them: exactly for greedy decoding, as an expectation under rejection sampling
+at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a text costs one forward of each model.
 """
 
 import argparse
