@@ -5,7 +5,8 @@ layer, and the target's own head. The feature is the target's last hidden state,
 
 Version 3 is EAGLE-3 (https://arxiv.org/abs/2503.01840): fc of the target's taps, a layer that reads [norm(embedding); norm(feature)] with
 the feature itself as the residual, and a head of its own over a draft vocabulary. EAGLE-3.1 adds `fc_norm`, a norm of each tap before fc,
-and `norm_output`: the normed output recurs.
+and `norm_output`: the normed output recurs. speculators' variants add `norm_before_fc`, one norm of all taps together, and
+`norm_before_residual`: the first layer's residual is the normed feature.
 
 How pairs of feature and token are decoded stands in models/feature_drafter.py.
 
@@ -30,6 +31,8 @@ from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
+NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # settings of version 3
+
 
 class EagleConfig(DrafterConfig):
     """Sizes of the drafter. Where a size is 0, `__post_init__` takes it from the others.
@@ -42,6 +45,7 @@ class EagleConfig(DrafterConfig):
         draft_vocab_size: D.
         rope_theta, rms_norm_eps: as in Llama.
         fc_norm, norm_output: EAGLE-3.1.
+        norm_before_fc, norm_before_residual: speculators' variants of EAGLE-3.
         steps: K at most, the steps that it was trained for.
     """
 
@@ -59,6 +63,8 @@ class EagleConfig(DrafterConfig):
     rms_norm_eps: float = 1e-6
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
     steps: int = 7
 
     def __post_init__(self, **kwargs) -> None:
@@ -79,8 +85,11 @@ class EagleConfig(DrafterConfig):
             raise ValueError("EAGLE-3 reads taps of the target; got none; name them, for example eagle.taps=[1,15,28]")
         if self.version == 1 and (self.draft_size != self.hidden_size or self.draft_vocab_size != self.vocab_size or self.taps):
             raise ValueError("EAGLE-1 uses the target's own head: its size and vocabulary are the target's, and it reads no taps")
-        if self.version == 1 and (self.fc_norm or self.norm_output):
-            raise ValueError("EAGLE-1 has no norm to put before fc or on what recurs; leave out fc_norm and norm_output, or take version 3")
+        norms = [name for name in NORMS if getattr(self, name)]
+        if self.version == 1 and norms:
+            raise ValueError(f"EAGLE-1 has no norm of EAGLE-3 or its variants; leave out {', '.join(norms)}, or take version 3")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("got fc_norm and norm_before_fc, which norm the same taps; leave out one of them")
         if self.taps and (sorted(set(self.taps)) != list(self.taps)):
             raise ValueError(f"got taps {list(self.taps)}; expected ascending ones, each once, as engines capture them")
         if self.draft_vocab_size > self.vocab_size:
@@ -97,7 +106,13 @@ class EagleConfig(DrafterConfig):
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
         attention = {"num_heads": 4, "num_kv_heads": 2, "steps": 4}
-        return {"1": attention | {"version": 1}, "3": attention | {"taps": [0, 1]}, "3.1": attention | {"taps": [1], "norm_output": True}}
+        three = attention | {"taps": [0, 1]}
+        return {
+            "1": attention | {"version": 1},
+            "3": three,
+            "3.1": attention | {"taps": [1], "norm_output": True},
+            "3 of speculators": three | dict.fromkeys(("norm_output", "norm_before_fc", "norm_before_residual"), True),
+        }
 
     def mlp_config(self) -> LlamaConfig:
         """The sizes of an MLP, as transformers' module reads them. (Heads are not named: LlamaConfig wants them to divide the size.)"""
@@ -134,6 +149,7 @@ class Layer(nn.Module):
         self.wide = self.first and config.version == 3
         if self.wide:
             self.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+            self.norm_before_residual = config.norm_before_residual
         if self.wide or not self.first:
             self.input_layernorm = LlamaRMSNorm(config.hidden_size if self.wide else size, config.rms_norm_eps)
         self.self_attn = Attention(config, config.hidden_size + size if self.wide else size)
@@ -144,7 +160,9 @@ class Layer(nn.Module):
         """feature [B,n,W], embedding [B,n,H] -> [B,n,W]."""
         x = feature
         if self.wide:
-            x = torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), -1)
+            normed = self.hidden_norm(feature)
+            x = torch.cat((self.input_layernorm(embedding), normed), -1)
+            feature = normed if self.norm_before_residual else feature
         elif not self.first:
             x = self.input_layernorm(feature)
         feature = feature + self.self_attn(x, rope, self.number, attend)
@@ -168,6 +186,8 @@ class EagleModel(FeatureDrafter):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             if config.fc_norm:
                 self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.taps or ())
+            if config.norm_before_fc:
+                self.input_norm = LlamaRMSNorm(inputs * config.hidden_size, config.rms_norm_eps)
             if config.draft_vocab_size < config.vocab_size:
                 self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
                 self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -233,7 +253,8 @@ class EagleModel(FeatureDrafter):
         taps = out.taps.to(dtype)
         if self.config.fc_norm:
             taps = torch.stack([norm(taps[:, :, number]) for number, norm in enumerate(self.fc_norm)], 2)
-        return self.fc(taps.flatten(2))
+        joined = taps.flatten(2)
+        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
 
     def step(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Pairs of feature [B,n,·] and tokens [B,n] at positions [B,n] -> output [B,n,W], before the final norm."""

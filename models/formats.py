@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
-from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.eagle import NORMS, EagleConfig, EagleModel
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target, check_folder, check_loaded
 from draftsmith.models.target_defaults import usual_taps
@@ -40,11 +40,10 @@ EXTRA = {1: (EMBEDDING, BIAS), 3: (EMBEDDING,)}  # tensors that the file has and
 # Keys of config.json -> fields of EagleConfig.
 SIZES = {"hidden_size": "draft_size", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
 SIZES |= {"num_key_value_heads": "num_kv_heads"} | {key: key for key in ("intermediate_size", "head_dim", "rms_norm_eps", "vocab_size")}
-SIZES3 = SIZES | {key: key for key in ("draft_vocab_size", "fc_norm", "norm_output")}
+SIZES3 = SIZES | {key: key for key in ("draft_vocab_size", *NORMS)}
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Keys with the only value that EagleModel computes; they are written, and checked where present.
 FIXED = {"model_type": "llama", "hidden_act": "silu"} | dict.fromkeys(("bias", "attention_bias", "mlp_bias", "tie_word_embeddings"), False)
-FIXED3 = FIXED | {"norm_before_residual": False, "norm_before_fc": False}
 CHECKED = {"speculators_model_type": "eagle3", "use_sliding_window": False}  # never written
 OTHER = ("rope_theta", "rope_scaling", "rope_parameters", "target_hidden_size")
 TAPS, INNER, COUNT = "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"
@@ -52,7 +51,7 @@ IGNORED = frozenset(  # they do not change what is proposed
     "architectures torch_dtype dtype transformers_version max_position_embeddings bos_token_id eos_token_id pad_token_id use_cache "
     "initializer_range pretraining_tp attention_dropout max_window_layers _name_or_path speculators_version speculators_config "
     "embed_requires_grad chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions output_hidden_states problem_type "
-    "return_dict".split()
+    "return_dict auto_map".split()
 )
 # vLLM refuses ["LlamaForCausalLMEagle"] alone. 0: either version.
 ARCHITECTURES = {1: ["LlamaForCausalLMEagle", "LlamaForCausalLM"], 3: ["LlamaForCausalLMEagle3"]}
@@ -187,7 +186,7 @@ def _check_embedding(stored: Tensor, target: Target) -> None:
 def _config(config: EagleConfig, target: Target, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the folder."""
     three, taps = config.version == 3, list(config.taps or ())
-    raw: dict[str, Any] = {"architectures": ARCHITECTURES[config.version], **(FIXED3 if three else FIXED)}
+    raw: dict[str, Any] = {"architectures": ARCHITECTURES[config.version], **FIXED}
     for key, field in (SIZES3 if three else SIZES).items():
         raw[key] = getattr(config, field)
     raw["max_position_embeddings"] = target.max_positions
@@ -220,14 +219,14 @@ def _flat(raw: dict[str, Any]) -> dict[str, Any]:
 def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -> EagleConfig:
     """EagleModel's config. Raises ValueError for keys that are missing, unknown, contradictory, or have values that it does not compute."""
     version = _version(flat, tensors)
-    sizes, fixed, more = (SIZES3, FIXED3 | CHECKED, (*OTHER, TAPS, INNER, COUNT)) if version == 3 else (SIZES, FIXED | CHECKED, OTHER)
-    if unknown := sorted(set(flat) - IGNORED - {*sizes, *fixed, *more}):
+    sizes, more = (SIZES3, (*OTHER, TAPS, INNER, COUNT)) if version == 3 else (SIZES, OTHER)
+    if unknown := sorted(set(flat) - IGNORED - {*sizes, *FIXED, *CHECKED, *more}):
         raise ValueError(f"config.json has keys unknown to EAGLE-{version} here: {', '.join(unknown)}")
     if missing := [key for key in REQUIRED if key not in flat]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     if "speculators_model_type" in flat and "norm_before_residual" not in flat:
         raise ValueError("config.json lacks norm_before_residual: without it vLLM takes true and speculators false; write which one it is")
-    for key, value in fixed.items():
+    for key, value in (FIXED | CHECKED).items():
         if flat.get(key, value) != value:
             raise ValueError(f"config.json has {key} = {flat[key]!r}; expected {value!r}: nothing else is computed here")
     fields: dict[str, Any] = {"version": version, "num_kv_heads": flat["num_attention_heads"]}
@@ -305,6 +304,8 @@ def _limits(config: EagleConfig, target: Target) -> list[str]:
         (three and len(taps) == 1, "SGLang TensorRT-LLM", "leaves fc out with one tap"),
         (three and len(taps) != 3, "llama.cpp", f"reads three taps, not {len(taps)}"),
         (config.fc_norm or config.norm_output, "SafeAILab llama.cpp", "has neither fc_norm nor norm_output"),
+        (config.norm_before_fc, "SGLang TensorRT-LLM SafeAILab llama.cpp", "has no norm_before_fc"),
+        (config.norm_before_residual, "SGLang TensorRT-LLM SafeAILab", "has no norm_before_residual"),
         (three and kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets"),
         (_scales(target), "SGLang TensorRT-LLM", "shares the target's embedding without its scaling"),
     )

@@ -39,7 +39,10 @@ class ByHand:
             return hidden
         if self.config.fc_norm:
             taps = [norm(tap, self.weight[f"fc_norm.{i}.weight"], self.config.rms_norm_eps) for i, tap in enumerate(taps)]
-        return self.weight["fc.weight"] @ torch.cat(list(taps))
+        joined = torch.cat(list(taps))
+        if self.config.norm_before_fc:
+            joined = norm(joined, self.weight["input_norm.weight"], self.config.rms_norm_eps)
+        return self.weight["fc.weight"] @ joined
 
     def pair(self, feature, embedding, position, place, seen, store):
         """One pair's output; its keys and values go to store[layer, place], and it attends to `seen` places of each layer."""
@@ -52,6 +55,7 @@ class ByHand:
                 read = norm(x, own["input_layernorm.weight"], eps)
             elif config.version == 3:
                 read = torch.cat((norm(embedding, own["input_layernorm.weight"], eps), norm(x, own["hidden_norm.weight"], eps)))
+                x = read[len(embedding) :] if config.norm_before_residual else x
             query, key, value = ((own[f"self_attn.{one}_proj.weight"] @ read).view(-1, config.head_dim) for one in "qkv")
             store[n, place] = rotate(key, position, config.rope_theta), value
             keys, values = (
@@ -78,7 +82,9 @@ class ByHand:
             outputs.append(row)
         return outputs
 
-    def loss(self, target: Target, batch, steps: int, mix: dict[str, float], decay: float, classification: float = 0.0):
+    def loss(
+        self, target: Target, batch, steps: int, mix: dict[str, float], decay: float, classification: float = 0.0, regression: float = 0.0
+    ):
         """Σ over documents, rows and steps -> (sum, 1 + Σ survival)."""
         total, reached, anchors = torch.zeros((), dtype=torch.float64), [0] * steps, 0
         for ids, mask in documents(batch):
@@ -92,10 +98,10 @@ class ByHand:
                 for p in range(len(ids) - 2 - k):
                     if not mask[p + 2 + k]:
                         continue
+                    read = outputs[k][p]
                     if self.config.version == 3:
-                        logits = self.weight["lm_head.weight"] @ norm(outputs[k][p], self.weight["norm.weight"], self.config.rms_norm_eps)
-                    else:
-                        logits = target.logits(outputs[k][p])
+                        read = norm(read, self.weight["norm.weight"], self.config.rms_norm_eps)
+                    logits = self.weight["lm_head.weight"] @ read if self.config.version == 3 else target.logits(read)
                     log_q, p_all = logits.log_softmax(-1), probabilities[p + 1 + k]
                     value = torch.zeros(())
                     kept = p_all[self.targets]
@@ -108,9 +114,10 @@ class ByHand:
                             value = value - share * (covered * log_q).sum()
                             if name == "kl":
                                 value = value + share * (covered * covered.log()).sum()
-                    if self.config.version == 1:
-                        gap = (outputs[0][p] - out.hidden[0, p + 1]).abs()
-                        value = classification * value + torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                    if self.config.version == 1 or regression:
+                        gap = (read - out.hidden[0, p + 1 + k]).abs()
+                        smooth = torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                        value = classification * value + smooth if self.config.version == 1 else value + regression * smooth
                     total = total + decay**k * value
                     hit[k, p] = int(self.targets[log_q.argmax()]) == int(p_all.argmax())
             for p in range(len(ids)):
@@ -132,17 +139,17 @@ def documents(batch):
 SHORT = [5, 9, 13, 1, 7, 3, 2, 12]
 
 
-def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "llama", decay: float = 0.8) -> None:
+def agrees(name: str, loss: str, steps: int, packed: bool = True, of: str = "llama", decay: float = 0.8, regression: float = 0.0) -> None:
     """That the objective, its gradients and its simulated τ are those of the slow form; in float64, but for norms and RoPE."""
     target = Target.wrap(tiny(of).double())
     drafter = make(target, name, dtype=torch.float64, steps=steps).train()
     rows = PackedDataset(corpus_of(SHORT, seq_len=16), 16, one_sample_each=not packed)
     batch = rows.batch(torch.arange(len(rows)))
-    section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0)
+    section = EagleSection(version=drafter.config.version, steps=steps, decay=decay, loss=loss, noise=0.0, regression=regression)
     hand = ByHand(drafter)
     if section.version == 3:
         result = objective3(drafter, batch, target=target, section=section)
-        value, tau = hand.loss(target, batch, steps, train.mix(loss), decay)
+        value, tau = hand.loss(target, batch, steps, train.mix(loss), decay, 0.0, regression)
     else:
         result = objective1(drafter, batch, target=target, section=section)
         value, tau = hand.loss(target, batch, 1, {"ce": 1.0}, 1.0, section.classification)

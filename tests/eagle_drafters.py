@@ -20,6 +20,10 @@ VARIANTS = {
     "3": {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 40},
     "3, small": {"taps": [0, 1], "draft_size": 24, "num_layers": 2, "num_heads": 3, "head_dim": 6, "draft_vocab_size": 19},
     "3.1": {"taps": [0, 1], "fc_norm": True, "norm_output": True, "draft_size": 40, "num_heads": 4, "num_kv_heads": 4},
+    "3, norms of speculators": {
+        **{"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "draft_vocab_size": 19},
+        **dict.fromkeys(("norm_before_fc", "norm_before_residual", "norm_output"), True),
+    },
     "3.1, deep": {"taps": [1], "fc_norm": True, "norm_output": True, "num_layers": 2, "num_heads": 2, "draft_vocab_size": 31},
     "1": {"version": 1, "num_heads": 4, "num_kv_heads": 2},
     "1, deep": {"version": 1, "num_layers": 2, "num_heads": 4},

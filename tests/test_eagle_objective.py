@@ -33,6 +33,7 @@ def target():
         ("3", "kl", 1, "qwen3"),
         ("3, small", "0.9 tv + 0.1 ce", 4, "llama"),
         ("3, small", "kl", 2, "gemma2"),
+        ("3, norms of speculators", "kl", 3, "llama"),
         ("3.1", "0.7 kl + 0.3 tv", 3, "gemma2"),
         ("3.1, deep", "kl", 4, "llama"),
         ("1", "kl", 1, "llama"),
@@ -46,6 +47,11 @@ def test_the_objective_is_the_slow_form(name, loss, steps, of, packed):
 def test_every_loss_and_decay_reaches_the_objective():
     agrees("3, small", "tv", 3, decay=1.0)
     agrees("3.1", "ce", 2, decay=0.5)
+
+
+def test_the_regression_reaches_the_objective():
+    agrees("3", "kl", 3, decay=0.7, regression=0.4)
+    agrees("3, norms of speculators", "tv", 2, packed=False, regression=2.0)
 
 
 def noise_of(target, drafter, batch, section, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,6 +36,9 @@ CASES = {
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
     "eagle3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": V},
+    "norm_before_fc": {"norm_before_fc": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "speculators' norms": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
     "eagle1": {"version": 1},
     "eagle1 of two layers": {"version": 1, "num_layers": 2},
 }
@@ -113,6 +116,7 @@ def check(folder, drafter, target, dtype=torch.float32):
     if three:
         names |= {"norm.weight": "H", "lm_head.weight": "D H"} | ({"d2t": "D", "t2d": "V"} if size < V else {})
         names |= {f"fc_norm.{number}.weight": "H" for number in range(len(taps) if ours.fc_norm else 0)}
+        names |= {"input_norm.weight": "TH"} if ours.norm_before_fc else {}
     else:
         names["fc.bias"] = "H"
         assert not tensors["fc.bias"].any()
@@ -136,8 +140,8 @@ def check(folder, drafter, target, dtype=torch.float32):
         "pad_token_id": 0,
     }  # fmt: skip
     if three:
-        expected |= {"draft_vocab_size": size, "norm_before_residual": False, "norm_before_fc": False}
-        expected |= {"fc_norm": ours.fc_norm, "norm_output": ours.norm_output, IDS: [tap + 1 for tap in taps]}
+        expected |= {"draft_vocab_size": size, IDS: [tap + 1 for tap in taps]}
+        expected |= {norm: getattr(ours, norm) for norm in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")}
         expected |= {"eagle_config": {"use_aux_hidden_state": True, IDS: taps}} | ({"num_aux_hidden_states": 2} if len(taps) == 2 else {})
     assert config == expected and sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
 
@@ -175,7 +179,8 @@ class Plain:
         states = [out.hidden_states[index][0] for index in sorted(set(self.config[IDS]))]  # entry i is the input of layer i
         if self.config["fc_norm"]:
             states = [self.norm(state, f"fc_norm.{number}") for number, state in enumerate(states)]
-        return torch.cat(states, -1) @ self.weight("fc").T
+        joined = torch.cat(states, -1)
+        return (self.norm(joined, "input_norm") if self.config["norm_before_fc"] else joined) @ self.weight("fc").T
 
     def attention(self, x, prefix):
         heads, groups, dim = (self.config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -197,7 +202,9 @@ class Plain:
             prefix = "midlayer." if "midlayer.self_attn.q_proj.weight" in self.tensors else f"layers.{number}."
             y = x
             if self.three and number == 0:
-                y = torch.cat((self.norm(embedding, prefix + "input_layernorm"), self.norm(x, prefix + "hidden_norm")), -1)
+                normed = self.norm(x, prefix + "hidden_norm")
+                y = torch.cat((self.norm(embedding, prefix + "input_layernorm"), normed), -1)
+                x = normed if self.config["norm_before_residual"] else x
             elif number:
                 y = self.norm(x, prefix + "input_layernorm")
             x = x + self.attention(y, prefix)
@@ -427,8 +434,7 @@ REFUSED = {
     "another embedding": (tensor("embed_tokens.weight", lambda t: t["embed_tokens.weight"] * 1.1), "is not the embedding of target"),
     "unknown key": (having(mask_token_id=3), "keys unknown to EAGLE-3 here: mask_token_id"),
     "no size": (lacking("num_hidden_layers"), "lacks num_hidden_layers"),
-    "norm_before_residual": (having(norm_before_residual=True), "norm_before_residual = True; expected False"),
-    "norm_before_fc": (having(norm_before_fc=True), "norm_before_fc = True; expected False"),
+    "two norms of the taps": (having(norm_before_fc=True, fc_norm=True), "fc_norm and norm_before_fc"),
     "bias": (having(bias=True), "bias = True; expected False"),
     "attention_bias": (having(attention_bias=True), "attention_bias = True"),
     "another activation": (having(hidden_act="gelu"), "hidden_act = 'gelu'"),
@@ -516,6 +522,15 @@ LINES = {
     "one tap": ({"taps": [6]}, ["SGLang: leaves fc", "TensorRT-LLM: needs .*; leaves fc", "SafeAILab", "llama.cpp"]),
     "two layers": ({"num_layers": 2}, ["SafeAILab: has one layer, not 2", "llama.cpp: has one layer"]),
     "head_dim": ({"head_dim": 16}, ["SafeAILab: has no head_dim, here 16"]),
+    "speculators' norms": (
+        {"norm_before_fc": True, "norm_before_residual": True},
+        [
+            "SGLang: has no norm_before_fc; has no norm_before_residual",
+            "TensorRT-LLM: has no norm_before_fc; has no norm_before_residual",
+            "SafeAILab: has no norm_before_fc; has no norm_before_residual",
+            "llama.cpp: has no norm_before_fc",
+        ],
+    ),
     "3.1": ({"fc_norm": True, "norm_output": True}, ["SafeAILab: has neither fc_norm nor", "llama.cpp: has neither"]),
     "narrow": ({"draft_size": 16}, [f"{engine}: reads an embedding" for engine in formats.ENGINES]),
     "eagle1": ({"version": 1}, ["TensorRT-LLM: loads no EAGLE-1", "llama.cpp: loads no EAGLE-1"]),

@@ -42,6 +42,17 @@ class EagleSection(Section):
     layers: int = Field(default=1, ge=1, le=64, description="decoder layers of the drafter")
     fc_norm: bool = Field(default=False, description="EAGLE-3.1: normalise each tap before fc")
     norm_output: bool = Field(default=False, description="EAGLE-3.1: feed the normalised output to the next step")
+    norm_before_fc: bool = Field(default=False, description="as in speculators: normalise all taps together before fc")
+    norm_before_residual: bool = Field(default=False, description="as in speculators: the first layer's residual is the normalised feature")
+    train_head: bool = Field(
+        default=True, description="version 3: train the head; false: it stays the target's rows, and a step is cheaper"
+    )
+    regression: float = Field(
+        default=0.0,
+        ge=0,
+        le=1000,
+        description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state",
+    )
     steps: int = Field(
         default=7, ge=1, le=64, description="K, steps of the training-time test; in version 1 how deep the drafter may draft"
     )
@@ -82,7 +93,7 @@ from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
-from draftsmith.models.eagle import EagleModel
+from draftsmith.models.eagle import NORMS, EagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
@@ -95,11 +106,13 @@ from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: ContextParallel = SINGLE_RANK) -> Loss:
-    """Σ_j decay^j · loss(p_{t+1+j}, q_j(t)): training-time test. Each step reads its own output of the step before.
+    """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test. Each step reads its own output of
+    the step before.
 
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
-    supervised too. Under context parallelism t ranges over this rank's positions.
+    supervised too. ĥ_j(t) is what the drafter's head reads and h_s [H] what the target's head reads, of which p_s is made. Under context
+    parallelism t ranges over this rank's positions.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     own, read = context.part(length), context.part(length, section.steps)  # later steps need the target at up to K more positions
@@ -122,8 +135,15 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
         [section.decay**j for j in range(section.steps)],
         tokens=shift_left(ids, 1, document)[:, read].flatten(),
     )
+    total = losses.sum
+    if section.regression:  # against the hidden states of the very distributions that the steps are compared with
+        actual, decay = out.hidden[:, read], 1.0
+        for j in range(section.steps):
+            hidden = shift_left(actual, j + 1, document[:, read]).flatten(0, 1)
+            total = total + section.regression * decay * feature_loss(states[j], hidden, weights[j])
+            decay *= section.decay
     tokens = supervised_tokens(batch, own)
-    return Loss(losses.sum, tokens, survival_metrics(losses.hits, weights, tokens, context))
+    return Loss(total, tokens, survival_metrics(losses.hits, weights, tokens, context))
 
 
 def objective1(
@@ -199,8 +219,7 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
         "head_dim": _head_dim(size, heads, own_heads and getattr(config, "head_dim", None)),
         "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "fc_norm": section.fc_norm,
-        "norm_output": section.norm_output,
+        **{name: getattr(section, name) for name in NORMS},
         "steps": section.steps,
     }
     if section.version == 1 and (section.taps or section.vocab_size not in (None, target.vocab_size)):
@@ -246,7 +265,18 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
     start = load_drafter(path, target)
     differing = [
         name
-        for name in ("version", "taps", "draft_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "fc_norm")
+        for name in (
+            "version",
+            "taps",
+            "draft_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "fc_norm",
+            "norm_before_fc",
+        )
         if getattr(start.config, name, None) != getattr(drafter.config, name)
     ]
     if not isinstance(start, EagleModel) or differing:
@@ -257,6 +287,18 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
         weights["lm_head.weight"] = torch.where(known[:, None], head, drafter.lm_head.weight.detach())
         say(f"eagle.start: {int(known.sum()):,} of {len(known):,} rows of the head taken over, the rest as in a fresh one")
     drafter.load_state_dict(weights, strict=False)
+
+
+def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
+    """Leave the head as it is, if the recipe says so. Raises ValueError where it is not the target's."""
+    if section.train_head or section.version == 1:
+        return
+    if drafter.config.draft_size != drafter.target.hidden_size:
+        raise ValueError(
+            f"eagle.train_head=false keeps the target's head, which reads {drafter.target.hidden_size} entries; got "
+            f"eagle.hidden_size={drafter.config.draft_size}; leave out one of them"
+        )
+    drafter.lm_head.weight.requires_grad_(False)
 
 
 def check(recipe: EagleRecipe) -> None:
@@ -281,6 +323,7 @@ def build_untrained(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Ob
     size = drafter.config.draft_vocab_size
     if size < target.vocab_size:  # which tokens it has does not matter here: take the first ones
         drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(target.vocab_size) < size))
+    freeze_head(drafter, recipe.eagle)
     ranks = recipe.train.context_parallel
     return drafter, choose_objective(recipe, target, ContextParallel(ranks - 1, ranks))  # the last rank sees the most keys
 
@@ -299,6 +342,7 @@ def main(arguments: list[str]) -> None:
             drafter.take(frequent_tokens(train, target, sizes["draft_vocab_size"]))
         if section.start:
             begin_with(drafter, section.start, target)
+        freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         measure = choose_objective(recipe, target, context)

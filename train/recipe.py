@@ -190,6 +190,10 @@ class TrainSection(Section):
         le=2**16,
         description="ranks that share each sequence by position (EAGLE only): divides the memory of the drafter's steps, not the target's",
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: Muon for matrices, but for heads and embeddings, and AdamW for the rest, at the same learning rate",
+    )
     lr: float = Field(gt=0, le=1, description="highest learning rate, reached after warmup_steps")
     schedule: Literal["cosine", "constant", "wsd"] = Field(
         default="cosine", description="learning rate after the warm-up; wsd: constant, then linear decay over the last quarter"
