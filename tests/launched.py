@@ -21,6 +21,7 @@ from draftsmith.train.engine.sharded import ShardedModel
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
+OPTIMIZERS = ("adamw", "muon")
 METHODS = {
     "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
     "eagle": (eagle.main, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=2", "tree.depth=2", "eagle.vocab_size=64"]),
@@ -83,11 +84,15 @@ def train_numbers(folder, **settings):
 
 
 def main(kind: str, folder: Path) -> None:
-    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`."""
+    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`; by either optimizer."""
     resume.ShardedModel = Watched
     if kind == "fsdp2":
         processes.accelerator = on_gloo
-    jobs = {"uninterrupted": {}, "from_one": {}, "to_one": {"steps": 4}}
+    jobs = {
+        f"{optimizer}/{name}": own | {"optimizer": optimizer}
+        for optimizer in OPTIMIZERS
+        for name, own in (("uninterrupted", {}), ("from_one", {}), ("to_one", {"steps": 4}))
+    }
     if kind.startswith("zero"):
         jobs["bf16"] = {"precision": "bf16"}
     for name, own in jobs.items():

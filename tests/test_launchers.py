@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launched import METHODS, train_numbers, words
+from launched import METHODS, OPTIMIZERS, train_numbers, words
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,19 +78,28 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
     (tmp_path / "target").symlink_to(target_folder)
     (tmp_path / "text.txt").write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
     (tmp_path / "asked.jsonl").write_text('{"id": "a", "domain": "code", "prompt": "for line"}\n')
-    train_numbers(tmp_path / "one", micro_batch_size=8)
-    train_numbers(tmp_path / "from_one", steps=4)
+    for optimizer in OPTIMIZERS:
+        train_numbers(tmp_path / optimizer / "one", micro_batch_size=8, optimizer=optimizer)
+        train_numbers(tmp_path / optimizer / "from_one", steps=4, optimizer=optimizer)
     done = launch(launcher, kind, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("type", "module", "dtensors", "partitioned", "optimizer")
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen == [{"world": 2} | dict(zip(names, wrapped, strict=True))] * {"ddp": 3, "fsdp2": 9}.get(kind, 10)
-    train_numbers(tmp_path / "to_one")
-    for name in ("uninterrupted", "from_one", "to_one"):
-        same(weights(tmp_path / name), weights(tmp_path / "one"))
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5) and len(losses(tmp_path / name)) == 7
+    expected = {"world": 2} | dict(zip(names, wrapped, strict=True))
+    by_muon = expected | ({"optimizer": "Muon"} if expected["optimizer"] == "AdamW" else {})
+    assert seen == [expected] * 3 + [by_muon] * 3 + [expected] * {"ddp": 0, "fsdp2": 6}.get(kind, 7)
+    for optimizer in OPTIMIZERS:
+        folder = tmp_path / optimizer
+        train_numbers(folder / "to_one", optimizer=optimizer)
+        for name in ("uninterrupted", "from_one", "to_one"):
+            same(weights(folder / name), weights(folder / "one"))
+            assert losses(folder / name) == pytest.approx(losses(folder / "one"), rel=1e-5) and len(losses(folder / name)) == 7
+    assert any(
+        (weights(tmp_path / "adamw" / "one")[name] - tensor).abs().max() > 1e-3
+        for name, tensor in weights(tmp_path / "muon" / "one").items()
+    )
     if kind.startswith("zero"):
-        gaps = [abs(half - full) for half, full in zip(losses(tmp_path / "bf16"), losses(tmp_path / "one"), strict=True)]
+        gaps = [abs(half - full) for half, full in zip(losses(tmp_path / "bf16"), losses(tmp_path / "adamw" / "one"), strict=True)]
         assert 0 < max(gaps) < 2e-2, "reduced precision is on, and does not change what is learned"
     for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
         script([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])

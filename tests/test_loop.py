@@ -47,9 +47,9 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path):
         run(tmp_path, micro_batch_size=3)
 
 
-@pytest.mark.parametrize("stop", range(STEPS))
-def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
-    expected = run(tmp_path / "uninterrupted")
+@pytest.mark.parametrize("stop, optimizer", [*((stop, "adamw") for stop in range(STEPS)), (0, "muon"), (3, "muon"), (STEPS - 1, "muon")])
+def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop, optimizer):
+    expected = run(tmp_path / "uninterrupted", optimizer=optimizer)
     calls = 0
 
     def interrupted(model, batch):
@@ -60,10 +60,10 @@ def test_stopped_at_any_step_it_resumes_to_the_last_bit(tmp_path, stop):
         return objective(model, batch)
 
     with pytest.raises(SystemExit) as exit:
-        run(tmp_path / "cut", interrupted)
+        run(tmp_path / "cut", interrupted, optimizer=optimizer)
         raise AssertionError("the signal was not heeded")
     assert exit.value.code == 128 + signal.SIGTERM
-    assert torch.equal(run(tmp_path / "cut"), expected)
+    assert torch.equal(run(tmp_path / "cut", optimizer=optimizer), expected)
     steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and set(steps) == set(range(1, STEPS + 1))
 

@@ -93,7 +93,7 @@ from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
-from draftsmith.models.eagle import NORMS, EagleModel
+from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
@@ -219,7 +219,10 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
         "head_dim": _head_dim(size, heads, own_heads and getattr(config, "head_dim", None)),
         "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        **{name: getattr(section, name) for name in NORMS},
+        "fc_norm": section.fc_norm,
+        "norm_output": section.norm_output,
+        "norm_before_fc": section.norm_before_fc,
+        "norm_before_residual": section.norm_before_residual,
         "steps": section.steps,
     }
     if section.version == 1 and (section.taps or section.vocab_size not in (None, target.vocab_size)):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.inference.kernels import use
 from draftsmith.inference.progress import Bar
-from draftsmith.train.engine import checkpoint, optimizer, processes
+from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.best import BestWeights
 from draftsmith.train.engine.log import Log, means, sums_of
 from draftsmith.train.engine.order import prefetched, sample_rows
@@ -83,7 +83,6 @@ def fit(
             train,
             fingerprint,
             make_step=lambda trained: _Step(trained, objective),
-            make_optimizer=lambda trained: optimizer.make(trained, recipe.train),
         )
         best = BestWeights(folder, sharded, state["best"], measure_tau, collective)
         run = _Run(recipe, sharded, state, best, train, valid, watchdog, target_forward)
@@ -188,9 +187,9 @@ class _Run:
 
     def _train_step(self, step: int, batches: Iterator[Batch]) -> None:
         """Take one optimizer step, number `step` from 0. It is left out where its gradient is not finite."""
-        accelerator, module, stepper = self.accelerator, self.sharded.module, self.sharded.optimizer
+        accelerator, module, optimizer = self.accelerator, self.sharded.module, self.sharded.optimizer
         rate, weight = learning_rate(self.section, step), self.train.weight(self._rows(step))
-        for group in stepper.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = rate
         module.train()
         seen: list[Batch] = []
@@ -210,8 +209,8 @@ class _Run:
                 if accelerator.sync_gradients:
                     applied = self.sharded.may_step(accelerator.clip_grad_norm_(module.parameters(), self.section.clip))
                 if applied:
-                    stepper.step()
-                stepper.zero_grad()
+                    optimizer.step()
+                optimizer.zero_grad()
             self.log.add(loss)
         self.done = step + 1
         self.nonfinite.after(self.done, applied, seen)

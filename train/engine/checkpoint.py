@@ -26,7 +26,7 @@ from draftsmith.inference.reading import read_json
 from draftsmith.train.engine.say import say
 
 FILES = ("model.safetensors", "optimizer.safetensors")
-STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count
+STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count; Muon has the first
 BEST = {"draftsmith": "best weights"}  # the mark of such a file, in its header
 LEFTOVERS = re.compile(r"\.(step-\d{8}\.(part|old)|best-\d{8}\.safetensors\.\d+\.part|latest\.\d+\.part|tmp[A-Za-z0-9]+)")
 
@@ -223,8 +223,10 @@ def copy_weights(module: torch.nn.Module, weights: dict[str, Tensor], source: Pa
             tensor.copy_(weights[name])
 
 
-def check_optimizer_state(tensors: dict[str, Tensor], module: torch.nn.Module, checkpoint: Path) -> None:
-    """Check optimizer state that was read against the trained parameters of `module`: it has those of AdamW, complete or not at all.
+def check_optimizer_state(
+    tensors: dict[str, Tensor], module: torch.nn.Module, state_keys: dict[str, tuple[str, ...]], checkpoint: Path
+) -> None:
+    """Check optimizer state that was read against the trained parameters of `module`, each of which has its `state_keys` or none at all.
 
     Raises:
         ValueError: tensors are missing, unknown, of another shape or dtype, or not finite. It names checkpoint and tensor.
@@ -233,7 +235,7 @@ def check_optimizer_state(tensors: dict[str, Tensor], module: torch.nn.Module, c
     source, remedy = checkpoint / FILES[1], "restore it, or give another train.output"
     for name, tensor in tensors.items():
         key, _, parameter = name.partition(".")
-        if key not in (*STATE_KEYS, "step") or parameter not in shapes:
+        if parameter not in shapes or key not in (keys := (*state_keys[parameter], "step")):
             raise ValueError(f"{source}: `{name}` belongs to no trained parameter; {remedy}")
         expected = torch.Size() if key == "step" else shapes[parameter]
         if tensor.shape != expected:
@@ -242,7 +244,7 @@ def check_optimizer_state(tensors: dict[str, Tensor], module: torch.nn.Module, c
             raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected numbers with a fraction; {remedy}".replace("torch.", ""))
         if not bool(tensor.isfinite().all()) or (key != "exp_avg" and bool((tensor < 0).any())):
             raise ValueError(f"{source}: `{name}` holds numbers that are not finite, or negative; {remedy}")
-        for wanted in (*STATE_KEYS, "step"):
+        for wanted in keys:
             if f"{wanted}.{parameter}" not in tensors:
                 raise ValueError(f"{source}: `{wanted}.{parameter}` is missing; {remedy}")
 

@@ -1,10 +1,14 @@
 """The optimizers of a run: AdamW, or Muon for matrices and AdamW for the rest (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from draftsmith.train.engine.checkpoint import STATE_KEYS
 from draftsmith.train.recipe import TrainSection
 
 # The quintic of Jordan's post. It drives all singular values of a matrix towards 1, to between about 0.7 and 1.2.
@@ -17,18 +21,26 @@ def make(model: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters; norms and biases have no weight decay."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices = [parameter for name, parameter in trained if _by_muon(name, parameter, section)]
-    chosen = set(matrices)
-    rest = [parameter for _, parameter in trained if parameter not in chosen]
-    groups = [
+    rest = [parameter for name, parameter in trained if not _by_muon(name, parameter, section)]
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    options = {"lr": section.lr, "betas": section.betas, "fused": True}
-    if section.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **options)
-    return Muon(
-        groups + [{"params": [matrix], "weight_decay": section.weight_decay, "shape": matrix.shape} for matrix in matrices], **options
-    )
+    groups += [{"params": [matrix], "weight_decay": section.weight_decay, "shape": matrix.shape} for matrix in matrices]
+    kind = Muon if section.optimizer == "muon" else torch.optim.AdamW
+    return kind([group for group in groups if group["params"]], lr=section.lr, betas=section.betas, fused=True)
+
+
+def state_keys(model: nn.Module, section: TrainSection) -> dict[str, tuple[str, ...]]:
+    """The tensors that the optimizer keeps for each trained parameter, by its name, beside its step count."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: STATE_KEYS[:1] if _by_muon(name, parameter, section) else STATE_KEYS for name, parameter in trained}
+
+
+def numbers(model: nn.Module, section: TrainSection) -> int:
+    """Numbers that the optimizer keeps, beside its step counts."""
+    keys = state_keys(model, section)
+    return sum(parameter.numel() * len(keys[name]) for name, parameter in model.named_parameters() if name in keys)
 
 
 def _by_muon(name: str, parameter: Tensor, section: TrainSection) -> bool:
@@ -36,10 +48,14 @@ def _by_muon(name: str, parameter: Tensor, section: TrainSection) -> bool:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for groups of one matrix that have its "shape": their update is the momentum made orthogonal, with betas[0] as its decay."""
+    """AdamW, but for groups of one matrix that have its "shape": their update is the momentum made orthogonal, with betas[0] as its decay.
+
+    Each rank makes the complete update of a matrix from its gathered momentum, and takes its own part, so that every launcher trains the same weights.
+    FSDP2 cuts a matrix by rows; DeepSpeed gives the optimizer a part of the flattened matrix.
+    """
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "shape" not in group]
@@ -47,21 +63,32 @@ class Muon(torch.optim.AdamW):
         finally:
             self.param_groups = groups
         for group in groups:
-            if "shape" in group:
-                self._step_matrix(group)
+            for matrix in group["params"] if "shape" in group else ():  # ZeRO-3 steps one group at a time, the others being empty
+                if matrix.grad is not None:
+                    self._step_matrix(matrix, group)
         return loss
 
-    def _step_matrix(self, group: dict) -> None:
-        (matrix,) = group["params"]
-        if matrix.grad is None:
-            return
+    def _step_matrix(self, matrix: Tensor, group: dict[str, Any]) -> None:
         state, decay = self.state[matrix], group["betas"][0]
         if not state:
             state |= {"step": torch.zeros((), device=matrix.device), "exp_avg": torch.zeros_like(matrix)}
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(matrix.grad, 1 - decay)
-        update = orthogonal(matrix.grad.lerp(momentum, decay))  # Nesterov's
+        update = _orthogonal_part(matrix.grad.lerp(momentum, decay), group["shape"])  # Nesterov's
         matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(group["shape"])))
+
+
+def _orthogonal_part(update: Tensor, shape: torch.Size) -> Tensor:
+    """`orthogonal` of a complete matrix [m,n], of which each rank holds `update`, a part: the same part of it."""
+    if isinstance(update, DTensor):
+        return distribute_tensor(orthogonal(update.full_tensor()), update.device_mesh, update.placements)
+    if update.shape == shape:
+        return orthogonal(update)
+    parts = [torch.empty_like(update) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, update)
+    complete = torch.cat(parts)  # the flattened matrix, padded at its end
+    complete[: shape.numel()] = orthogonal(complete[: shape.numel()].view(shape)).flatten()
+    return complete.view(len(parts), -1)[dist.get_rank()]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

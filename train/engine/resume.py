@@ -13,7 +13,7 @@ from draftsmith.inference import machine
 from draftsmith.inference.reading import field
 from draftsmith.inference.terminal import printable
 from draftsmith.train import recipe as recipes
-from draftsmith.train.engine import checkpoint, order, processes, trackers
+from draftsmith.train.engine import checkpoint, optimizer, order, processes, trackers
 from draftsmith.train.engine.redact import redacted
 from draftsmith.train.engine.say import say
 from draftsmith.train.engine.sharded import ShardedModel
@@ -31,7 +31,6 @@ def start_or_resume(
     train: SequenceDataset,
     fingerprint: dict[str, Any],
     make_step: Callable[[nn.Module], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> tuple[ShardedModel, dict[str, Any]]:
     """Wrap the model for training, with the weights and the optimizer state of the newest checkpoint if there is one.
 
@@ -41,7 +40,6 @@ def start_or_resume(
         train: the training data, which must be equal on all ranks.
         fingerprint: what else must be as it was when the checkpoint was made, such as hashes of the data and of the target.
         make_step: see `ShardedModel`.
-        make_optimizer: see `ShardedModel`.
 
     Returns:
         The wrapped model, and the loop's state: "step" (steps taken), "best", "left_out", and what must not change ("recipe", "fingerprint",
@@ -73,12 +71,12 @@ def start_or_resume(
         "precision": precision,
         "format": FORMAT,
     }
-    optimizer_state = {}
+    optimizer_state, state_keys = {}, optimizer.state_keys(model, section)
     if newest:
         _check_same_run(newest, before, state, recipe)
         weights, optimizer_state = processes.on_main(lambda: checkpoint.read(newest))
         checkpoint.copy_weights(model, weights, newest)
-        checkpoint.check_optimizer_state(optimizer_state, model, newest)
+        checkpoint.check_optimizer_state(optimizer_state, model, state_keys, newest)
     progress = {name: before.get(name, default) for name, default in (("step", 0), ("best", None), ("left_out", 0))}
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
@@ -88,7 +86,7 @@ def start_or_resume(
     if accelerator.is_main_process:
         _announce(newest, state, accelerator)
     with locks_reported():
-        sharded = ShardedModel(accelerator, model, make_step, make_optimizer)
+        sharded = ShardedModel(accelerator, model, make_step, lambda trained: optimizer.make(trained, section), state_keys)
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress

@@ -38,6 +38,7 @@ class ShardedModel:
         model: nn.Module,
         make_step: Callable[[nn.Module], nn.Module],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        state_keys: dict[str, tuple[str, ...]],
     ) -> None:
         """Wrap `model`.
 
@@ -47,8 +48,9 @@ class ShardedModel:
             make_step: gives the module whose forward computes one step's loss. FSDP2 gathers all parameters for that forward, since losses
                 read output layers without calling them; ZeRO-3 notices such reads by itself.
             make_optimizer: gives the optimizer over the trained parameters.
+            state_keys: the tensors that it keeps for each of them, by name.
         """
-        self.accelerator, self.model = accelerator, model
+        self.accelerator, self.model, self.state_keys = accelerator, model, state_keys
         self.distributed_type = accelerator.distributed_type
         self.sharded = self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         self.trained = _copy_beside_target(model) if self.sharded else model
@@ -80,7 +82,7 @@ class ShardedModel:
                 self.model.to("cpu")
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's state on the CPU: "exp_avg.<parameter>", "exp_avg_sq.<parameter>" and "step.<parameter>".
+        """The optimizer's state on the CPU: "exp_avg.<parameter>", "exp_avg_sq.<parameter>" and "step.<parameter>".
 
         All ranks call it; the main process gets all tensors, the others only the step counts.
         """
@@ -91,7 +93,7 @@ class ShardedModel:
             if not state:
                 continue
             tensors[f"step.{name}"] = torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone()
-            for key in STATE_KEYS:
+            for key in self.state_keys[name]:
                 value = self._full(parameter, key, state)
                 if self.accelerator.is_main_process:
                     tensors[f"{key}.{name}"] = value.cpu().contiguous()
@@ -107,7 +109,7 @@ class ShardedModel:
         for name, parameter in self._parameters():
             if f"step.{name}" not in tensors:
                 continue
-            state = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in STATE_KEYS}
+            state = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in self.state_keys[name]}
             if isinstance(parameter, DTensor):
                 state = {key: distribute_tensor(full, parameter.device_mesh, parameter.placements) for key, full in state.items()}
             # The fused kernel wants its step count on the parameter's device.

@@ -18,7 +18,7 @@ from draftsmith.models.head import end_modules
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.quantised import quantised_as
 from draftsmith.train import setup
-from draftsmith.train.engine import processes
+from draftsmith.train.engine import optimizer, processes
 from draftsmith.train.plan import trace
 from draftsmith.train.recipe import Recipe
 
@@ -117,6 +117,7 @@ class PlannedRun:
             model, objective = method.build_untrained(recipe, self.target)
         self.target_parameters = sum(parameter.numel() for parameter in self.target.model.parameters())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.optimizer_state = FP32 * optimizer.numbers(model, recipe.train)
         self.frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
@@ -160,7 +161,7 @@ class PlannedRun:
         activations = peak if holding else max(0.0, peak - gradients)
         buckets = gradients if name == "ddp" else 0.0
         weights = FP32 * (self.trained + self.frozen)
-        return MemoryEstimate(name, self.target_bytes, weights, gradients, 2 * gradients, activations, buckets)
+        return MemoryEstimate(name, self.target_bytes, weights, gradients, self.optimizer_state, activations, buckets)
 
     def _sharded(self, name: str) -> MemoryEstimate:
         """Optimizer state, gradients or weights cut over the ranks. The weights that a step reads are gathered for the complete step."""
@@ -173,19 +174,22 @@ class PlannedRun:
             # At the end of the backward pass the gradients are there, and a copy of them that is reduced.
             activations = max(self._trace(holding).peak, gradients * (1 if holding else 2))
             unreduced = gradients if holding else 0
-            return MemoryEstimate(name, self.target_bytes, read + read / ranks, shard + unreduced, 2 * shard, activations, 0.0, host)
+            return MemoryEstimate(
+                name, self.target_bytes, read + read / ranks, shard + unreduced, self.optimizer_state / ranks, activations, 0.0, host
+            )
         weights = read + shard + (read / ranks if name.startswith("zero3") else 0)  # with master weights, though weights are in fp32
-        reduced, optimizer = shard, 2 * shard
+        reduced, state = shard, self.optimizer_state / ranks
         if name.endswith("offload"):
-            host += 5 * gradients / self.machine.nodes  # master weights, optimizer state, gradients, and the updated weights
+            # Master weights, gradients, the updated weights and optimizer state.
+            host += (3 * gradients + self.optimizer_state) / self.machine.nodes
             if name.startswith("zero3"):
                 host += read / self.machine.nodes
-            weights, reduced, optimizer = read, 0.0, 0.0
+            weights, reduced, state = read, 0.0, 0.0
         # A buffer for gradients that are reduced in fp32; in bf16 runs also one for those of linear layers.
         second = (FP32 if name.startswith("zero2") else FP32 / 2) if self.bf16 else 0
         buffers = BUCKET * (FP32 + second)
         activations = self._trace(False).released_peak
-        return MemoryEstimate(name, self.target_bytes, weights, reduced, optimizer, activations, buffers, host)
+        return MemoryEstimate(name, self.target_bytes, weights, reduced, state, activations, buffers, host)
 
     @property
     def target_bytes(self) -> float:

@@ -1,0 +1,69 @@
+"""Muon: torch's own for matrices, AdamW for the rest, in one optimizer."""
+
+import pytest
+import torch
+from torch import nn
+from training_cases import new_recipe
+
+from draftsmith.train.engine import optimizer
+from draftsmith.train.engine.checkpoint import STATE_KEYS
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.wide, self.tall = nn.Linear(12, 5), nn.Linear(5, 9, bias=False)
+        self.lm_head = nn.Linear(9, 20, bias=False)
+        self.norm = nn.LayerNorm(9)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+def gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path):
+    section = new_recipe(tmp_path, optimizer="muon", lr=0.02, betas=(0.9, 0.98), weight_decay=decay).train
+    ours, theirs = Small(), Small()
+    made = optimizer.make(ours, section)
+    matrices = [theirs.wide.weight, theirs.tall.weight]
+    rest = [{"params": [theirs.lm_head.weight], "weight_decay": decay}]
+    rest += [{"params": [theirs.wide.bias, theirs.norm.weight, theirs.norm.bias], "weight_decay": 0.0}]
+    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.98), fused=True)
+    for step in range(6):
+        for model in (ours, theirs):
+            gradients(model, step)
+        for one in (made, muon, adamw):
+            one.step()
+    before = Small()
+    changed = 0
+    for (name, actual), expected, first in zip(ours.named_parameters(), theirs.parameters(), before.parameters(), strict=True):
+        assert torch.equal(actual, expected), name
+        changed += not torch.equal(actual, first)
+    assert changed == 6
+
+
+def test_the_update_has_singular_values_near_one(tmp_path):
+    for shape in ((7, 30), (30, 7), (16, 16)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        values = torch.linalg.svdvals(left.T @ optimizer.orthogonal(matrix).float() @ right.T)
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_state_is_named_for_trained_parameters_only(tmp_path):
+    model = Small()
+    keys = optimizer.state_keys(model, new_recipe(tmp_path, optimizer="muon").train)
+    by_adamw = ["wide.bias", "lm_head.weight", "norm.weight", "norm.bias"]
+    assert keys == {"wide.weight": ("exp_avg",), "tall.weight": ("exp_avg",)} | dict.fromkeys(by_adamw, STATE_KEYS)
+    assert set(optimizer.state_keys(model, new_recipe(tmp_path).train).values()) == {STATE_KEYS}
+    made = optimizer.make(model, new_recipe(tmp_path, optimizer="muon").train)
+    gradients(model, 0)
+    made.step()
+    assert len(made.state) == 6 and frozenset(made.state[model.wide.weight]) == {"step", "exp_avg"}
