@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 from training_cases import new_recipe
+from zoo import tiny
 
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
 from draftsmith.train.engine import optimizer
 from draftsmith.train.engine.checkpoint import STATE_KEYS
 
@@ -28,14 +31,16 @@ def gradients(model, seed):
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path):
-    section = new_recipe(tmp_path, optimizer="muon", lr=0.02, betas=(0.9, 0.98), weight_decay=decay).train
+    section = new_recipe(tmp_path, optimizer="muon", lr=0.02, head_lr=0.005, betas=(0.9, 0.98), weight_decay=decay).train
     ours, theirs = Small(), Small()
-    made = optimizer.make(ours, section)
+    made = optimizer.new_optimizer(ours, section)
     matrices = [theirs.wide.weight, theirs.tall.weight]
-    rest = [{"params": [theirs.lm_head.weight], "weight_decay": decay}]
+    rest = [{"params": [theirs.lm_head.weight], "weight_decay": decay, "lr": 0.005}]
     rest += [{"params": [theirs.wide.bias, theirs.norm.weight, theirs.norm.bias], "weight_decay": 0.0}]
     muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.98), fused=True)
+    for group in made.param_groups:
+        group["lr"] = section.lr * group["factor"]  # as the loop does in each step
     for step in range(6):
         for model in (ours, theirs):
             gradients(model, step)
@@ -63,7 +68,14 @@ def test_state_is_named_for_trained_parameters_only(tmp_path):
     by_adamw = ["wide.bias", "lm_head.weight", "norm.weight", "norm.bias"]
     assert keys == {"wide.weight": ("exp_avg",), "tall.weight": ("exp_avg",)} | dict.fromkeys(by_adamw, STATE_KEYS)
     assert set(optimizer.state_keys(model, new_recipe(tmp_path).train).values()) == {STATE_KEYS}
-    made = optimizer.make(model, new_recipe(tmp_path, optimizer="muon").train)
+    made = optimizer.new_optimizer(model, new_recipe(tmp_path, optimizer="muon").train)
     gradients(model, 0)
     made.step()
     assert len(made.state) == 6 and frozenset(made.state[model.wide.weight]) == {"step", "exp_avg"}
+
+
+def test_outputs_of_medusa_heads_are_tables(tmp_path):
+    target = Target.wrap(tiny("llama"))
+    drafter = new_drafter("medusa", target, num_heads=2)
+    keys = optimizer.state_keys(drafter, new_recipe(tmp_path, optimizer="muon").train)
+    assert [name for name, own in keys.items() if own == ("exp_avg",)] == ["0.0.linear.weight", "1.0.linear.weight"] and len(keys) == 6

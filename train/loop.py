@@ -190,7 +190,7 @@ class _Run:
         accelerator, module, optimizer = self.accelerator, self.sharded.module, self.sharded.optimizer
         rate, weight = learning_rate(self.section, step), self.train.weight(self._rows(step))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         module.train()
         seen: list[Batch] = []
         applied = False

@@ -11,13 +11,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import unicodedata
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from draftsmith.data.conversations import Source
@@ -26,6 +25,7 @@ from draftsmith.inference import durable
 from draftsmith.inference.terminal import printable
 from draftsmith.train.engine import recipe_file
 from draftsmith.train.engine.redact import redacted
+from draftsmith.train.engine.section import Changeable, Section, TrainSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,47 +33,6 @@ if TYPE_CHECKING:
     from draftsmith.data.prepare import CorpusPlan
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-
-T = TypeVar("T")
-# A key that may differ between a checkpoint and the run that continues it: it changes no step already taken.
-Changeable = Annotated[T, "changeable"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A section of a recipe. In a subclass, the docstring is the section's heading in --help and `description` the text of a key.
-
-    Numbers are finite, and texts are neither blank nor hold control characters. A text that begins with ~ is a path below a home folder.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _text(cls, value: Any) -> Any:
-        return value if isinstance(value, dict) else checked_text(value)  # a dictionary is a section, whose texts are its own
-
-
-def checked_text(value: Any) -> Any:
-    """The value with ~ expanded in its texts, those of lists and dictionaries included.
-
-    Raises:
-        ValueError: a text is blank, holds a control character, or names the home of a user that does not exist.
-    """
-    if isinstance(value, dict):
-        return {key: checked_text(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(checked_text(item) for item in value)
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        raise ValueError("the text is blank; give one, or leave the key out")
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
-        raise ValueError("the text holds a control character; leave it out")
-    expanded = os.path.expanduser(value)
-    if expanded.startswith("~"):
-        raise ValueError(f"there is no user with the home folder {value.partition('/')[0]}; write ./ before it if it is a name")
-    return expanded
 
 
 class TargetSection(Section):
@@ -173,111 +132,6 @@ class TreeSection(Section):
     nodes: int | None = Field(
         default=None, ge=2, le=1024, description="nodes of a dynamic tree, with the root; unset: the method's default"
     )
-
-
-class TrainSection(Section):
-    """the training loop"""
-
-    output: Changeable[str] = Field(description="folder for checkpoints, metrics and the trained drafter (`artifact`)")
-    steps: Changeable[int] = Field(ge=1, le=10**9, description="optimizer steps of the run")
-    batch_size: int = Field(ge=1, le=2**20, description="sequences of one optimizer step, over all ranks and accumulation")
-    micro_batch_size: Changeable[int | None] = Field(
-        default=None, ge=1, le=2**20, description="sequences of one forward on one rank; unset: all of the rank's share"
-    )
-    context_parallel: Changeable[int] = Field(
-        default=1,
-        ge=1,
-        le=2**16,
-        description="ranks that share each sequence by position (EAGLE only): divides the memory of the drafter's steps, not the target's",
-    )
-    optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw",
-        description="muon: Muon for matrices, but for heads and embeddings, and AdamW for the rest, at the same learning rate",
-    )
-    lr: float = Field(gt=0, le=1, description="highest learning rate, reached after warmup_steps")
-    schedule: Literal["cosine", "constant", "wsd"] = Field(
-        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear decay over the last quarter"
-    )
-    warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
-    min_lr: float = Field(default=0.0, ge=0, le=1, description="the last learning rate, as a fraction of lr")
-    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="AdamW's weight decay, of matrices only")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the gradient's mean and square")
-    clip: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="precision of the forward pass; auto: bf16 where it proves faster on this machine"
-    )
-    compile: Changeable[bool] = Field(
-        default=False, description="compile the target's layers: a minute at the start, faster steps, most on a GPU"
-    )
-    kernels: Changeable[bool] = Field(default=False, description="compute losses with Triton kernels; needs a GPU, untried on one so far")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the initial weights, the order of examples and all random draws")
-    eval_every: Changeable[int] = Field(
-        default=0, ge=0, le=10**9, description="steps between evaluations on held-out data; 0: at the end only"
-    )
-    eval_batches: Changeable[int] = Field(default=8, ge=1, le=10**6, description="batches of an evaluation")
-    save_every: Changeable[int] = Field(
-        default=0, ge=0, le=10**9, description="steps between checkpoints; 0: at the end and on interruption only"
-    )
-    keep: Changeable[int] = Field(default=2, ge=1, le=10**6, description="how many of the newest checkpoints stay on disk")
-    resume: Changeable[Literal["auto", "never"]] = Field(
-        default="auto", description="auto: continue from the newest complete checkpoint in output; never: refuse a folder that has one"
-    )
-    watchdog_minutes: Changeable[float] = Field(
-        default=60.0,
-        ge=0,
-        le=10**5,
-        description="minutes without progress after which the run reports its threads and exits with 75; 0: never",
-    )
-    max_nonfinite_steps: Changeable[int] = Field(
-        default=5, ge=1, le=10**6, description="stop after this many steps in a row were skipped because a loss or gradient was not finite"
-    )
-    log_every: Changeable[int] = Field(default=10, ge=1, le=10**9, description="steps between lines of metrics.jsonl")
-    normalise: Literal["supervised", "all"] = Field(
-        default="supervised", description="divide a step's loss by its supervised tokens, or by all its positions as EAGLE's code does"
-    )
-    tau_prompts: int = Field(
-        default=0,
-        ge=0,
-        le=10**6,
-        description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
-        "published; 0: τ is not measured",
-    )
-    tau_file: str | None = Field(default=None, description="file with these prompts; unset: the shipped ones")
-    tau_tokens: int = Field(default=48, ge=1, le=2**20, description="new tokens decoded for each of these prompts")
-    tau_temperature: float = Field(default=0.0, ge=0, le=100, description="sampling temperature while τ is measured")
-    patience: Changeable[int] = Field(
-        default=0, ge=0, le=10**6, description="end the run after this many evaluations without a better τ; 0: do not end it early"
-    )
-    trackers: Changeable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = Field(
-        default=(), description="also send metrics to these; wandb stays offline without a key, trackio stays on this machine"
-    )
-    profile: Changeable[str | None] = Field(
-        default=None,
-        description="`10:15` traces steps 10 to 15, both included and numbered as in metrics.jsonl, into output; unset: no trace",
-    )
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _steps(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None:
-            return value
-        if isinstance(value, int):
-            raise ValueError("expected text: YAML reads 10:15 as a number; write '10:15'")
-        first, _, last = str(value).partition(":")
-        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise ValueError("expected first:last, steps from 1, such as 10:15")
-        if int(last) > info.data.get("steps", int(last)):
-            raise ValueError(f"step {last} is past train.steps={info.data['steps']}")
-        return value
-
-    @model_validator(mode="after")
-    def _decay(self) -> "TrainSection":
-        if self.lr * self.weight_decay >= 1:
-            raise ValueError(
-                f"train.lr={self.lr} × train.weight_decay={self.weight_decay} takes away all of a weight in one step; "
-                "make the product less than 1"
-            )
-        return self
 
 
 class Recipe(Section):

@@ -1,57 +1,72 @@
 """The optimizers of a run: AdamW, or Muon for matrices and AdamW for the rest (Jordan 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from draftsmith.models.medusa import Output
 from draftsmith.train.engine.checkpoint import STATE_KEYS
-from draftsmith.train.recipe import TrainSection
+from draftsmith.train.engine.section import TrainSection
 
 # The quintic of Jordan's post. It drives all singular values of a matrix towards 1, to between about 0.7 and 1.2.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 RMS = 0.2  # of an entry of an update at rate 1, as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982): both take one learning rate
-READS_TOKENS = ("lm_head", "embed")  # matrices with a row for each token; Muon is not for them
 
 
-def make(model: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters; norms and biases have no weight decay."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [parameter for name, parameter in trained if _by_muon(name, parameter, section)]
-    rest = [parameter for name, parameter in trained if not _by_muon(name, parameter, section)]
+def new_optimizer(model: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
+    """The optimizer over the trained parameters. Norms and biases have no weight decay. A group's "factor" multiplies the learning rate."""
+    by_kind: dict[str, list[nn.Parameter]] = {"muon": [], "table": [], "matrix": [], "vector": []}
+    for parameter, kind in _kinds(model, section).values():
+        by_kind[kind].append(parameter)
+    decay, factor = section.weight_decay, 1.0 if section.head_lr is None else section.head_lr / section.lr
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": by_kind["matrix"], "weight_decay": decay, "factor": 1.0},
+        {"params": by_kind["table"], "weight_decay": decay, "factor": factor},
+        {"params": by_kind["vector"], "weight_decay": 0.0, "factor": 1.0},
     ]
-    groups += [{"params": [matrix], "weight_decay": section.weight_decay, "shape": matrix.shape} for matrix in matrices]
-    kind = Muon if section.optimizer == "muon" else torch.optim.AdamW
-    return kind([group for group in groups if group["params"]], lr=section.lr, betas=section.betas, fused=True)
+    groups += [{"params": [matrix], "weight_decay": decay, "factor": 1.0, "shape": matrix.shape} for matrix in by_kind["muon"]]
+    make = Muon if section.optimizer == "muon" else torch.optim.AdamW
+    return make([group for group in groups if group["params"]], lr=section.lr, betas=section.betas, fused=True)
 
 
 def state_keys(model: nn.Module, section: TrainSection) -> dict[str, tuple[str, ...]]:
     """The tensors that the optimizer keeps for each trained parameter, by its name, beside its step count."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: STATE_KEYS[:1] if _by_muon(name, parameter, section) else STATE_KEYS for name, parameter in trained}
+    return {name: STATE_KEYS[:1] if kind == "muon" else STATE_KEYS for name, (_, kind) in _kinds(model, section).items()}
 
 
 def numbers(model: nn.Module, section: TrainSection) -> int:
-    """Numbers that the optimizer keeps, beside its step counts."""
+    """How many numbers the optimizer keeps, beside its step counts."""
     keys = state_keys(model, section)
     return sum(parameter.numel() * len(keys[name]) for name, parameter in model.named_parameters() if name in keys)
 
 
-def _by_muon(name: str, parameter: Tensor, section: TrainSection) -> bool:
-    return section.optimizer == "muon" and parameter.ndim == 2 and not any(part in name for part in READS_TOKENS)
+def _kinds(model: nn.Module, section: TrainSection) -> dict[str, tuple[nn.Parameter, str]]:
+    """Each trained parameter by name, and its kind: "vector", "table" (a row for each token), "muon" or "matrix"."""
+    tables = {
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | Output) or (isinstance(module, nn.Linear) and name.endswith("lm_head"))
+    }
+
+    def kind(parameter: nn.Parameter) -> str:
+        if parameter.ndim < 2:
+            return "vector"
+        if parameter in tables:
+            return "table"
+        return "muon" if section.optimizer == "muon" and parameter.ndim == 2 else "matrix"
+
+    return {name: (parameter, kind(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class Muon(torch.optim.AdamW):
     """AdamW, but for groups of one matrix that have its "shape": their update is the momentum made orthogonal, with betas[0] as its decay.
 
-    Each rank makes the complete update of a matrix from its gathered momentum, and takes its own part, so that every launcher trains the same weights.
-    FSDP2 cuts a matrix by rows; DeepSpeed gives the optimizer a part of the flattened matrix.
+    Each rank makes the complete update of a matrix from its gathered momentum, and takes its own part, so that every launcher trains the
+    same weights. FSDP2 cuts a matrix by rows; DeepSpeed gives the optimizer a part of the flattened matrix.
     """
 
     @torch.no_grad()
@@ -69,12 +84,12 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _step_matrix(self, matrix: Tensor, group: dict[str, Any]) -> None:
-        state, decay = self.state[matrix], group["betas"][0]
+        state, decay, gradient = self.state[matrix], group["betas"][0], cast(Tensor, matrix.grad)
         if not state:
             state |= {"step": torch.zeros((), device=matrix.device), "exp_avg": torch.zeros_like(matrix)}
         state["step"] += 1
-        momentum = state["exp_avg"].lerp_(matrix.grad, 1 - decay)
-        update = _orthogonal_part(matrix.grad.lerp(momentum, decay), group["shape"])  # Nesterov's
+        momentum = state["exp_avg"].lerp_(gradient, 1 - decay)
+        update = _orthogonal_part(gradient.lerp(momentum, decay), group["shape"])  # Nesterov's
         matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(group["shape"])))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
-from draftsmith.train.recipe import TrainSection
+from draftsmith.train.engine.section import TrainSection
 
 Value = TypeVar("Value")
 

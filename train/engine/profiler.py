@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import TrainSection
+from draftsmith.train.engine.section import TrainSection
 
 
 class Profile:

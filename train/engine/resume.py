@@ -16,6 +16,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import checkpoint, optimizer, order, processes, trackers
 from draftsmith.train.engine.redact import redacted
 from draftsmith.train.engine.say import say
+from draftsmith.train.engine.section import checked_text
 from draftsmith.train.engine.sharded import ShardedModel
 from draftsmith.train.engine.watchdog import agree_on_data, locks_reported
 from draftsmith.train.objective import SequenceDataset
@@ -86,7 +87,7 @@ def start_or_resume(
     if accelerator.is_main_process:
         _announce(newest, state, accelerator)
     with locks_reported():
-        sharded = ShardedModel(accelerator, model, make_step, lambda trained: optimizer.make(trained, section), state_keys)
+        sharded = ShardedModel(accelerator, model, make_step, lambda trained: optimizer.new_optimizer(trained, section), state_keys)
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
@@ -104,7 +105,7 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
     defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
     defaults = json.loads(json.dumps(defaults))  # lists, as in a state
     for name, missing in (("recipe", defaults), ("fingerprint", {})):
-        then, now = missing | redacted(recipes.checked_text(before[name])), state[name]
+        then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
             if now.get(key) != then.get(key):
                 was = printable(str(then.get(key)), "")
