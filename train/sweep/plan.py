@@ -119,7 +119,7 @@ def make_plan(options: Namespace) -> Plan:
         raise ValueError(
             f"--rungs {options.rungs}: expected rising steps from 1 that end with the recipe's train.steps={steps}; change either"
         )
-    seeds = list(_integers("--seeds", options.seeds)) if options.seeds else [None]
+    seeds: list[int | None] = list(_integers("--seeds", options.seeds)) if options.seeds else [None]
     folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
     of_trials = [load(as_words(fixed | trial)) for trial in trials]
     plan = Plan(options.method, options.recipe, folder, grid, trials, base, of_trials, rungs, seeds, options.eta)

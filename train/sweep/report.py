@@ -92,7 +92,7 @@ def _draw_key(axes: "Axes", key: str, standings: Sequence[Standing], rungs: int)
         color = colormaps["viridis"](0.85 * (1 - (rung + 1) / rungs))
         drawn = [(values.index(s.values[key]), s.points[rung]) for s in standings if len(s.points) > rung and s.points[rung].measures]
         offset = 0.12 * (rung - (rungs - 1) / 2)
-        dots, means = [x + offset for x, _ in drawn], [point.mean for _, point in drawn]
+        dots, means = [x + offset for x, _ in drawn], [statistics.fmean(point.measures) for _, point in drawn]
         label = f"{drawn[0][1].tokens:,} tokens" if drawn else None
         axes.plot(dots, means, "o", color=color, ms=5, alpha=0.8, label=label)
         if rung == 0:
