@@ -77,6 +77,21 @@ def is_own(folder: Path, kind: str) -> bool:
     return (_read(folder / MARK) or {}).get("kind") == kind
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder now."""
+    try:
+        descriptor = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _read(mark: Path) -> dict[str, Any] | None:
     """The mark's content; None where there is none (a kill may leave an empty one), {} where it is damaged."""
     if not mark.is_file() or mark.is_symlink() or not mark.stat().st_size:

@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
     "plan": ("draftsmith.train.plan.command", "say what a recipe needs, memory and time, before anything is loaded"),
+    "sweep": ("draftsmith.train.sweep.command", "search recipe values by successive halving: short runs of all, long ones of the best"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 HELP = ("-h", "--help", "help")

@@ -1,0 +1,1 @@
+"""`draftsmith sweep`: recipe values chosen by successive halving."""

@@ -1,0 +1,160 @@
+"""What a sweep will run, checked before anything runs."""
+
+import importlib
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train import cli
+from draftsmith.train import recipe as recipes
+from draftsmith.train.engine.redact import redacted
+from draftsmith.train.plan.report import schema_of
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.sweep.search import read_grid, rung_steps, trials_of
+from draftsmith.train.sweep.trial import Run
+
+# Keys that the sweep sets, and what to say instead.
+OWN_KEYS = {"train.output": "the folder of the sweep is --output", "train.resume": "the same command goes on by itself"}
+# Keys of the budget and of the measure.
+EQUAL_KEYS = (
+    "train.steps",
+    "train.eval_batches",
+    "train.tau_prompts",
+    "train.tau_file",
+    "train.tau_tokens",
+    "train.tau_temperature",
+    "data.valid",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sweep.
+
+    Attributes:
+        method, recipe: as for `draftsmith train`.
+        grid: every key that was given, with its values; a single value is an override.
+        trials: the values of the keys with several, by trial.
+        base: the recipe with the overrides alone.
+        recipes: of the trials.
+        rungs: steps of the base recipe in each rung.
+        seeds: None stands for the recipe's own.
+    """
+
+    method: str
+    recipe: str
+    folder: Path
+    grid: dict[str, list[str]]
+    trials: list[dict[str, str]]
+    base: Recipe
+    recipes: list[Recipe]
+    rungs: list[int]
+    seeds: list[int | None]
+    eta: int
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when a sweep goes on."""
+        own = {"method": self.method, "grid": redacted(self.grid), "--rungs": self.rungs, "--seeds": self.seeds, "--eta": self.eta}
+        return own | {key: value for key, value in recipes.by_key(self.base).items() if key not in OWN_KEYS}
+
+    def words(self, trial: int, rung: int) -> list[str]:
+        """The overrides of a trial, with the steps that give it the tokens of the rung, and the warm-up in proportion."""
+        train = self.recipes[trial].train
+        steps = self.steps(trial, rung)
+        warmup = -(-train.warmup_steps * steps // self.base.train.steps)
+        values = {key: values[0] for key, values in self.grid.items()} | self.trials[trial]
+        values |= {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+        return as_words(values)
+
+    def steps(self, trial: int, rung: int) -> int:
+        """Steps in which a trial sees as many tokens as the base recipe in the rung."""
+        return max(1, round(self.rungs[rung] * _step_tokens(self.base) / _step_tokens(self.recipes[trial])))
+
+    def runs(self, trial: int, rung: int) -> list[Run]:
+        """The runs of a trial in a rung, one for each seed."""
+        recipe, steps = self.recipes[trial], self.steps(trial, rung)
+        name = re.sub(r"[^\w.,+=-]+", "-", ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.trials[trial].items()))
+        data = f"{recipe.target.model_dump_json()} {recipe.data.model_dump_json()}"
+        runs = []
+        for seed in self.seeds:
+            run_name = f"{trial:03d}-{name[:60]}/rung-{rung + 1}{'' if seed is None else f'-seed-{seed}'}"
+            folder = self.folder / "trials" / run_name
+            own = [f"train.output={folder}", "train.resume=auto", *([] if seed is None else [f"train.seed={seed}"])]
+            words = (self.method, self.recipe, *self.words(trial, rung), *own)
+            runs.append(Run(run_name, folder, words, steps, steps * _step_tokens(recipe), recipe.train.tau_prompts > 0, data))
+        return runs
+
+
+def make_plan(options: Namespace) -> Plan:
+    """The plan of a command line.
+
+    Raises:
+        ValueError: a method that trains no drafter, an unknown key or a value that the recipe refuses, a grid that is too large or has a single
+            trial, an option that is out of range.
+    """
+    methods = [name for name, source in cli.methods().items() if "\ndef build_untrained(" in source]
+    if options.method not in methods:
+        raise ValueError(f"no method {options.method!r} trains a drafter; expected one of {', '.join(methods)}")
+    if not 2 <= options.eta <= 512:
+        raise ValueError(f"--eta {options.eta}: expected 2 to 512")
+    if options.jobs is not None and not 1 <= options.jobs <= 512:
+        raise ValueError(f"--jobs {options.jobs}: expected 1 to 512")
+    grid = read_grid(options.words)
+    fixed, trials = _checked_grid(grid, options.seeds)
+    module = importlib.import_module(f"draftsmith.train.{options.method}")
+    schema = schema_of(module)
+
+    def load(words: Iterable[str]) -> Recipe:
+        recipe = recipes.load(schema, options.recipe, list(words))
+        module.check(recipe)
+        return recipe
+
+    base = load(as_words(fixed))
+    steps = base.train.steps
+    rungs = _integers("--rungs", options.rungs) if options.rungs else rung_steps(steps, len(trials), options.eta)
+    if rungs != sorted(rungs) or rungs[0] < 1 or rungs[-1] != steps:
+        raise ValueError(
+            f"--rungs {options.rungs}: expected rising steps from 1 that end with the recipe's train.steps={steps}; change either"
+        )
+    seeds: list[int | None] = list(_integers("--seeds", options.seeds)) if options.seeds else [None]
+    folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
+    of_trials = [load(as_words(fixed | trial)) for trial in trials]
+    plan = Plan(options.method, options.recipe, folder, grid, trials, base, of_trials, rungs, seeds, options.eta)
+    for run in plan.runs(0, 0):
+        load(run.words[2:])  # the seeds, and keys that do not go with few steps
+    return plan
+
+
+def _checked_grid(grid: dict[str, list[str]], seeds: str | None) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The overrides and the trials of a grid. Raises ValueError for keys that are not for a sweep, and where there is a single trial."""
+    for key, instead in OWN_KEYS.items():
+        if key in grid:
+            raise ValueError(f"the sweep sets {key}; {instead}")
+    for key in EQUAL_KEYS:
+        if len(grid.get(key, [])) > 1:
+            raise ValueError(f"{key} must be equal for all trials, or they cannot be compared; give a single value")
+    if seeds and "train.seed" in grid:
+        raise ValueError("train.seed and --seeds: give one of them; with --seeds a trial is ranked by its mean")
+    trials = trials_of({key: values for key, values in grid.items() if len(values) > 1})
+    if len(trials) < 2:
+        raise ValueError("nothing to sweep: give a key several values, for example train.lr=1e-3,3e-3")
+    return {key: values[0] for key, values in grid.items() if len(values) == 1}, trials
+
+
+def as_words(values: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _step_tokens(recipe: Recipe) -> int:
+    return recipe.train.batch_size * recipe.data.seq_len
+
+
+def _integers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as `0,1,2`. Raises ValueError for anything else, and for a number that is given twice."""
+    words = text.split(",")
+    if not all(re.fullmatch(r"\d{1,10}", word) for word in words) or len(set(map(int, words))) < len(words):
+        raise ValueError(f"{option} {text}: expected distinct integers, such as 0,1,2")
+    return [int(word) for word in words]

@@ -1,0 +1,215 @@
+"""The runs of a sweep: each is a `draftsmith train` of its own, in a process of its own, several at a time."""
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.inference.claim import is_claimed, is_own
+from draftsmith.inference.terminal import printable
+from draftsmith.train.engine import output
+from draftsmith.train.engine.say import say
+from draftsmith.train.engine.watchdog import Signals
+
+TRAIN = (sys.executable, "-m", "draftsmith.train.cli", "train")
+POLL = 0.2  # seconds between looks at the processes
+REPORT = 2.0  # seconds between calls of `progress`
+LARGE = ("artifact", "checkpoints", "start", "replay")  # of a run's folder, what a beaten trial does not keep
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run: of a trial, in a rung, with a seed.
+
+    Attributes:
+        name: within the sweep.
+        folder: train.output. The log of the process is beside it.
+        words: what follows `draftsmith train`.
+        steps: train.steps.
+        tokens: positions of all its sequences.
+        measures_tau: whether its evaluations decode.
+        data: what its data are made of; runs with the same share a cache.
+    """
+
+    name: str
+    folder: Path
+    words: tuple[str, ...]
+    steps: int
+    tokens: int
+    measures_tau: bool
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run gave: τ, or None and why; and the seconds of its training steps, without start and evaluations."""
+
+    measure: float | None
+    seconds: float = 0.0
+    error: str = ""
+
+
+def run_all(
+    runs: list[Run], devices: list[str], jobs: int, record: Callable[[Run, Result], None], progress: Callable[[float], None]
+) -> None:
+    """Run all of them, `jobs` at a time, and end only when every process has ended.
+
+    Runs whose data nobody has prepared yet wait for the first of them to do that. So does a run whose folder another process writes: that of a
+    sweep that was killed, which ends after its step.
+
+    Args:
+        runs: those that have no result yet. A run that was stopped goes on from its checkpoint.
+        devices: GPUs, as CUDA_VISIBLE_DEVICES names them, to be shared out; without any, cores are.
+        jobs: at most so many at a time.
+        record: is called with each run that ended.
+        progress: is called again and again with the sum over the running ones of the share of their steps that is done.
+
+    Raises:
+        ValueError: the method reports no measure.
+        SystemExit: 128 + signal, after SIGINT, SIGTERM or SIGUSR1, when the runs have saved their checkpoints.
+    """
+    waiting, running, prepared, said = list(runs), {}, set(), 0.0
+    with Signals() as signals, _ended(running):
+        while waiting or running:
+            prepared |= {run.data for run in runs if run.data not in prepared and any(run.folder.parent.glob("*/run.json"))}
+            preparing = {run.data for run in running} - prepared
+            for run in list(waiting):
+                if len(running) < jobs and run.data not in preparing and not is_claimed(run.folder):
+                    slot = min(set(range(jobs)) - {slot for _, slot in running.values()})
+                    running[run] = _start(run, devices, slot, jobs), slot
+                    waiting.remove(run)
+                    preparing |= {run.data} - prepared
+            time.sleep(POLL)
+            if signals.pending():
+                say(f"stopping {len(running)} run(s); each saves a checkpoint, and the same command goes on")
+                break
+            for run in [run for run, (process, _) in running.items() if process.poll() is not None]:
+                process, _ = running.pop(run)
+                record(run, result_of(run, process.returncode))
+            if time.monotonic() - said > REPORT:
+                progress(sum(rows[-1]["step"] / run.steps for run in running if (rows := _rows(run))))
+                said = time.monotonic()
+    if signals.caught:
+        raise SystemExit(128 + signals.caught)
+
+
+@contextmanager
+def _ended(running: dict[Run, tuple[subprocess.Popen[bytes], int]]) -> Iterator[None]:
+    """At its end the processes are asked to stop, and waited for; at a second Ctrl-C they are killed."""
+    try:
+        yield
+    finally:
+        try:
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
+                process.wait()
+        finally:
+            for process, _ in running.values():
+                process.kill()
+
+
+def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Popen[bytes]":
+    """Start a run in a session of its own, since Ctrl-C in a terminal is a signal to the group: it would get that and ours."""
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    shared = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
+    if devices:  # with fewer runs at a time than GPUs each has several, which target.parallel=layers can use
+        shared = {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs]) or devices[slot % len(devices)]}
+    log = os.open(run.folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    try:
+        return subprocess.Popen(
+            [*TRAIN, *run.words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | shared,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+    finally:
+        os.close(log)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [str(number) for number in range(count)])[:count]
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the sweep ends, however it ends, so that kill -9 of it leaves no run behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def result_of(run: Run, status: int) -> Result:
+    """What a run that ended with this exit status gave.
+
+    Its measure is the best τ of its evaluations where they decode; else the simulated τ of the last one.
+
+    Raises:
+        ValueError: evaluations give neither.
+    """
+    rows = _rows(run)
+    seconds, before = 0.0, 0
+    for row in rows:
+        if "seconds" in row:
+            seconds += row["seconds"] * (row["step"] - before)
+            before = row["step"]
+    if status:
+        return Result(None, seconds, _reason(run, status))
+    evaluations = [row for row in rows if any(name.startswith("valid_") for name in row)]
+    if run.measures_tau:
+        measure = max((row["valid_tau"] for row in evaluations if "valid_tau" in row), default=None)
+    else:
+        last = evaluations[-1] if evaluations else {}
+        measure = last.get("valid_sim_tau")
+        if measure is None and "valid_loss" in last:
+            raise ValueError(
+                f"{run.words[0]} has no simulated τ on held-out data; measure τ itself: train.tau_prompts=4 (prompts of each domain)"
+            )
+    if measure is None or not math.isfinite(measure):
+        return Result(None, seconds, "its last evaluation is not finite; see metrics.jsonl")
+    return Result(measure, seconds)
+
+
+def _reason(run: Run, status: int) -> str:
+    """Why a run failed: its log's last error, or its last line."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    lines = [line for line in run.folder.with_suffix(".log").read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return printable((errors or lines or [f"exit status {status}"])[-1].strip(), "")[:300]
+
+
+def _rows(run: Run) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, up to one that a kill cut off."""
+    file, rows = run.folder / "metrics.jsonl", []
+    with suppress(ValueError):
+        for line in file.read_bytes().splitlines() if file.is_file() else ():
+            rows.append(json.loads(line))
+    return rows
+
+
+def remove_weights(run: Run) -> None:
+    """Delete the checkpoints and the artifact of a run; its metrics, recipe and log stay."""
+    for name in LARGE:
+        if is_own(run.folder, output.KIND) and not (run.folder / name).is_symlink():
+            shutil.rmtree(run.folder / name, ignore_errors=True)
