@@ -173,3 +173,23 @@ def test_each_head_is_divided_by_its_own_count(target, distill):
     ]
     torch.testing.assert_close(sum(part.sum for part in parts), loss.sum)
     assert sum(part.weight for part in parts) == loss.weight and len(parts) >= 3
+
+
+def test_simulated_tau_counts_chains_of_the_targets_best_tokens(target):
+    drafter = new_drafter("medusa", target, num_heads=2)  # its heads say what the target says of the position before
+    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21], seq_len=24, vocab=VOCAB), 24)
+    batch = rows.batch(torch.arange(len(rows)))
+    loss = objective(drafter, batch, target=target, section=MedusaSection(heads=2, distill=1.0))
+    best = target.logits(target.features(batch).hidden).argmax(-1)
+    anchors, accepted = 0, [0, 0]
+    for b, row in enumerate(batch["document"].tolist()):
+        for t in range(len(row) - 3):
+            if row[t] == row[t + 3] >= 0 and all(batch["loss_mask"][b, t + k + 2] for k in range(2)):
+                hits = [bool(best[b, t] == best[b, t + k + 1]) for k in range(2)]
+                anchors += 1
+                accepted[0] += hits[0]
+                accepted[1] += hits[0] and hits[1]
+    assert 0 < accepted[1] < accepted[0] < anchors
+    survival = [float(loss.metrics[f"survival_{k}"] / loss.weight) for k in (1, 2)]
+    assert survival == pytest.approx([count / anchors for count in accepted])
+    assert float(loss.metrics["sim_tau"] / loss.weight) == pytest.approx(1 + sum(survival))
