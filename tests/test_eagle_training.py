@@ -125,9 +125,16 @@ def test_checkpointing_changes_no_loss(words, tmp_path):
         torch.testing.assert_close(one, weights(tmp_path / "again")[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("version", [3, 1])
-def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, version):
-    more = [] if version == 3 else ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null"]
+MORE = {
+    "3": [],
+    "3, by Muon": ["train.optimizer=muon", "eagle.train_head=false", "eagle.regression=0.5", "eagle.norm_before_fc=true"],
+    "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null"],
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, name):
+    more, version = MORE[name], int(name[0])
     train.main(words(tmp_path / "uncut", *more))
     calls = 0
     name = f"objective{version}"
@@ -152,6 +159,16 @@ def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, v
     machine = {"tokens_per_s", "seconds", "mfu", "target_ratio", "peak_gb"}
     timeless = [[{k: v for k, v in row.items() if k not in machine} for row in metrics(tmp_path / one)] for one in ("uncut", "cut")]
     assert timeless[0] == timeless[1]
+
+
+def test_a_head_that_is_not_trained_is_the_targets(words, tmp_path, target_folder):
+    for kept in ("true", "false"):
+        train.main(words(tmp_path / kept, f"eagle.train_head={kept}", "train.tau_prompts=0"))
+    rows = Target.load(str(target_folder)).head_weight[weights(tmp_path / "false")["t2d"]]
+    assert torch.equal(weights(tmp_path / "false")["lm_head.weight"], rows)
+    assert not torch.equal(weights(tmp_path / "true")["lm_head.weight"], rows)
+    with pytest.raises(ValueError, match=r"eagle.train_head=false keeps the target's head.*eagle.hidden_size=16"):
+        train.main(words(tmp_path / "narrow", "eagle.train_head=false", "eagle.hidden_size=16", "eagle.heads=2"))
 
 
 def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
