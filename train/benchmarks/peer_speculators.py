@@ -14,19 +14,29 @@ job.json: `flags` [text], of `speculators train`; `batches` [steps][samples], in
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from speculators.train import cli, trainer
-from speculators.train.config import TrainConfig
-from speculators.train.data import ArrowDataset, CollateFn
 from torch.utils.data import DataLoader
 
 
-def loaders(batches: list[list[int]]):
-    """A stand-in for speculators' `create_train_val_loaders`: these batches in this order, and none held out."""
+def loaders(batches: list[list[int]]) -> Callable[..., tuple[DataLoader, None]]:
+    """In place of speculators' `create_train_val_loaders`: these batches in this order, and none held out."""
+    from speculators.train.data import ArrowDataset, CollateFn  # pyright: ignore[reportMissingImports] (late: this file is in our package too)
 
-    def create(*, data_path, total_seq_len, hidden_states_dtype, transfer, hidden_size, num_target_layers, preprocess, **ignored):
+    def create(
+        *,
+        data_path: str,
+        total_seq_len: int,
+        hidden_states_dtype: torch.dtype,
+        transfer: Any,
+        hidden_size: int,
+        num_target_layers: int,
+        preprocess: Any,
+        **_: Any,
+    ) -> tuple[DataLoader, None]:
         dataset = ArrowDataset(total_seq_len, data_path, transfer, on_missing="raise", hidden_states_dtype=hidden_states_dtype)
         collate = CollateFn(total_seq_len, hidden_size, num_target_layers, hidden_states_dtype, preprocess)
         return DataLoader(dataset, batch_sampler=batches, collate_fn=collate), None
@@ -34,10 +44,10 @@ def loaders(batches: list[list[int]]):
     return create
 
 
-def timed_trainer(output: str, seconds: list[float]) -> type[trainer.Trainer]:
-    """speculators' trainer, which enters the CPU seconds of each step but the first, and saves the model alone."""
+def timed(base: Any, output: str, seconds: list[float]) -> type:
+    """speculators' trainer `base`, which enters the CPU seconds of each step but the first, and saves the model alone."""
 
-    class Trainer(trainer.Trainer):
+    class Trainer(base):
         def setup_trainer(self) -> None:
             super().setup_trainer()
             if not torch.accelerator.is_available():
@@ -57,19 +67,17 @@ def timed_trainer(output: str, seconds: list[float]) -> type[trainer.Trainer]:
     return Trainer
 
 
-def use_cpu() -> None:
-    """Let the trainer run without an accelerator."""
-    trainer.get_local_rank = lambda: "cpu"
-    torch.accelerator.synchronize = lambda *_: None
-
-
 def main(job_file: str) -> None:
+    from speculators.train import cli, trainer  # pyright: ignore[reportMissingImports]
+    from speculators.train.config import TrainConfig  # pyright: ignore[reportMissingImports]
+
     job = json.loads(Path(job_file).read_text())
     seconds: list[float] = []
     cli.create_train_val_loaders = loaders(job["batches"])
-    cli.Trainer = timed_trainer(job["output"], seconds)
+    cli.Trainer = timed(trainer.Trainer, job["output"], seconds)
     if not torch.accelerator.is_available():
-        use_cpu()
+        trainer.get_local_rank = lambda: "cpu"
+        torch.accelerator.synchronize = lambda *_: None
     cli.main(TrainConfig.resolve(job["flags"]))
     if len(seconds) + 1 < len(job["batches"]):  # the trainer returns after a signal too
         raise SystemExit(1)

@@ -132,7 +132,9 @@ def trainings(plan: Plan) -> list[Training]:
 
 def stages(plan: Plan) -> dict[str, Work]:
     """All stages in order, by name."""
-    work: dict[str, Work] = {FEATURES: partial(capture, plan)} | ({COPY: partial(copy, plan)} if plan.python else {})
+    work: dict[str, Work] = {FEATURES: partial(capture, plan)}
+    if plan.python:
+        work[COPY] = partial(copy, plan)
     for run in trainings(plan):
         work[run.name] = run.work
         work[f"τ of {run.name}"] = partial(measure, plan, run)
@@ -309,11 +311,10 @@ def main(arguments: list[str]) -> None:
             f"target {chosen.target!r} has no config.json; give `tiny` or the folder of a model, which speculators can read too"
         )
     own = chosen.recipe or ("eagle3-tiny" if chosen.target == "tiny" else "eagle3-smollm2-135m")
-    seeds, rates, steps = (
-        [kind(part) for part in text.split(",")] for kind, text in ((int, chosen.seeds), (float, chosen.lr), (int, chosen.steps))
-    )
+    seeds, steps = (tuple(int(part) for part in text.split(",")) for text in (chosen.seeds, chosen.steps))
+    rates = tuple(float(part) for part in chosen.lr.split(","))
     inputs = (chosen.data, chosen.tokens, chosen.limit, chosen.python)
-    plan = Plan(chosen.folder, chosen.target, own, *inputs, tuple(seeds), tuple(rates), tuple(steps))
+    plan = Plan(chosen.folder, chosen.target, own, *inputs, seeds, rates, steps)
     with claim(plan.folder, "comparison of trainers", (DONE, TABLE, "samples"), "folder"):
         text = report(plan, work_through(plan))
         durable.write_text(plan.folder / TABLE, text)
