@@ -45,7 +45,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 # Keys with the only value that EagleModel computes; they are written, and checked where present.
 FIXED = {"model_type": "llama", "hidden_act": "silu"} | dict.fromkeys(("bias", "attention_bias", "mlp_bias", "tie_word_embeddings"), False)
 CHECKED = {"speculators_model_type": "eagle3", "use_sliding_window": False}  # never written
-OTHER = ("rope_theta", "rope_scaling", "rope_parameters", "target_hidden_size")
+OTHER = ("rope_theta", "rope_scaling", "rope_parameters", "target_hidden_size", "layer_types", "sliding_window")
 TAPS, INNER, COUNT = "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"
 IGNORED = frozenset(  # they do not change what is proposed
     "architectures torch_dtype dtype transformers_version max_position_embeddings bos_token_id eos_token_id pad_token_id use_cache "
@@ -236,6 +236,7 @@ def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -
             if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is not bool and value <= 0):
                 raise ValueError(f"config.json has {key} = {value!r}; expected {'true or false' if kind is bool else 'a positive number'}")
             fields[field] = value
+    _check_attention(flat)
     sizes_read = flat.get("target_hidden_size", fields["draft_size"]), fields["vocab_size"]
     target_sizes = target.hidden_size, target.vocab_size
     if sizes_read != target_sizes:
@@ -245,6 +246,20 @@ def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -
     if version == 3:
         fields["taps"] = _taps(flat, target)
     return EagleConfig(hidden_size=target.hidden_size, target=target.identity.to_dict(), rope_theta=_rope_theta(flat), **fields)
+
+
+def _check_attention(flat: dict[str, Any]) -> None:
+    """Raise ValueError where a layer attends within a sliding window. speculators 0.9 writes the window's size also where none does."""
+    kinds, layers = flat.get("layer_types"), flat["num_hidden_layers"]
+    if kinds is not None and (set(kinds) != {"full_attention"} or len(kinds) != layers):
+        raise ValueError(
+            f"config.json has layer_types = {kinds!r}; expected full_attention for each of {layers}: nothing else is computed here"
+        )
+    if flat.get("sliding_window") and kinds is None and "use_sliding_window" not in flat:
+        raise ValueError(
+            f"config.json has sliding_window = {flat['sliding_window']!r}; expected none, or layer_types or use_sliding_window to say that no "
+            "layer attends within it: nothing else is computed here"
+        )
 
 
 def _version(flat: dict[str, Any], tensors: Iterable[str]) -> int:

@@ -388,7 +388,50 @@ def safeailab(config, tensors):
     del tensors["embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("change", [speculators_names, speculators, safeailab])
+# config.json as `speculators train` of version 0.9.0 wrote it, with this file's sizes.
+WRITTEN_BY_SPECULATORS = """{
+  "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"}, "draft_vocab_size": 40, "dtype": "float32",
+  "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "embed_requires_grad": false, "fc_norm": false, "norm_before_fc": true,
+  "norm_before_residual": true, "norm_output": true,
+  "speculators_config": {
+    "algorithm": "eagle3", "default_proposal_method": "greedy",
+    "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+    "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"}
+  },
+  "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "target_hidden_size": null, "tie_word_embeddings": false,
+  "transformer_layer_config": {
+    "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8, "hidden_act": "silu",
+    "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 44, "layer_types": ["full_attention"],
+    "max_position_embeddings": 64, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 1,
+    "num_key_value_heads": 2, "pad_token_id": null, "pretraining_tp": 1, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "sliding_window": 2048, "tie_word_embeddings": false,
+    "use_cache": true, "use_sliding_window": false, "vocab_size": 61
+  },
+  "transformers_version": "5.19.0"
+}"""
+
+
+def written_by_speculators(config, tensors):
+    speculators_names(config, tensors)
+    config.clear()
+    config.update(json.loads(WRITTEN_BY_SPECULATORS))
+
+
+def test_a_config_that_speculators_wrote(target, tmp_path):
+    drafter = build(target, norm_before_fc=True, norm_before_residual=True, norm_output=True)
+    write_eagle(drafter, tmp_path / "one")
+    same(drafter, read_eagle(edited(tmp_path / "one", tmp_path, written_by_speculators), target), target)
+
+
+def without_a_word_on_layers(config, tensors):
+    config |= {"sliding_window": 2048, "use_sliding_window": False}
+
+
+def layers_that_see_everything(config, tensors):
+    config |= {"sliding_window": 2048, "layer_types": ["full_attention"]}
+
+
+@pytest.mark.parametrize("change", [speculators_names, speculators, safeailab, without_a_word_on_layers, layers_that_see_everything])
 def test_other_peoples_folders(change, folder, target, tmp_path):
     same(build(target), read_eagle(edited(folder, tmp_path, change), target), target)
 
@@ -439,6 +482,12 @@ REFUSED = {
     "attention_bias": (having(attention_bias=True), "attention_bias = True"),
     "another activation": (having(hidden_act="gelu"), "hidden_act = 'gelu'"),
     "another model": (having(model_type="qwen3"), "model_type = 'qwen3'"),
+    "a sliding window": (having(sliding_window=2048), "sliding_window = 2048; expected none, or layer_types or use_sliding_window"),
+    "a window in use": (having(sliding_window=2048, use_sliding_window=True, layer_types=["full_attention"]), "use_sliding_window = True"),
+    "a layer with a window": (having(layer_types=["sliding_attention"]), r"layer_types = \['sliding_attention'\]; expected full_attention"),
+    "types of two layers": (having(layer_types=["full_attention"] * 2), "expected full_attention for each of 1"),
+    "a word for layer types": (having(layer_types="full_attention"), "layer_types = 'full_attention'"),
+    "a number for layer types": (having(layer_types=1), "another kind"),
     "scaled RoPE": (having(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "scales its RoPE"),
     "two bases of RoPE": (having(rope_theta=500.0), r"2 values of rope_theta, \[500.0, 10000.0\]"),
     "and in its scaling": (having(rope_scaling={"rope_type": "default", "rope_theta": 3.0}), "2 values of rope_theta"),
