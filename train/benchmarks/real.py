@@ -28,7 +28,7 @@ from draftsmith.train import cli
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = "eagle3-smollm2-135m"
 CONVERSATIONS = 800
-STEPS = 300
+STEPS = 600
 WEIGHTLESS = ("suffix", "ngram")
 DONE = "stages.json"
 
@@ -60,7 +60,7 @@ def stages(folder: Path, target: Path) -> list[Stage]:
         f"data.cache={folder / 'cache'}",
         f"features.store={features}",
     )
-    training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=100")
+    training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=200")
     measured = ("--target", str(target), "--prompts", "chat", "--temperature", "0")
     sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--exclude", "chat")
     synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
