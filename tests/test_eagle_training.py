@@ -171,6 +171,16 @@ def test_a_head_that_is_not_trained_is_the_targets(words, tmp_path, target_folde
         train.main(words(tmp_path / "narrow", "eagle.train_head=false", "eagle.hidden_size=16", "eagle.heads=2"))
 
 
+def test_a_run_may_start_as_the_targets_last_layer(words, tmp_path):
+    sizes = ["eagle.start=target", "train.tau_prompts=0", "eagle.fc_norm=true", "train.lr=1e-9"]
+    for name, more in (("online", []), ("offline", ["features.mode=cache", f"features.store={tmp_path}/store"])):
+        train.main(words(tmp_path / name, *sizes, *more))
+    online, offline = weights(tmp_path / "online"), weights(tmp_path / "offline")
+    assert online["fc_norm.1.weight"].std() < 1e-6 < (online["fc_norm.1.weight"].mean() - 1).abs()
+    for name, tensor in online.items():
+        torch.testing.assert_close(tensor, offline[name], rtol=1e-3, atol=1e-6)  # the store is in bf16
+
+
 def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
     store = [f"features.store={tmp_path}/s", "features.precision=float32"]
     data_cli.main(["capture", *words(tmp_path / "c"), *store, "features.taps=[1,0]"])
