@@ -37,7 +37,7 @@ def capture(
     folder: Path,
     precision: str = "bfloat16",
     taps: tuple[int, ...] = (),
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     rank: int = 0,
     world: int = 1,
     wait: Callable[[], object] = lambda: None,
@@ -51,7 +51,7 @@ def capture(
         folder: the store.
         precision: a name of `feature_codec.FORMATS`.
         taps: the layers that are stored beside the last hidden state.
-        batch_tokens: tokens of one forward, padding included.
+        batch_tokens: tokens of one forward, padding included; None: 1,024 on a CPU, since more leave its caches, and 8,192 elsewhere.
         rank, world: this process captures every world-th shard.
         wait: a barrier between ranks.
 
@@ -62,6 +62,7 @@ def capture(
     if len(set(taps)) < len(taps):
         raise ValueError(f"features.taps={list(taps)} names a layer twice; name each once")
     target.watch(taps)  # raises for layers that are not there
+    default = 1024 if target.device.type == "cpu" else 8192
     index = Index.of(target, taps, precision)
     samples = {sample_key(ids): ids for corpus in corpora for ids in (corpus.sample(n)[0] for n in range(len(corpus)))}
     try:
@@ -69,7 +70,7 @@ def capture(
             begin(folder, index, target)
         wait()
         index = Index.read(folder) or index  # the store's own: it may know the same target by another path
-        _capture_missing(target, samples, folder, index, batch_tokens, rank, world, wait)
+        _capture_missing(target, samples, folder, index, batch_tokens or default, rank, world, wait)
     finally:
         if rank == 0:
             end(folder)

@@ -118,7 +118,12 @@ class FeaturesSection(Section):
     taps: tuple[int, ...] = Field(
         default=(), description="decoder layers, counted from 0, whose outputs a new store holds besides the last hidden state"
     )
-    batch_tokens: int = Field(default=8192, ge=1, le=2**24, description="tokens of one forward of the target while features are captured")
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**24,
+        description="tokens of one forward of the target while features are captured; unset: 1,024 on a CPU, 8,192 on a GPU",
+    )
     allow_missing: bool = Field(default=False, description="leave out examples whose features are lost, instead of stopping")
 
 
