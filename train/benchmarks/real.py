@@ -93,6 +93,8 @@ def main(arguments: list[str]) -> None:
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
         measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in WEIGHTLESS}}
         Console().print(table({name: read_json(where / "acceptance.json") for name, where in measured.items()}))
+        # The head is measured on the prompts that did not choose its tree, the others on all: the differences are of the same prompts.
+        cli.run(["compare", "--measured", *map(str, measured.values())])
 
 
 @contextmanager
