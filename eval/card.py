@@ -111,6 +111,7 @@ def _measured(report: Report) -> list[str]:
         "",
         *((table.speed_markdown(report), "") if report.speedups else ()),
         *(f"- {line}" for line in table.speed(report)),
+        f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
         *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
         f"- Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftsmith.eval.answers import EncodedPrompt, TargetText, decode_all, skipped_line, target_texts
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
+from draftsmith.eval.intervals import Interval, of_difference, of_ratio, shown
 from draftsmith.eval.output import cell
-from draftsmith.eval.summary import bootstrap, interval
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import tree_config
@@ -92,8 +92,8 @@ def _acceptance(target: Target, drafters: Sequence[DraftModel], text: TargetText
     return torch.cat(parts, dim=1).cpu()
 
 
-def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> tuple[float, float, float]:
-    """τ_b − τ_a of two drafters, with its 95 % bootstrap interval. Prompts are drawn for both at once, so that their variation cancels.
+def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> Interval:
+    """τ_b − τ_a of two drafters, with its 95 % interval, paired by prompt.
 
     Args:
         tokens: [P], or [2,P] where the answers differ in length.
@@ -103,11 +103,8 @@ def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> tup
     Returns:
         The difference and the ends of its interval.
     """
-    rounds = torch.stack((rounds_a, rounds_b)).double()
-    tokens = tokens.double().expand(2, -1)
-    tau, samples = tokens.sum(1) / rounds.sum(1), bootstrap(tokens, rounds)
-    low, high = interval(samples[1] - samples[0])
-    return float(tau[1] - tau[0]), low, high
+    rounds = torch.stack((rounds_a, rounds_b))
+    return of_difference(tokens.expand(2, -1), rounds)
 
 
 def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
@@ -121,13 +118,13 @@ def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: 
     """
     rows = []
     for number, name in enumerate(names):
-        low, high = interval(bootstrap(tokens[number], rounds[number]))
+        tau = of_ratio(tokens[number], rounds[number])
         row = {
             "drafter": name,
             "temperature": temperature,
-            "tau": float(tokens[number].sum() / rounds[number].sum()),
-            "low": low,
-            "high": high,
+            "tau": tau.estimate,
+            "low": tau.low,
+            "high": tau.high,
             "tokens": int(tokens[number].sum()),
             "rounds": float(rounds[number].sum()),
         }
@@ -217,8 +214,8 @@ def print_comparison(report: dict[str, Any]) -> None:
         text = name in ("domain", "drafter")
         table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     for row in [*report["domains"], *report["rows"]]:
-        tau = f"{row['tau']:.2f} ({row['low']:.2f} – {row['high']:.2f})"
-        delta = f"{row['delta']:+.2f} ({row['delta_low']:+.2f} – {row['delta_high']:+.2f})" if "delta" in row else ""
+        tau = f"{row['tau']:.2f} ({shown(row['low'], row['high'])})"
+        delta = f"{row['delta']:+.2f} ({shown(row['delta_low'], row['delta_high'], '+.2f')})" if "delta" in row else ""
         rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
         cells = (cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
         table.add_row(*((cell(row.get("domain", "all")), *cells) if report["domains"] else cells))

@@ -71,7 +71,7 @@ class PositionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """τ over some rounds, with its 95 % interval [low, high].
+    """τ over some rounds, with its 95 % interval [low, high], None with too few prompts.
 
     survival[k] is P(at least k + 1 drafted tokens accepted); conditional[k] is survival[k] / survival[k − 1].
     """
@@ -80,8 +80,8 @@ class Acceptance:
     rounds: int
     tokens: int
     tau: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     survival: tuple[float, ...]
     conditional: tuple[float, ...]
 

@@ -1,13 +1,13 @@
 """The measured speed: plain decoding, the drafter and transformers' `generate` on the same prompts, by turns in one process."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.eval.interleaved import TimedAnswers
+from draftsmith.eval.intervals import Interval, of_ratio_of_ratios
 from draftsmith.eval.records import RoundRecord
-from draftsmith.eval.summary import bootstrap, interval
 
 
 @dataclass(slots=True)
@@ -45,25 +45,23 @@ class Timing:
         return Timing([domain] * len(chosen), [self.prompts[i] for i in chosen], seconds, tokens)
 
 
-def speedups(timing: Timing) -> dict[str, float]:
+def speedups(timing: Timing) -> dict[str, Any]:
     """Speedups with 95 % intervals over the timed prompts. They compare seconds per token: total seconds where the answers are the same."""
     seconds, tokens = ({name: torch.tensor(row).double() for name, row in rows.items()} for rows in (timing.seconds, timing.tokens))
 
-    def rates(name: str) -> Tensor:
-        return torch.cat((tokens[name].sum()[None] / seconds[name].sum(), bootstrap(tokens[name], seconds[name])))
+    def ratio(name: str, other: str) -> Interval:
+        return of_ratio_of_ratios(*(torch.stack((of[name], of[other])) for of in (tokens, seconds)))
 
-    entries: dict[str, float] = {"timed": sum(timing.prompts)}
+    entries: dict[str, Any] = {"timed": sum(timing.prompts)}
     for key, name in (("speedup", "plain"), ("speedup_over_transformers", "transformers")):
         if name in seconds:
-            ratio = rates("drafted") / rates(name)
-            entries[key] = float(ratio[0])
-            entries[f"{key}_low"], entries[f"{key}_high"] = interval(ratio[1:])
+            entries[key], entries[f"{key}_low"], entries[f"{key}_high"] = ratio("drafted", name)
     if "transformers" in seconds:
-        entries["plain_over_transformers"] = float(rates("plain")[0] / rates("transformers")[0])
+        entries["plain_over_transformers"] = ratio("plain", "transformers").estimate
     return entries
 
 
-def speed(timing: Timing, records: list[RoundRecord]) -> dict[str, float]:
+def speed(timing: Timing, records: list[RoundRecord]) -> dict[str, Any]:
     """The report's `speed`.
 
     Args:

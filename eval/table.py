@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.eval.answers import skipped_line
+from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
 from draftsmith.eval.records import KEYED_RULES, Report
 from draftsmith.inference.terminal import printable
@@ -23,7 +24,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
         conditional = [f"{chance:.2f}" for chance in acceptance.conditional[:DEPTHS]]
         if len(acceptance.conditional) > DEPTHS:
             conditional.append("…")
-        interval = f"{acceptance.low:.2f} – {acceptance.high:.2f}"
+        interval = shown(acceptance.low, acceptance.high)
         cells.append(
             (domain, labelled(report, temperature), f"{acceptance.tau:.2f}", interval, str(acceptance.rounds), "  ".join(conditional))
         )
@@ -36,7 +37,7 @@ def speed_rows(report: Report) -> list[tuple[str, ...]]:
         return []
     cells = []
     for domain, s in [*report.speedups.items(), ("all", report.speed)]:
-        interval = f"{s['speedup_low']:.2f} – {s['speedup_high']:.2f}" if s["timed"] > 1 else ""
+        interval = shown(s["speedup_low"], s["speedup_high"])
         over = f"{s['speedup_over_transformers']:.2f}" if "speedup_over_transformers" in s else ""
         cells.append((printable(domain, keep=""), f"{s['timed']:.0f}", f"{s['speedup']:.2f}", interval, over))
     return cells
@@ -136,6 +137,17 @@ def size(report: Report) -> str:
     return text
 
 
+def precision(report: Report) -> str:
+    """How well τ is known over all prompts, and what ± 3 % would take, for people."""
+    tau = report.overall[report.first_temperature]
+    needed = prompts_for(Interval(tau.tau, tau.low, tau.high), tau.prompts)
+    if needed is None or tau.low is None or tau.high is None:
+        return f"{tau.prompts} prompts are too few for an interval; {FEWEST} give a first one"
+    half = (tau.high - tau.low) / 2 / tau.tau
+    advice = f"; ± 3 % would take about {needed:,} prompts of the same kinds" if half > 0.03 else ""
+    return f"τ over {tau.prompts} prompts is known to ± {half:.0%}{advice}"
+
+
 def print_report(report: Report) -> None:
     """Print the report for a person."""
     console = Console()
@@ -151,6 +163,7 @@ def print_report(report: Report) -> None:
         print("No draft tree pays on this machine with this drafter: every τ/cost is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
+    print(f"{precision(report)}.")
     print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.")
 
 

@@ -15,7 +15,7 @@ from zoo import tiny
 from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading
 from draftsmith.eval.answers import TargetText, target_texts
 from draftsmith.eval.comparison import paired_difference, rounds_along_texts, summarise
-from draftsmith.eval.summary import bootstrap
+from draftsmith.eval.intervals import of_ratio
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
@@ -146,9 +146,8 @@ def test_differences_are_paired_by_prompt():
     better = rounds - torch.randint(0, 6, (200,), generator=generator)
     delta, low, high = paired_difference(tokens, rounds, better)
     assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
-    first, second = (bootstrap(tokens, counts) for counts in (rounds, better))
-    unpaired = (first.var() + second.var()).sqrt()
-    assert (high - low) / (2 * 1.96) < 0.4 * unpaired  # prompts differ far more than the two drafters on one prompt
+    widths = [(tau.high - tau.low) ** 2 for tau in (of_ratio(tokens, counts) for counts in (rounds, better))]
+    assert high - low < 0.4 * sum(widths) ** 0.5  # prompts differ far more than the two drafters on one prompt
     (a, b) = summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]

@@ -26,7 +26,7 @@ from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.formats import read_eagle
 from draftsmith.models.target import Target
 from draftsmith.train.benchmarks import peers, peers_medusa, peers_samples, peers_table
-from draftsmith.train.engine.optimizer import make
+from draftsmith.train.engine.optimizer import new_optimizer
 from draftsmith.train.engine.order import sample_rows
 from draftsmith.train.recipe import TrainSection
 
@@ -130,7 +130,7 @@ def test_the_medusa_objective_is_the_slow_form(target):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_step_is_timed_once(name):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    optimizer = make(model, TrainSection(output="x", steps=3, batch_size=1, lr=0.1, optimizer=name))
+    optimizer = new_optimizer(model, TrainSection(output="x", steps=3, batch_size=1, lr=0.1, optimizer=name))
     with peers.step_times() as times:
         for _ in range(3):
             model(torch.ones(1, 4)).sum().backward()
@@ -215,9 +215,11 @@ def test_differences_are_paired_by_prompt_and_seed():
     assert delta == pytest.approx(float(taus.mean()) / 4, rel=1e-5) and low < delta < high
     shuffled = torch.stack((tokens, 0.8 * rounds[:, torch.randperm(40, generator=generator)]), 1)
     assert high - low < 0.5 * (lambda _, low, high: high - low)(*peers_table.difference(ours, shuffled))
-    seeds = torch.tensor([[[64.0], [64.0]], [[64.0], [32.0]]])  # τ 1 and 2: of one prompt only seeds vary
-    base = torch.tensor([[[64.0], [64.0]]] * 2)
-    assert peers_table.difference(base, seeds) == (0.5, 0, 1)
+    seeds = torch.tensor([[[64.0] * 9, [64.0] * 9], [[64.0] * 9, [32.0] * 9]])  # τ 1 and 2: prompts do not differ, seeds do
+    base = torch.tensor([[[64.0] * 9, [64.0] * 9]] * 2)
+    half = 12.71 * 0.5**0.5 / 2**0.5  # Student's t with one degree of freedom times the standard error of two seeds
+    assert peers_table.difference(base, seeds) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
+    assert peers_table.difference(base[:, :, :7], seeds[:, :, :7]) == (0.5, None, None)
 
 
 # Runs

@@ -17,6 +17,7 @@ from draftsmith.data import prompts, regenerate, stdlib
 from draftsmith.data.conversations import Conversation
 from draftsmith.eval.answers import target_texts
 from draftsmith.eval.comparison import paired_difference, rounds_along_texts
+from draftsmith.eval.intervals import shown
 from draftsmith.eval.loading import encode
 from draftsmith.inference import machine
 from draftsmith.inference.draft_model import DraftModel
@@ -124,7 +125,7 @@ def table() -> None:
     print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")
     for cell, both in results.items():
         columns = (
-            f"{tau:.3f} ({least:.3f} to {most:.3f}) | {delta:+.3f} ({low:+.3f} to {high:+.3f})"
+            f"{tau:.3f} ({least:.3f} to {most:.3f}) | {delta:+.3f} ({shown(low, high, '+.3f')})"
             for tau, least, most, delta, low, high in both
         )
         print(f"| {cell.loss} | {cell.data} | {cell.start} | {' | '.join(columns)} |")

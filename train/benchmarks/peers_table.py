@@ -3,6 +3,7 @@
 Letters: P is the number of prompts, M that of seeds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.data import prompts
-from draftsmith.eval import loading
+from draftsmith.eval import intervals, loading
 from draftsmith.eval.answers import decode_all, encode_prompts
-from draftsmith.eval.summary import bootstrap, interval
+from draftsmith.eval.intervals import Interval
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.sampler import Sampling
@@ -30,6 +31,7 @@ MEASURES = {
     for temperature in (0, 1)
 }
 NEW_TOKENS = 64
+T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % of Student's t with M − 1 degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +91,23 @@ def taus(counts: Tensor) -> Tensor:
     return counts[..., 0, :].sum(-1) / counts[..., 1, :].sum(-1)
 
 
-def difference(first: Tensor, second: Tensor) -> tuple[float, float, float]:
-    """Mean over seeds of second's τ less first's, with its 95 % bootstrap interval.
+def difference(first: Tensor, second: Tensor) -> Interval:
+    """Mean over seeds of second's τ less first's, with its 95 % interval: over prompts, and over seeds where there are several.
 
-    Prompts and seeds are drawn, the same for both: the runs of a seed trained on the same samples, and all decoded the same prompts.
+    Both parts are paired: the runs of a seed trained on the same samples, and all decoded the same prompts.
 
     Args:
         first, second: tokens and rounds [M,2,P] of two methods with the same seeds.
     """
     both = torch.stack((first, second)).double()
-    samples = bootstrap(both[:, :, 0], both[:, :, 1])  # [2,M,resamples]
-    deltas = (samples[1] - samples[0]).T
-    drawn = torch.randint(len(first), deltas.shape, generator=torch.Generator().manual_seed(1))
-    low, high = interval(deltas.gather(1, drawn).mean(1))
-    return float((taus(both[1]) - taus(both[0])).mean()), low, high
+    deltas = taus(both[1]) - taus(both[0])  # [M]
+    over_prompts, delta = intervals.of_difference(both.sum(1)[:, 0], both.sum(1)[:, 1]), float(deltas.mean())
+    if over_prompts.low is None:
+        return Interval(delta, None, None)
+    half = over_prompts.estimate - over_prompts.low
+    if len(deltas) > 1:
+        half = math.hypot(half, T_QUANTILES.get(len(deltas), 2.0) * float(deltas.std()) / len(deltas) ** 0.5)
+    return Interval(delta, delta - half, delta + half)
 
 
 def table(measured: Sequence[Measured], features: dict[str, float], tokens: int) -> str:
@@ -124,7 +129,10 @@ def table(measured: Sequence[Measured], features: dict[str, float], tokens: int)
         cells = [f"{_mean(counts[name][group]):.3f}" for name in MEASURES]
         if group != ours:
             deltas = (difference(counts[name][ours], counts[name][group]) for name in MEASURES)
-            cells = [f"{cell}; {delta:+.3f} ({low:+.3f} to {high:+.3f})" for cell, (delta, low, high) in zip(cells, deltas, strict=True)]
+            cells = [
+                f"{cell}; {delta:+.3f} ({intervals.shown(low, high, '+.3f')})"
+                for cell, (delta, low, high) in zip(cells, deltas, strict=True)
+            ]
         seconds = [run.seconds for run in runs if run.seconds]
         step = f"{sum(seconds) / len(seconds):.3g}" if seconds else "?"
         lines.append(_line((*group, *cells, f"{step} + {features[group[0]]:.3g}", f"{tokens:,}")))

@@ -1,0 +1,83 @@
+"""95 % intervals over prompts, of τ, of speedups and of differences: a symmetric bootstrap-t.
+
+τ is a ratio of sums over prompts, and the rounds of one prompt are correlated: prompts are what is drawn. For each sample the distance to the
+estimate is divided by the sample's own standard error (the jackknife's, Tukey 1958), and the 95 % quantile of these distances times the
+estimate's standard error is half the interval (Efron and Tibshirani 1993, §12.5). Ratios are taken as logarithms.
+
+`python -m draftsmith.eval.benchmarks.coverage` simulates how often such intervals contain the true value. No method sees a kind of prompt of which the
+sample has none: where 3 % of the prompts are far better than the rest, all methods cover 87 to 93 % up to 95 prompts.
+
+Letters: P prompts, C columns of sums.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SAMPLES = 2000
+FEWEST = 8  # prompts for an interval: with fewer it covers less than 93 % of the usual and 88 % of bimodal acceptances
+TOO_FEW = "too few prompts"
+
+
+class Interval(NamedTuple):
+    """An estimate and the ends of its interval, None with fewer than FEWEST prompts."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+def of_ratio(tokens: Tensor, rounds: Tensor) -> Interval:
+    """Σ tokens / Σ rounds, of [P] each; with seconds for rounds, the tokens per second."""
+    return _exp(_interval(torch.stack((tokens, rounds)), lambda sums: (sums[0] / sums[1]).log()))
+
+
+def of_ratio_of_ratios(tokens: Tensor, seconds: Tensor) -> Interval:
+    """(Σ tokens_0 / Σ seconds_0) / (Σ tokens_1 / Σ seconds_1), a speedup, of [2,P] each; paired by prompt."""
+    return _exp(_interval(torch.cat((tokens, seconds)), lambda sums: (sums[0] / sums[2]).log() - (sums[1] / sums[3]).log()))
+
+
+def of_difference(tokens: Tensor, rounds: Tensor) -> Interval:
+    """Σ tokens_1 / Σ rounds_1 − Σ tokens_0 / Σ rounds_0, of [2,P] each; paired by prompt, so that what the drafters have in common cancels."""
+    return _interval(torch.cat((tokens, rounds)), lambda sums: sums[1] / sums[3] - sums[0] / sums[2])
+
+
+def shown(low: float | None, high: float | None, form: str = ".2f") -> str:
+    """The interval for people."""
+    return TOO_FEW if low is None or high is None else f"{low:{form}} – {high:{form}}"
+
+
+def prompts_for(interval: Interval, prompts: int, share: float = 0.03) -> int | None:
+    """How many prompts of the same kinds an interval of ± `share` of the estimate takes; None where there are too few to say."""
+    if interval.low is None or interval.high is None:
+        return None
+    half = (interval.high - interval.low) / 2 / abs(interval.estimate)
+    return max(FEWEST, math.ceil(prompts * (half / share) ** 2))
+
+
+def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interval:
+    """The interval of a statistic [...] of sums over prompts [C,...]; columns [C,P]."""
+    columns = columns.double()
+    estimate, count = statistic(columns.sum(-1)), columns.shape[1]
+    if count < FEWEST:
+        return Interval(float(estimate), None, None)
+    drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
+    samples = columns[:, drawn]  # [C,SAMPLES,P]
+    # A sample of one prompt alone, drawn P times, has no error of its own.
+    distances = (statistic(samples.sum(-1)) - estimate).abs() / _standard_error(samples, statistic).clamp(min=1e-12)
+    half = float(torch.quantile(distances, 0.95) * _standard_error(columns, statistic))
+    return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
+
+
+def _standard_error(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tensor:
+    """The jackknife's standard error [...] of a statistic of sums over P; columns [C,...,P]."""
+    count = columns.shape[-1]
+    without = statistic(columns.sum(-1, keepdim=True) - columns)  # [...,P]
+    return ((count - 1) * without.var(-1, correction=0)).sqrt()
+
+
+def _exp(interval: Interval) -> Interval:
+    return Interval(*(None if value is None else math.exp(value) for value in interval))  # pyright: ignore[reportArgumentType]

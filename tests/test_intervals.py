@@ -1,0 +1,92 @@
+"""Intervals over prompts: bootstrap-t against a slow form, what cancels, what is too little, and how often they are right."""
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from draftsmith.eval import intervals
+from draftsmith.eval.benchmarks import coverage
+from draftsmith.eval.intervals import FEWEST, Interval, of_difference, of_ratio, of_ratio_of_ratios, prompts_for, shown
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rounds = torch.randint(10, 60, (count,), generator=generator)
+    return rounds + torch.randint(0, 60, (count,), generator=generator), rounds
+
+
+def slow(tokens, rounds):
+    """Bootstrap-t on log τ with loops, draws of Python's own, and the jackknife over a list."""
+
+    def log_tau(chosen):
+        return math.log(sum(tokens[i] for i in chosen) / sum(rounds[i] for i in chosen))
+
+    def error(chosen):
+        without = [log_tau([*chosen[:k], *chosen[k + 1 :]]) for k in range(len(chosen))]
+        return math.sqrt((len(chosen) - 1) * statistics.pvariance(without))
+
+    everything, draws = list(range(len(tokens))), random.Random(1)
+    estimate = log_tau(everything)
+    samples = [draws.choices(everything, k=len(tokens)) for _ in range(2000)]
+    distances = sorted(abs(log_tau(chosen) - estimate) / max(error(chosen), 1e-12) for chosen in samples)
+    half = distances[int(0.95 * len(distances))] * error(everything)
+    return math.exp(estimate - half), math.exp(estimate + half)
+
+
+@pytest.mark.parametrize("count", [FEWEST, 20])
+def test_it_is_the_bootstrap_t_of_the_book(count):
+    tokens, rounds = prompts(count)
+    estimate, low, high = of_ratio(tokens, rounds)
+    assert estimate == pytest.approx(float(tokens.sum() / rounds.sum()))
+    assert low * high == pytest.approx(estimate**2), "symmetric in log τ"
+    assert (low, high) == pytest.approx(slow(tokens.tolist(), rounds.tolist()), rel=0.03) and high / low > 1.1  # other draws
+
+
+def test_a_difference_is_paired():
+    tokens, rounds = prompts(40)
+    same = of_difference(torch.stack((tokens, tokens)), torch.stack((rounds, rounds)))
+    assert same == (0.0, 0.0, 0.0)
+    faster = of_difference(torch.stack((tokens, 1.2 * tokens)), torch.stack((rounds, rounds)))
+    alone = of_ratio(tokens, rounds)
+    assert faster.estimate == pytest.approx(0.2 * alone.estimate)
+    assert faster.high - faster.low < 0.4 * (alone.high - alone.low)
+
+
+def test_a_speedup_is_of_seconds_per_token():
+    tokens, seconds = torch.tensor([[6.0] * 10, [3.0] * 10]), torch.tensor([[1.0] * 10, [2.0] * 10])
+    assert of_ratio_of_ratios(tokens, seconds) == pytest.approx((4.0, 4.0, 4.0))
+    seconds[1, :5] = 1.0
+    found = of_ratio_of_ratios(tokens, seconds)
+    assert found.estimate == pytest.approx(6 / (30 / 15)) and found.low < found.estimate < found.high
+
+
+def test_too_few_prompts_give_no_interval():
+    tokens, rounds = prompts(FEWEST)
+    assert of_ratio(tokens, rounds).low is not None
+    few = of_ratio(tokens[1:], rounds[1:])
+    assert few.low is None and few.high is None and few.estimate > 1
+    assert (
+        shown(few.low, few.high) == "too few prompts" and shown(1.234, 2.0) == "1.23 – 2.00" and shown(-0.1, 0.2, "+.2f") == "-0.10 – +0.20"
+    )
+    assert prompts_for(few, 7) is None
+
+
+def test_how_many_prompts_three_percent_take():
+    assert prompts_for(Interval(2.0, 1.88, 2.12), 50) in (200, 201)  # ± 6 % with 50
+    assert prompts_for(Interval(2.0, 1.99, 2.01), 50) == FEWEST
+
+
+def test_the_same_numbers_give_the_same_interval():
+    tokens, rounds = prompts(30)
+    assert of_ratio(tokens, rounds) == of_ratio(tokens, rounds)
+
+
+@pytest.mark.parametrize("kind, count", [("similar", 12), ("different", 24), ("two kinds", 24)])
+def test_it_covers(kind, count, monkeypatch):
+    monkeypatch.setattr(intervals, "SAMPLES", 400)
+    torch.manual_seed(0)
+    share = coverage.coverage(kind, count, 400, coverage.true_tau(kind, 100_000), coverage.bootstrap_t)
+    assert 0.92 < share < 0.985  # of 400 trials, ± 2 standard errors of .95: .928 to .972
