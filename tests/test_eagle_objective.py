@@ -49,6 +49,22 @@ def test_every_loss_and_decay_reaches_the_objective():
     agrees("3.1", "ce", 2, decay=0.5)
 
 
+def test_prompts_are_supervised_in_training_alone(target):
+    drafter = make(target).train()
+    rows = PackedDataset(corpus_of(LENGTHS), 32)
+    batch = rows.batch(torch.arange(len(rows)))
+    batch["loss_mask"] = batch["loss_mask"] & (batch["position_ids"] % 3 > 0)
+    everything = batch | {"loss_mask": batch["document"] >= 0}
+    assert batch["loss_mask"].sum() < everything["loss_mask"].sum()
+
+    def total(data, prompts):
+        return float(objective3(drafter, data, target=target, section=EagleSection(steps=3, prompts=prompts)).sum.detach())
+
+    assert total(batch, True) == total(everything, False) > 1.2 * total(batch, False)
+    drafter.eval()
+    assert total(batch, True) == total(batch, False)
+
+
 def test_the_regression_reaches_the_objective():
     agrees("3", "kl", 3, decay=0.7, regression=0.4)
     agrees("3, norms of speculators", "tv", 2, packed=False, regression=2.0)

@@ -53,6 +53,11 @@ class EagleSection(Section):
         le=1000,
         description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state",
     )
+    prompts: bool = Field(
+        default=False,
+        description="version 3: train on the prompts' tokens too, which the target's distribution supervises as well as answers; held-out loss "
+        "and simulated τ stay those of answers",
+    )
     steps: int = Field(
         default=7, ge=1, le=64, description="K, steps of the training-time test; in version 1 how deep the drafter may draft"
     )
@@ -116,10 +121,12 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
 
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
-    supervised too. ĥ_j(t) is what the drafter's head reads and h_s [H] what the target's head reads, of which p_s is made. Under context
+    supervised too. With section.prompts all tokens are supervised while the drafter trains. ĥ_j(t) is what the drafter's head reads and h_s [H] what the target's head reads, of which p_s is made. Under context
     parallelism t ranges over this rank's positions.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
+    if section.prompts and drafter.training:
+        mask = document >= 0
     own, read = context.part(length), context.part(length, section.steps)  # later steps need the target at up to K more positions
     out = target.features(batch, drafter.taps)
     feature = drafter.feature_of(_at(out, own))
