@@ -49,8 +49,8 @@ def speedups(timing: Timing) -> dict[str, Any]:
     """Speedups with 95 % intervals over the timed prompts. They compare seconds per token: total seconds where the answers are the same."""
     seconds, tokens = ({name: torch.tensor(row).double() for name, row in rows.items()} for rows in (timing.seconds, timing.tokens))
 
-    def ratio(name: str, other: str) -> Interval:
-        return of_ratio_of_ratios(*(torch.stack((of[name], of[other])) for of in (tokens, seconds)))
+    def ratio(name: str, base: str) -> Interval:
+        return of_ratio_of_ratios(*(torch.stack((of[name], of[base])) for of in (tokens, seconds)))
 
     entries: dict[str, Any] = {"timed": sum(timing.prompts)}
     for key, name in (("speedup", "plain"), ("speedup_over_transformers", "transformers")):
