@@ -19,6 +19,7 @@ from torch import Tensor
 
 SAMPLES = 2000
 FEWEST = 8  # prompts for an interval: with fewer it covers less than 93 % of the usual and 88 % of bimodal acceptances
+LEAST_ERROR = 0.1  # of a sample, in errors of the estimate
 TOO_FEW = "too few prompts"
 
 
@@ -66,9 +67,11 @@ def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interva
         return Interval(float(estimate), None, None)
     drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
     samples = columns[:, drawn]  # [C,SAMPLES,P]
-    # A sample of one prompt alone, drawn P times, has no error of its own.
-    distances = (statistic(samples.sum(-1)) - estimate).abs() / _standard_error(samples, statistic).clamp(min=1e-12)
-    half = float(torch.quantile(distances, 0.95) * _standard_error(columns, statistic))
+    error, errors = _standard_error(columns, statistic), _standard_error(samples, statistic)
+    # A sample of equal prompts has no error of its own, and one of nearly equal prompts next to none: distances would have no bound.
+    distances = (statistic(samples.sum(-1)) - estimate).abs() / errors.clamp(min=LEAST_ERROR * error)
+    distances = distances[errors > 1e-6 * error]
+    half = float(torch.quantile(distances, 0.95) * error) if len(distances) else 0.0
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
 
 

@@ -90,3 +90,15 @@ def test_it_covers(kind, count, monkeypatch):
     torch.manual_seed(0)
     share = coverage.coverage(kind, count, 400, coverage.true_tau(kind, 100_000), coverage.bootstrap_t)
     assert 0.92 < share < 0.985  # of 400 trials, ± 2 standard errors of .95: .928 to .972
+
+
+def test_prompts_that_are_nearly_equal_give_a_finite_interval():
+    tokens, rounds = torch.full((FEWEST,), 60), torch.full((FEWEST,), 40)
+    assert of_ratio(tokens, rounds) == pytest.approx((1.5, 1.5, 1.5))
+    for odd in (39, 20):
+        rounds[0] = odd
+        found = of_ratio(tokens, rounds)
+        assert 1.2 < found.low < 1.5 < found.estimate < found.high < 2.5
+    rounds = torch.tensor([40, 20] + [40000, 40001] * 4)
+    found = of_ratio(torch.cat((tokens[:2], 1500 * tokens)), rounds)
+    assert 1.4 < found.low < found.estimate < found.high < 3.5
