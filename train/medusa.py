@@ -74,7 +74,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
     weight = supervised_tokens(batch)
     # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
-    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / counted[k].sum().clamp(min=1) for k, loss in enumerate(parts[0][1])}
+    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / counted[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
     chains = survival_metrics(torch.stack([loss.hits for loss in parts[0][1]]), torch.stack(counted).float(), weight)
     return Loss(total, weight, chains | hits)
 
