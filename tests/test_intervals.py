@@ -59,8 +59,8 @@ def test_a_speedup_is_of_seconds_per_token():
     tokens, seconds = torch.tensor([[6.0] * 10, [3.0] * 10]), torch.tensor([[1.0] * 10, [2.0] * 10])
     assert of_ratio_of_ratios(tokens, seconds) == pytest.approx((4.0, 4.0, 4.0))
     seconds[1, :5] = 1.0
-    found = of_ratio_of_ratios(tokens, seconds)
-    assert found.estimate == pytest.approx(6 / (30 / 15)) and found.low < found.estimate < found.high
+    interval = of_ratio_of_ratios(tokens, seconds)
+    assert interval.estimate == pytest.approx(6 / (30 / 15)) and interval.low < interval.estimate < interval.high
 
 
 def test_too_few_prompts_give_no_interval():
@@ -97,8 +97,8 @@ def test_prompts_that_are_nearly_equal_give_a_finite_interval():
     assert of_ratio(tokens, rounds) == pytest.approx((1.5, 1.5, 1.5))
     for odd in (39, 20):
         rounds[0] = odd
-        found = of_ratio(tokens, rounds)
-        assert 1.2 < found.low < 1.5 < found.estimate < found.high < 2.5
+        interval = of_ratio(tokens, rounds)
+        assert 1.2 < interval.low < 1.5 < interval.estimate < interval.high < 2.5
     rounds = torch.tensor([40, 20] + [40000, 40001] * 4)
-    found = of_ratio(torch.cat((tokens[:2], 1500 * tokens)), rounds)
-    assert 1.4 < found.low < found.estimate < found.high < 3.5
+    interval = of_ratio(torch.cat((tokens[:2], 1500 * tokens)), rounds)
+    assert 1.4 < interval.low < interval.estimate < interval.high < 3.5

@@ -232,7 +232,14 @@ def plan(target_folder, tmp_path_factory):
     words = [f"{n} and {n * n} make {n + n * n}, which is {'even' if n % 2 == 0 else 'odd'} at last." for n in range(100, 180)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
     keys = {"eagle.taps": [0], "eagle.steps": 2, "eagle.vocab_size": 40, "data.seq_len": 64, "data.near_duplicate": 1.0}
-    keys |= {"data.train": str(folder / "texts.jsonl"), "train.steps": 9, "train.batch_size": 2, "train.lr": 1e-3, "train.output": "unset"}
+    keys |= {
+        "data.train": str(folder / "texts.jsonl"),
+        "train.steps": 9,
+        "train.batch_size": 2,
+        "train.lr": 1e-3,
+        "train.output": "unset",
+        "train.precision": "fp32",
+    }
     (folder / "recipe.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     recipe = str(folder / "recipe.yaml")
     plan = peers.Plan(folder / "run", str(target_folder), recipe, None, 512, None, PEER or None, (0,), (1e-3,), (2,))
