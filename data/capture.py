@@ -62,7 +62,7 @@ def capture(
     if len(set(taps)) < len(taps):
         raise ValueError(f"features.taps={list(taps)} names a layer twice; name each once")
     target.watch(taps)  # raises for layers that are not there
-    default = 1024 if target.device.type == "cpu" else 8192
+    batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 8192)
     index = Index.of(target, taps, precision)
     samples = {sample_key(ids): ids for corpus in corpora for ids in (corpus.sample(n)[0] for n in range(len(corpus)))}
     try:
@@ -70,7 +70,7 @@ def capture(
             begin(folder, index, target)
         wait()
         index = Index.read(folder) or index  # the store's own: it may know the same target by another path
-        _capture_missing(target, samples, folder, index, batch_tokens or default, rank, world, wait)
+        _capture_missing(target, samples, folder, index, batch_tokens, rank, world, wait)
     finally:
         if rank == 0:
             end(folder)

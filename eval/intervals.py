@@ -4,8 +4,8 @@
 estimate is divided by the sample's own standard error (the jackknife's, Tukey 1958), and the 95 % quantile of these distances times the
 estimate's standard error is half the interval (Efron and Tibshirani 1993, §12.5). Ratios are taken as logarithms.
 
-`python -m draftsmith.eval.benchmarks.coverage` simulates how often such intervals contain the true value. No method sees a kind of prompt of which the
-sample has none: where 3 % of the prompts are far better than the rest, all methods cover 87 to 93 % up to 95 prompts.
+`python -m draftsmith.eval.benchmarks.coverage` simulates how often such intervals contain the true value. No method sees a kind of prompt of
+which the sample has none: where 3 % of the prompts are far better than the rest, none covers 95 % with 95 prompts.
 
 Letters: P prompts, C columns of sums.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SAMPLES = 2000
-FEWEST = 8  # prompts for an interval: with fewer it covers less than 93 % of the usual and 88 % of bimodal acceptances
+FEWEST = 8  # prompts for an interval: with fewer, acceptances of two kinds are covered too seldom
 LEAST_ERROR = 0.1  # of a sample, in errors of the estimate
 TOO_FEW = "too few prompts"
 

@@ -33,7 +33,7 @@ from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
-READING = ("q_proj", "k_proj", "v_proj")  # of the first layer they read embedding and feature
+READING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # in the first layer they read embedding and feature
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # settings of version 3
 
 
@@ -258,7 +258,7 @@ class EagleModel(FeatureDrafter):
         theirs = dict(layer.named_parameters())
         ours = {name: parameter for name, parameter in first.named_parameters() if name != "input_layernorm.weight"}
         ours["input_layernorm.weight"] = ours.pop("hidden_norm.weight")
-        parts = {name: part[:, size:] if name[10:16] in READING else part for name, part in ours.items()}
+        parts = {name: part[:, size:] if name.startswith(READING) else part for name, part in ours.items()}
         if wrong := sorted(parts.keys() ^ theirs.keys()) or [name for name, part in parts.items() if part.shape != theirs[name].shape]:
             raise ValueError(f"the target's layer differs from the drafter's in {', '.join(wrong)}")
         probe = torch.linspace(-1, 1, size, device=norm.get_parameter("weight").device, dtype=norm.get_parameter("weight").dtype)

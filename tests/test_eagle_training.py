@@ -208,6 +208,8 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.norm_output=true"], "EAGLE-1 has no norm"),
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
+        (["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.start=target"], "eagle.start=target is for version 3"),
+        (["eagle.regression=1", "eagle.hidden_size=16", "eagle.heads=2"], "eagle.regression compares"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(words, tmp_path, more, match):

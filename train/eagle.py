@@ -116,13 +116,14 @@ from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: ContextParallel = SINGLE_RANK) -> Loss:
-    """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test. Each step reads its own output of
-    the step before.
+    """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test.
+
+    Each step reads its own output of the step before.
 
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
-    supervised too. With section.prompts all tokens are supervised while the drafter trains. ĥ_j(t) is what the drafter's head reads and h_s [H] what the target's head reads, of which p_s is made. Under context
-    parallelism t ranges over this rank's positions.
+    supervised too. With section.prompts all tokens are supervised while the drafter trains. The drafter's head reads ĥ_j(t) [W]; the target's
+    head reads h_s [H] and makes p_s of it. Under context parallelism t ranges over this rank's positions.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     if section.prompts and drafter.training:
@@ -237,6 +238,11 @@ def architecture(section: EagleSection, target: Target) -> dict[str, Any]:
         "norm_before_residual": section.norm_before_residual,
         "steps": section.steps,
     }
+    if section.regression and section.version == 3 and size != target.hidden_size:
+        raise ValueError(
+            f"eagle.regression compares with the target's hidden states of {target.hidden_size} entries; got eagle.hidden_size={size}; "
+            "leave out one of them"
+        )
     if section.version == 1 and (section.taps or section.vocab_size not in (None, target.vocab_size)):
         raise ValueError("EAGLE-1 reads no taps and has the target's vocabulary; leave out eagle.taps and eagle.vocab_size")
     if section.version == 3:
@@ -309,9 +315,12 @@ def begin_with_target(drafter: EagleModel, target: Target, batch: Batch) -> None
     batch = {name: tensor.to(target.device) for name, tensor in batch.items()}
     taps = cast(Tensor, target.features(batch, drafter.taps).taps)[batch["document"] >= 0].float()  # [n,T,H]
     normed = taps if drafter.config.norm_before_fc else taps[:, -1]
+    norm = getattr(target.decoder, "norm", None)
+    if norm is None:
+        raise ValueError("eagle.start=target: the target's decoder has no `norm` as Llama's has; leave it out")
     try:
-        drafter.copy_layer(target.layers[-1], target.decoder.get_submodule("norm"), float(normed.square().mean().sqrt()))
-    except (ValueError, AttributeError) as error:
+        drafter.copy_layer(target.layers[-1], norm, float(normed.square().mean().sqrt()))
+    except ValueError as error:
         raise ValueError(f"eagle.start=target: {error}; leave it out") from None
 
 
@@ -330,6 +339,8 @@ def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
+    if recipe.eagle.start == "target" and recipe.eagle.version == 1:
+        raise ValueError("eagle.start=target is for version 3; leave out one of them")
     if recipe.eagle.start == "target" and recipe.target.parallel != "none":
         raise ValueError(f"eagle.start=target reads a complete layer; got target.parallel={recipe.target.parallel}; leave out one of them")
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel

@@ -2,8 +2,9 @@
 
 python -m draftsmith.eval.benchmarks.coverage [--trials 2000]
 
-A prompt has an acceptance of its own, and a length; its rounds accept drafts of a chain of 4 independently. Beside the interval that the reports
-print (eval/intervals.py) stand the percentile bootstrap over prompts and Student's t on log τ with the jackknife's standard error. The true τ is that of a million prompts.
+A prompt has an acceptance of its own, and a length; its rounds accept drafts of a chain of 4 independently. Beside the interval that the
+reports print (eval/intervals.py) stand Student's t on log τ with the jackknife's standard error, and the percentile bootstrap over prompts.
+The true τ is that of a million prompts.
 """
 
 import argparse

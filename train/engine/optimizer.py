@@ -38,7 +38,7 @@ def state_keys(model: nn.Module, section: TrainSection) -> dict[str, tuple[str, 
     return {name: STATE_KEYS[:1] if kind == "muon" else STATE_KEYS for name, (_, kind) in _kinds(model, section).items()}
 
 
-def numbers(model: nn.Module, section: TrainSection) -> int:
+def state_size(model: nn.Module, section: TrainSection) -> int:
     """How many numbers the optimizer keeps, beside its step counts."""
     keys = state_keys(model, section)
     return sum(parameter.numel() * len(keys[name]) for name, parameter in model.named_parameters() if name in keys)

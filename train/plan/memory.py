@@ -117,7 +117,7 @@ class PlannedRun:
             model, objective = method.build_untrained(recipe, self.target)
         self.target_parameters = sum(parameter.numel() for parameter in self.target.model.parameters())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.optimizer_state = FP32 * optimizer.numbers(model, recipe.train)
+        self.optimizer_state = FP32 * optimizer.state_size(model, recipe.train)
         self.frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
