@@ -1,19 +1,18 @@
-"""What evaluation records: a line for each round of real decoding, a line for each position of the target's own text, and the report.
+"""What an evaluation records, one JSON line each: a header, costs, the target's own texts with the drafter's ranks, the tree, and requests.
+
+All numbers, tables and pages of `draftsmith eval` are made from these lines alone (eval/report.py); eval/record_store.py writes them.
 
 Letters: S positions · V target vocabulary · D draft vocabulary · K draft depth · N tree nodes with the root.
 """
 
-import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference import durable
+from draftsmith.inference.reading import field as entry
 
 KEYED_RULES = ("target-sample", "shared-noise")  # they draw with noise keyed by position, and so give the very tokens of plain decoding
 ALLOWANCE = 4.0  # a margin up to so many times the noise is a tie: few forwards measure the noise, so its maximum may be larger
@@ -21,69 +20,29 @@ EXCESS = 3.0  # hidden states farther than so many spreads from the reference fo
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRecord:
+class Round:
     """One round of real decoding.
 
     Attributes:
-        prompt: id of the prompt.
-        domain: of the prompt.
-        temperature: 0 is greedy.
-        rule: the rule that verified the draft; some are lossy, see RULES.
         position: index in the sequence of the last committed token, the root of the draft tree.
         nodes: nodes verified, the root included.
         committed: tokens committed, the bonus token included, tokens past the end of the text excluded.
-        accepted: drafted tokens among them.
-        draft_s: seconds of drafting; this and the others are None for a prompt that was not timed.
+        draft_s: seconds of drafting; this and the others are None for a request that was not timed.
         verify_s: seconds of verifying.
         other_s: seconds of everything else.
     """
 
-    prompt: str
-    domain: str
-    temperature: float
-    rule: str
     position: int
     nodes: int
     committed: int
-    accepted: int
-    draft_s: float | None
-    verify_s: float | None
-    other_s: float | None
+    draft_s: float | None = None
+    verify_s: float | None = None
+    other_s: float | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class PositionRecord:
-    """The target's text after one prompt, and how the drafter ranks it.
-
-    Attributes:
-        prompt: id of the prompt.
-        domain: of the prompt.
-        ranks: [S,K] int64. For a draft tree with its root at position s, the rank (from 0) of the target's token at depth k + 1, given the
-            target's own tokens before it; −1 for ranks that are not recorded and past the end of the text.
-        log_probs: [S,K] float32, the drafter's log-probabilities of the same tokens; −inf past the end of the text.
-    """
-
-    prompt: str
-    domain: str
-    ranks: Tensor
-    log_probs: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """τ over some rounds, with its 95 % interval [low, high], None with too few prompts.
-
-    survival[k] is P(at least k + 1 drafted tokens accepted); conditional[k] is survival[k] / survival[k − 1].
-    """
-
-    prompts: int
-    rounds: int
-    tokens: int
-    tau: float
-    low: float | None
-    high: float | None
-    survival: tuple[float, ...]
-    conditional: tuple[float, ...]
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were committed. A round that the end of the text cut short counts as if it had accepted one token less."""
+        return self.committed - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,100 +78,199 @@ class Divergence:
         return "tie" if self.excess <= EXCESS and self.own_best else "bug"
 
 
-@dataclass(slots=True)
-class Report:
-    """All results of `draftsmith eval`.
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One prompt, answered plainly and with the drafter under one sampling setting.
 
     Attributes:
-        target: a `TargetIdentity` as a dict.
-        method: the drafter's.
-        settings: what the numbers depend on.
-        tree: the draft tree, as a config has it.
-        nodes: most nodes of a round.
-        cost: seconds of a target forward over N nodes, by N.
-        drafting: seconds of drafting a chain, by its depth K.
-        by_nodes: for some N, the best tree of N nodes: its depth, its exact τ on the reported half of the prompts, the relative cost of
-            its round, and τ over it.
-        overall: by temperature, over all reported prompts.
-        domains: by domain, at the first temperature.
-        distinct: distinct 8-grams over all 8-grams of the answers at the first temperature.
-        divergences: answers that differ from plain decoding's, where the rule promises the same tokens.
-        answers: how many answers were compared with plain decoding's.
-        checked_tokens: how many tokens of them, up to the first that differs.
-        like_transformers: how many greedy answers of plain decoding equal those of transformers' generate.
-        compared: how many were compared with those of transformers.
-        speed: measured at the first temperature, on the prompts that were timed.
-        speedups: the same by domain, where prompts were timed one at a time.
-        skipped: by domain, prompts that do not fit the target's context.
-        lossy: by temperature, the rule, where it changes the distribution of the output.
+        prompt: id of the prompt.
+        domain: of the prompt.
+        language: of the prompt, "" where the prompts file does not say.
+        setting: label of the sampling, see eval/settings.py.
+        turn: of its conversation, from 1.
+        prompt_tokens: tokens before the answer.
+        tokens: the answer with the drafter.
+        reason: why it ended: "stop", "length" or "context".
+        rounds: of decoding with the drafter.
+        plain_tokens: length of plain decoding's answer.
+        checked: whether the rule promises plain decoding's tokens.
+        divergence: the first difference from them; None where there is none, or where nothing is promised.
+        equals_transformers: whether plain decoding's answer equals that of transformers; None where transformers did not answer.
+        seconds: of its batch, by contender ("plain", "drafted", "transformers", "ordinary" beside exact rounds), {} where it was not
+            timed. A batch of several has its seconds and tokens in its last request.
+        batch_tokens: answered tokens of the batch, likewise.
+        batch: requests of the batch; 0 where it was not timed, and in all but the last request.
+        prefill_s: seconds until the first round with the drafter; None where that was not measured alone.
+        plain_rounds: rounds of plain decoding whose verifying was timed.
+        plain_verify_s: their seconds of verifying.
     """
 
-    target: dict[str, str]
-    method: str
-    settings: dict[str, Any]
-    tree: list[list[int]] | dict[str, int]
-    nodes: int
-    cost: dict[int, float]
-    drafting: dict[int, float]
-    by_nodes: list[dict[str, float]]
-    overall: dict[str, Acceptance] = field(default_factory=dict)
-    domains: dict[str, Acceptance] = field(default_factory=dict)
-    distinct: float = 1.0
-    divergences: list[Divergence] = field(default_factory=list)
-    answers: int = 0
-    checked_tokens: int = 0
-    like_transformers: int = 0
-    compared: int = 0
-    speed: dict[str, float] = field(default_factory=dict)
-    speedups: dict[str, dict[str, float]] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    lossy: dict[str, str] = field(default_factory=dict)
+    prompt: str
+    domain: str
+    language: str
+    setting: str
+    turn: int
+    prompt_tokens: int
+    tokens: list[int]
+    reason: str
+    rounds: list[Round]
+    plain_tokens: int
+    checked: bool
+    divergence: Divergence | None = None
+    equals_transformers: bool | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    batch_tokens: dict[str, int] = field(default_factory=dict)
+    batch: int = 0
+    prefill_s: float | None = None
+    plain_rounds: int = 0
+    plain_verify_s: float = 0.0
 
     @property
-    def divergences_per_1000(self) -> float:
-        """Answers that diverge from plain decoding's, per 1,000 tokens compared."""
-        return 1000 * len(self.divergences) / max(1, self.checked_tokens)
+    def timed(self) -> bool:
+        """Whether its rounds were timed."""
+        return bool(self.rounds) and self.rounds[0].verify_s is not None
 
     @property
-    def first_temperature(self) -> str:
-        """The temperature of the table by domain, of `distinct` and of `speed`."""
-        return next(iter(self.overall))
+    def checked_tokens(self) -> int:
+        """How many tokens were compared with plain decoding's, up to the first that differs."""
+        return 0 if not self.checked else self.divergence.index + 1 if self.divergence else self.plain_tokens
 
 
-def as_json(report: Report) -> str:
-    """The report as one line of JSON. Divergences get their verdict."""
-    fields: dict[str, Any] = asdict(report) | {"divergences_per_1000": report.divergences_per_1000}
-    for row, divergence in zip(fields["divergences"], report.divergences, strict=True):
-        row["verdict"] = divergence.verdict
-    return to_json(fields)
+@dataclass(frozen=True, slots=True)
+class PositionRecord:
+    """The target's own text after one prompt, and how the drafter ranks it. Row s belongs to a draft tree whose root comes before token s.
+
+    Attributes:
+        prompt: id of the prompt.
+        domain: of the prompt.
+        ranks: [S,K] int64, the rank (from 0) of the target's token at depth k + 1, given the target's own tokens before it; −1 for ranks
+            that are not recorded and past the end of the text.
+        log_probs: [S,K] float32, the drafter's log-probabilities of the same tokens; −inf past the end of the text.
+        setting: label of the sampling by which the target wrote the text.
+        choosing: whether its prompt chooses the draft tree; the report is on the others.
+        tokens: [S] int64, the target's text; the first token of row s.
+        entropy: [S] float32, of the target's distribution of that token at temperature 1, in nats.
+        target_log_probs: [S] float32, the target's log-probability of it at temperature 1.
+        drafted: [S,K] int64, the drafter's likeliest token at each depth, given the target's own tokens before it.
+        drafted_log_probs: [S,K] float32, of them.
+    """
+
+    prompt: str
+    domain: str
+    ranks: Tensor
+    log_probs: Tensor
+    setting: str = "0"
+    choosing: bool = False
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
+    target_log_probs: Tensor = field(default_factory=lambda: torch.zeros(0))
+    drafted: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    drafted_log_probs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
-def to_json(content: dict[str, Any]) -> str:
-    """Measurements as one line of JSON. Numbers that are not finite are null: a report is not lost to one of them."""
+@dataclass(slots=True)
+class Records:
+    """All that an evaluation recorded.
 
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    Attributes:
+        header: target (a `TargetIdentity` as a dict), drafter (method, name, hash, bytes), settings, skipped (by domain, prompts that do
+            not fit the target's context), prompts (file, count, hash), machine, versions.
+        forward: seconds of a target forward over N nodes, by N.
+        drafting: seconds of drafting a chain, by its depth K.
+        tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
+        positions: position records; none where no tree was chosen.
+        requests: by setting, in the order of the prompts.
+        pieces: the text of each token that a record names.
+    """
 
-    return json.dumps(finite(content), allow_nan=False)
+    header: dict[str, Any]
+    forward: dict[int, float] = field(default_factory=dict)
+    drafting: dict[int, float] = field(default_factory=dict)
+    tree: dict[str, Any] = field(default_factory=dict)
+    positions: list[PositionRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    pieces: dict[int, str] = field(default_factory=dict)
+
+    def text(self, tokens: list[int]) -> list[str]:
+        """The texts of tokens, one by one."""
+        return [self.pieces.get(token, "�") for token in tokens]
 
 
-def write_rounds(path: Path, records: Iterable[RoundRecord]) -> None:
-    """Write one JSON line for each round."""
-    durable.write_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+def request_line(record: RequestRecord) -> dict[str, Any]:
+    """The request as JSON; a round is a list of its fields, and an infinite margin is null."""
+    line = {"kind": "request"} | asdict(record) | {"rounds": [list(astuple(each)) for each in record.rounds]}
+    if record.divergence and not math.isfinite(record.divergence.margin):
+        line["divergence"]["margin"] = None
+    return line
 
 
-def write_positions(path: Path, records: Iterable[PositionRecord]) -> None:
-    """Write one JSON line for each prompt: ranks and log-probabilities [S][K], with null for an infinite one."""
-    lines = []
-    for record in records:
-        logs = [[round(log, 4) if math.isfinite(log) else None for log in row] for row in record.log_probs.tolist()]
-        fields = {"prompt": record.prompt, "domain": record.domain, "ranks": record.ranks.tolist(), "log_probs": logs}
-        lines.append(json.dumps(fields) + "\n")
-    durable.write_text(path, "".join(lines))
+def position_line(record: PositionRecord) -> dict[str, Any]:
+    """The position record as JSON: lists [S][K], log-probabilities to four digits, null for an infinite one."""
+    return {
+        "kind": "positions",
+        "prompt": record.prompt,
+        "domain": record.domain,
+        "setting": record.setting,
+        "choosing": record.choosing,
+        "tokens": record.tokens.tolist(),
+        "entropy": _rounded(record.entropy.tolist()),
+        "target_log_probs": _rounded(record.target_log_probs.tolist()),
+        "ranks": record.ranks.tolist(),
+        "log_probs": [_rounded(row) for row in record.log_probs.tolist()],
+        "drafted": record.drafted.tolist(),
+        "drafted_log_probs": [_rounded(row) for row in record.drafted_log_probs.tolist()],
+    }
+
+
+def request_of(line: dict[str, Any], source: str) -> RequestRecord:
+    """The request of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    rounds = entry(line, "rounds", list, source)
+    divergence = entry(line, "divergence", (dict, type(None)), source)
+    kinds: dict[str, Any] = {"prompt": str, "domain": str, "language": str, "setting": str, "reason": str, "tokens": list, "checked": bool}
+    kinds |= dict.fromkeys(("turn", "prompt_tokens", "plain_tokens", "batch", "plain_rounds"), int)
+    kinds |= {"seconds": dict, "batch_tokens": dict, "equals_transformers": (bool, type(None)), "prefill_s": (float, type(None))}
+    fields = {name: entry(line, name, kind, source) for name, kind in kinds.items()}
+    fields["plain_verify_s"] = float(entry(line, "plain_verify_s", float, source))
+    try:
+        fields["rounds"] = [Round(*each) for each in rounds]
+        if divergence is not None:
+            margin = divergence.get("margin")
+            fields["divergence"] = Divergence(**divergence | {"margin": math.inf if margin is None else margin})
+        return RequestRecord(**fields)
+    except TypeError as error:
+        raise ValueError(f"{source}: not a request that draftsmith eval wrote ({error}); run it again") from None
+
+
+def position_of(line: dict[str, Any], source: str) -> PositionRecord:
+    """The position record of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    fields: dict[str, Any] = {name: entry(line, name, str, source) for name in ("prompt", "domain", "setting")}
+    fields["choosing"] = entry(line, "choosing", bool, source)
+    try:
+        for name in ("tokens", "ranks", "drafted"):
+            fields[name] = torch.tensor(entry(line, name, list, source), dtype=torch.int64)
+        for name in ("entropy", "target_log_probs"):
+            fields[name] = torch.tensor(_finite(entry(line, name, list, source)))
+        for name in ("log_probs", "drafted_log_probs"):
+            fields[name] = torch.tensor([_finite(row) for row in entry(line, name, list, source)])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source}: not positions that draftsmith eval wrote ({error}); run it again") from None
+    return PositionRecord(**fields)
+
+
+def _rounded(values: list[float]) -> list[float | None]:
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+def _finite(values: list[float | None]) -> list[float]:
+    return [-math.inf if value is None else value for value in values]
 
 
 def distinct_ngrams(texts: list[list[int]], n: int = 8) -> float:

@@ -1,87 +1,60 @@
-"""The measured speed: plain decoding, the drafter and transformers' `generate` on the same prompts, by turns in one process."""
+"""The measured speed, from requests that were answered plainly, with the drafter and by transformers' `generate`, by turns in one process."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from draftsmith.eval.interleaved import TimedAnswers
 from draftsmith.eval.intervals import Interval, of_ratio_of_ratios
-from draftsmith.eval.records import RoundRecord
+from draftsmith.eval.records import RequestRecord
 
 
-@dataclass(slots=True)
-class Timing:
-    """What this rank timed, batch by batch.
+def speedups(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Speedups with 95 % intervals over batches (prompts, where they are timed alone).
 
-    Attributes:
-        domains: of each batch; "" where it may have several prompts.
-        prompts: of each batch, how many.
-        seconds: by "plain", "drafted" and, where they took part, "transformers" and, beside exact rounds, "ordinary" plain decoding.
-        tokens: likewise.
-        c: verifying seconds of a mean round over those of a mean plain round; None with several slots, where rounds of different batch
-            sizes would be compared. Rounds differ in size (a look-up may propose nothing), so only means say what they cost.
+    They compare seconds per token: total seconds where the answers are the same. Requests that were not timed do not count.
     """
-
-    domains: list[str]
-    prompts: list[int]
-    seconds: dict[str, list[float]]
-    tokens: dict[str, list[int]]
-    c: float | None = None
-
-    def add(self, domain: str, timed: dict[str, TimedAnswers]) -> None:
-        """Enter a batch."""
-        self.domains.append(domain)
-        self.prompts.append(len(timed["plain"].answers))
-        for name, turn in timed.items():
-            self.seconds[name].append(turn.seconds)
-            self.tokens[name].append(sum(len(answer.tokens) for answer in turn.answers))
-
-    def of(self, domain: str) -> "Timing":
-        """The batches of a domain."""
-        chosen = [i for i, each in enumerate(self.domains) if each == domain]
-        seconds = {name: [row[i] for i in chosen] for name, row in self.seconds.items()}
-        tokens = {name: [row[i] for i in chosen] for name, row in self.tokens.items()}
-        return Timing([domain] * len(chosen), [self.prompts[i] for i in chosen], seconds, tokens)
-
-
-def speedups(timing: Timing) -> dict[str, Any]:
-    """Speedups with 95 % intervals over the timed prompts. They compare seconds per token: total seconds where the answers are the same."""
-    seconds, tokens = ({name: torch.tensor(row).double() for name, row in rows.items()} for rows in (timing.seconds, timing.tokens))
+    batches = [request for request in requests if request.seconds]
 
     def ratio(name: str, base: str) -> Interval:
-        return of_ratio_of_ratios(*(torch.stack((of[name], of[base])) for of in (tokens, seconds)))
+        tokens, seconds = (
+            torch.tensor([[getattr(each, field)[which] for each in batches] for which in (name, base)], dtype=torch.float64)
+            for field in ("batch_tokens", "seconds")
+        )
+        return of_ratio_of_ratios(tokens, seconds)
 
-    entries: dict[str, Any] = {"timed": sum(timing.prompts)}
+    entries: dict[str, Any] = {"timed": sum(each.batch for each in batches)}
     for key, name in (("speedup", "plain"), ("speedup_over_transformers", "transformers")):
-        if name in seconds:
+        if name in batches[0].seconds:
             entries[key], entries[f"{key}_low"], entries[f"{key}_high"] = ratio("drafted", name)
-    if "transformers" in seconds:
+    if "transformers" in batches[0].seconds:
         entries["plain_over_transformers"] = ratio("plain", "transformers").estimate
     return entries
 
 
-def speed(timing: Timing, records: list[RoundRecord]) -> dict[str, Any]:
+def speed(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """The report's `speed`.
 
-    Args:
-        timing: of all timed prompts.
-        records: their rounds.
+    c is verifying seconds of a mean round over those of a mean plain round, where prompts were timed alone: rounds differ in size (a look-up
+    may propose nothing), so only means say what they cost.
     """
-    rates = {name: sum(timing.tokens[name]) / sum(row) for name, row in timing.seconds.items()}
-    tau = sum(record.committed for record in records) / len(records)
-    entries = speedups(timing) | {
+    batches = [request for request in requests if request.seconds]
+    rounds = [each for request in requests if request.timed for each in request.rounds]
+    rates = {name: sum(each.batch_tokens[name] for each in batches) / sum(each.seconds[name] for each in batches) for name in batches[0].seconds}
+    tau = sum(each.committed for each in rounds) / len(rounds)
+    entries = speedups(requests) | {
         "tau": tau,
-        "nodes": sum(record.nodes for record in records) / len(records),
+        "nodes": sum(each.nodes for each in rounds) / len(rounds),
         "plain_tokens_per_s": rates["plain"],
         "drafted_tokens_per_s": rates["drafted"],
     }
     if "ordinary" in rates:
         entries["cost_of_exact"] = rates["ordinary"] / rates["plain"]
-    if timing.c is not None:
-        drafting, verifying = (sum(getattr(record, key) or 0.0 for record in records) for key in ("draft_s", "verify_s"))
-        entries["c"] = timing.c
-        entries["drafting"] = drafting / verifying * timing.c
-        entries["predicted_speedup"] = tau / timing.c
+    if all(each.batch == 1 for each in batches):
+        drafting, verifying = (sum(getattr(each, key) for each in rounds) for key in ("draft_s", "verify_s"))
+        plain = sum(each.plain_verify_s for each in batches) / sum(each.plain_rounds for each in batches)
+        entries["c"] = verifying / len(rounds) / plain
+        entries["drafting"] = drafting / len(rounds) / plain
+        entries["predicted_speedup"] = tau / (entries["c"] + entries["drafting"])
         entries["realised_fraction"] = entries["speedup"] / entries["predicted_speedup"]
     return entries

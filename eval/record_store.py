@@ -1,0 +1,259 @@
+"""Where records are kept while an evaluation runs: in memory, and in a file that outlives a kill.
+
+The file is records.part.jsonl in the folder of the evaluation (records.part.1.jsonl of rank 1, and so on). Lines that belong together are
+written at once and end with a line {"kind": "commit"}; what comes after the last such line was cut off and is dropped. The same evaluation
+continues after them. In the end records.jsonl replaces them, in an order that no interruption changes.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.text_files import lines, parse
+from draftsmith.eval import ranks
+from draftsmith.eval.records import PositionRecord, Records, RequestRecord, position_line, position_of, request_line, request_of
+from draftsmith.inference import durable
+from draftsmith.inference.reading import field
+
+RECORDS = "records.jsonl"
+FORMAT = 1
+COMMIT = {"kind": "commit"}
+ORDER = ("header", "cost", "pieces", "positions", "tree", "request")
+VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
+
+
+class RecordStore:
+    """The lines of one evaluation.
+
+    Attributes:
+        folder: where they are kept; None keeps them in memory.
+        lines: all so far, of this rank and of earlier runs.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.lines: list[dict[str, Any]] = []
+        self._pieces: dict[int, str] = {}
+        self._file: int | None = None
+
+    @contextmanager
+    def opened(self, header: dict[str, Any]) -> Iterator["RecordStore"]:
+        """Read what an earlier run of this evaluation left, and append to it from now on.
+
+        Args:
+            header: of `Records`.
+
+        Raises:
+            ValueError: the folder has unfinished records of another evaluation, or damaged ones.
+            OSError: the file cannot be written, or another process writes it.
+        """
+        header = json.loads(json.dumps({"kind": "header", "format": FORMAT} | header))
+        if self.folder is None:
+            self.lines = [header]
+            yield self
+            return
+        earlier = self._earlier(header)
+        ranks.state().wait_for_everyone()  # nobody writes before all have read
+        self._file = os.open(self._part(ranks.state().process_index), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        try:
+            self._lock_and_cut()
+            self.lines = [header, *earlier]
+            for line in earlier:
+                if line["kind"] == "pieces":
+                    self._pieces |= {int(token): text for token, text in line["pieces"].items()}
+            if not os.fstat(self._file).st_size:
+                self._write([header])
+            yield self
+        finally:
+            os.close(self._file)
+            self._file = None
+
+    def append(self, new: Iterable[dict[str, Any]], tokens: Iterable[int] = (), tokenizer: Any = None) -> None:
+        """Keep lines that belong together; after a kill all of them are there, or none.
+
+        Args:
+            new: `request_line`, `position_line`, or lines of the kinds cost and tree.
+            tokens: token ids in them, whose texts are kept too.
+            tokenizer: decodes them.
+        """
+        unknown = sorted(set(tokens) - self._pieces.keys())
+        pieces = {token: str(tokenizer.decode([token])) for token in unknown if token >= 0}
+        self._pieces |= pieces
+        batch = [{"kind": "pieces", "pieces": {str(token): text for token, text in pieces.items()}}] if pieces else []
+        batch = json.loads(json.dumps([*batch, *new]))
+        self.lines += batch
+        if self._file is not None:
+            self._write(batch)
+
+    def append_requests(self, requests: list[RequestRecord], tokenizer: Any) -> None:
+        """Keep the requests of a batch."""
+        self.append(map(request_line, requests), (token for each in requests for token in each.tokens), tokenizer)
+
+    def append_positions(self, records: list[PositionRecord], tokenizer: Any) -> None:
+        """Keep position records that were computed together."""
+        tokens = (token for each in records for ids in (each.tokens, each.drafted) for token in ids.flatten().tolist())
+        self.append(map(position_line, records), tokens, tokenizer)
+
+    def recorded(self, kind: str) -> set[tuple[str, str]]:
+        """(setting, prompt) of the lines of this kind, "positions" or "request"."""
+        return {(line["setting"], line["prompt"]) for line in self.lines if line["kind"] == kind}
+
+    def records(self) -> Records:
+        """All records of this rank."""
+        return _records(self.lines, str(self.folder or "records"))
+
+    def gather(self) -> None:
+        """Give every rank the lines of all ranks."""
+        if ranks.count() > 1:
+            merged = ranks.gather({ranks.state().process_index: self.lines})
+            self.lines = list({json.dumps(line, sort_keys=True): line for part in merged.values() for line in part}.values())
+
+    def finish(self, prompts: list[str], settings: list[str]) -> None:
+        """Replace the unfinished files by records.jsonl. Only one rank calls it, when all have appended their last.
+
+        Args:
+            prompts: the order of the prompts' ids.
+            settings: the order of the settings' labels.
+        """
+        if self.folder is None:
+            return
+        pieces = {"kind": "pieces", "pieces": {}}
+        for line in self.lines:
+            pieces["pieces"] |= line["pieces"] if line["kind"] == "pieces" else {}
+        pieces["pieces"] = dict(sorted(pieces["pieces"].items(), key=lambda item: int(item[0])))
+        rank = {prompt: number for number, prompt in enumerate(prompts)}
+
+        def key(line: dict[str, Any]) -> tuple[int, int, int]:
+            named = "prompt" in line
+            return ORDER.index(line["kind"]), settings.index(line["setting"]) if named else 0, rank[line["prompt"]] if named else 0
+
+        ordered = sorted([pieces, *(line for line in self.lines if line["kind"] != "pieces")], key=key)
+        durable.write_text(self.folder / RECORDS, "".join(_text(line) for line in ordered))
+        for part in self._parts():
+            part.unlink()
+
+    def _earlier(self, header: dict[str, Any]) -> list[dict[str, Any]]:
+        """The lines that an earlier run of the same evaluation left, without its header."""
+        assert self.folder is not None
+        earlier = []
+        for part in self._parts():
+            committed = _committed(part)
+            if not committed:
+                continue
+            first = committed[0]
+            for key in (header | first).keys() - set(VOLATILE):
+                if first.get(key) != header.get(key):
+                    raise ValueError(
+                        f"{part}: an evaluation stopped there with another {_difference(key, first, header)}; give its options again to "
+                        "finish it, delete the file, or give another --out"
+                    )
+            earlier += committed[1:]
+        return earlier
+
+    def _lock_and_cut(self) -> None:
+        """Lock the file of this rank against other processes, and cut it after its last commit."""
+        assert self._file is not None and self.folder is not None
+        part = self._part(ranks.state().process_index)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{part}: another evaluation is writing it; wait for it, end it, or give another --out") from None
+        content, mark = part.read_bytes(), _text(COMMIT).encode()
+        end = content.rfind(b"\n" + mark)
+        os.ftruncate(self._file, end + 1 + len(mark) if end >= 0 else 0)
+        durable.sync(self.folder)
+
+    def _write(self, batch: list[dict[str, Any]]) -> None:
+        assert self._file is not None
+        content = "".join(_text(line) for line in [*batch, COMMIT]).encode()
+        while content:
+            content = content[os.write(self._file, content) :]
+        os.fsync(self._file)
+
+    def _part(self, rank: int) -> Path:
+        assert self.folder is not None
+        return self.folder / (f"records.part.{rank}.jsonl" if rank else "records.part.jsonl")
+
+    def _parts(self) -> list[Path]:
+        assert self.folder is not None
+        return sorted(path for path in self.folder.glob("records.part*.jsonl") if path.is_file() and not path.is_symlink())
+
+
+def read(folder: Path) -> Records:
+    """The records of a finished evaluation.
+
+    Raises:
+        ValueError: none there, unfinished or damaged ones.
+    """
+    file = folder / RECORDS
+    if not file.is_file():
+        unfinished = (folder / "records.part.jsonl").is_file()
+        advice = "its evaluation is unfinished: give its command again" if unfinished else "give a folder that draftsmith eval wrote into"
+        raise ValueError(f"no {RECORDS} in {str(folder)!r}; {advice}")
+    content = []
+    for number, line in lines(file):
+        row = parse(line, f"{file}:{number}")
+        if type(row) is not dict or row.get("kind") not in ORDER or (number == 1) != (row["kind"] == "header"):
+            raise ValueError(f"{file}:{number}: not a line that draftsmith eval wrote; run it again")
+        content.append(row)
+    if not content:
+        raise ValueError(f"{file} is empty; run draftsmith eval again")
+    if content[0].get("format") != FORMAT:
+        raise ValueError(f"{file}: format {content[0].get('format')!r}, this Draftsmith reads {FORMAT}; run draftsmith eval again")
+    return _records(content, str(file))
+
+
+def _records(content: list[dict[str, Any]], source: str) -> Records:
+    header = {key: value for key, value in content[0].items() if key not in ("kind", "format")}
+    for name in ("target", "drafter", "settings", "skipped"):
+        field(header, name, dict, source)
+    records = Records(header)
+    for number, line in enumerate(content[1:], 2):
+        where = f"{source}:{number}"
+        match line["kind"]:
+            case "cost":
+                for name in ("forward", "drafting"):
+                    values = {int(size): float(seconds) for size, seconds in field(line, name, dict, where).items()}
+                    setattr(records, name, values)
+            case "tree":
+                records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
+            case "pieces":
+                records.pieces |= {int(token): str(text) for token, text in field(line, "pieces", dict, where).items()}
+            case "positions":
+                records.positions.append(position_of(line, where))
+            case "request":
+                records.requests.append(request_of(line, where))
+    return records
+
+
+def _committed(part: Path) -> list[dict[str, Any]]:
+    """The lines before the last commit, without the commits."""
+    kept: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for line in part.read_bytes().split(b"\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row == COMMIT:
+            kept, waiting = kept + waiting, []
+        else:
+            waiting.append(row)
+    return kept
+
+
+def _difference(key: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs, for people: a key of a header, and inside an object the entry."""
+    old, new = then.get(key), now.get(key)
+    if isinstance(old, dict) and isinstance(new, dict):
+        key = next(name for name in old | new if old.get(name) != new.get(name))
+        old, new = old.get(key), new.get(key)
+    return f"{key} ({str(old)[:60]}, now {str(new)[:60]})"
+
+
+def _text(line: dict[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"

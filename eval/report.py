@@ -1,0 +1,210 @@
+"""The report of an evaluation, from its records alone.
+
+τ = Σ committed / Σ rounds over all rounds, so that τ = 1 + Σ survival always holds. The intervals: eval/intervals.py.
+
+Letters: K draft depth · N tree nodes with the root. P is the number of prompts.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from draftsmith.eval import cost, intervals, trees
+from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.speed import speed, speedups
+from draftsmith.inference.rule_names import RULES
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """τ over some requests, with its 95 % interval [low, high], None with too few prompts.
+
+    survival[k] is P(at least k + 1 drafted tokens accepted); conditional[k] is survival[k] / survival[k − 1].
+    """
+
+    prompts: int
+    rounds: int
+    tokens: int
+    tau: float
+    low: float | None
+    high: float | None
+    survival: tuple[float, ...]
+    conditional: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Report:
+    """All results of `draftsmith eval`.
+
+    Attributes:
+        target: a `TargetIdentity` as a dict.
+        drafter: method, name, hash and bytes.
+        settings: what the numbers depend on.
+        machine: what they were measured on.
+        versions: of the libraries.
+        tree: the draft tree, as a config has it.
+        nodes: most nodes of a round.
+        cost: seconds of a target forward over N nodes, by N.
+        drafting: seconds of drafting a chain, by its depth K.
+        by_nodes: for some N, the best tree of N nodes: its depth, its exact τ on the reported half of the prompts, the relative cost of
+            its round, and τ over it.
+        overall: by setting, over all reported prompts.
+        domains: by setting and domain.
+        distinct: distinct 8-grams over all 8-grams of the answers at the first setting.
+        divergences: answers that differ from plain decoding's, where the rule promises the same tokens.
+        answers: how many answers were compared with plain decoding's.
+        checked_tokens: how many tokens of them, up to the first that differs.
+        like_transformers: how many greedy answers of plain decoding equal those of transformers' generate.
+        compared: how many were compared with those of transformers.
+        speed: measured at the first setting, on the prompts that were timed.
+        speedups: the same by domain, where prompts were timed one at a time.
+        skipped: by domain, prompts that do not fit the target's context.
+        lossy: by setting, the rule, where it changes the distribution of the output.
+    """
+
+    target: dict[str, str]
+    drafter: dict[str, Any]
+    settings: dict[str, Any]
+    tree: list[list[int]] | dict[str, int]
+    nodes: int
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    cost: dict[int, float] = field(default_factory=dict)
+    drafting: dict[int, float] = field(default_factory=dict)
+    by_nodes: list[dict[str, float]] = field(default_factory=list)
+    overall: dict[str, Acceptance] = field(default_factory=dict)
+    domains: dict[str, dict[str, Acceptance]] = field(default_factory=dict)
+    distinct: float = 1.0
+    divergences: list[Divergence] = field(default_factory=list)
+    answers: int = 0
+    checked_tokens: int = 0
+    like_transformers: int = 0
+    compared: int = 0
+    speed: dict[str, float] = field(default_factory=dict)
+    speedups: dict[str, dict[str, float]] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    lossy: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """The drafter's."""
+        return self.drafter["method"]
+
+    @property
+    def divergences_per_1000(self) -> float:
+        """Answers that diverge from plain decoding's, per 1,000 tokens compared."""
+        return 1000 * len(self.divergences) / max(1, self.checked_tokens)
+
+    @property
+    def first_setting(self) -> str:
+        """The setting of the first table by domain, of `distinct` and of `speed`."""
+        return next(iter(self.overall))
+
+
+def report_of(records: Records) -> Report:
+    """The report of a finished evaluation."""
+    header, requests = records.header, records.requests
+    reported = {request.prompt for request in requests}
+    report = Report(
+        target=header["target"],
+        drafter=header["drafter"],
+        settings=header["settings"] | {"prompts": len(reported)},
+        machine=header.get("machine", {}),
+        versions=header.get("versions", {}),
+        tree=records.tree["tree"],
+        nodes=records.tree["nodes"],
+        cost=records.forward,
+        drafting=records.drafting,
+        skipped=header["skipped"],
+    )
+    labels = list(dict.fromkeys(request.setting for request in requests))
+    for setting in labels:
+        chosen = [request for request in requests if request.setting == setting]
+        report.overall[setting] = acceptance(chosen, records.tree["depth"])
+        report.domains[setting] = {
+            domain: acceptance([request for request in chosen if request.domain == domain], records.tree["depth"])
+            for domain in dict.fromkeys(request.domain for request in chosen)
+        }
+        if not RULES[report.settings["rule"]].lossless and not greedy(setting):
+            report.lossy[setting] = report.settings["rule"]
+    first = [request for request in requests if request.setting == labels[0]]
+    report.distinct = distinct_ngrams([request.tokens for request in first])
+    report.answers = sum(request.checked for request in requests)
+    report.checked_tokens = sum(request.checked_tokens for request in requests)
+    report.divergences = [request.divergence for request in requests if request.divergence]
+    report.compared = sum(request.equals_transformers is not None for request in requests)
+    report.like_transformers = sum(bool(request.equals_transformers) for request in requests)
+    report.speed = speed(first)
+    if report.settings["slots"] == 1:
+        for domain in dict.fromkeys(request.domain for request in first if request.timed):
+            report.speedups[domain] = speedups([request for request in first if request.domain == domain])
+    report.by_nodes = _by_nodes(records, labels[0])
+    return report
+
+
+def greedy(setting: str) -> bool:
+    """Whether the setting of this label is greedy decoding."""
+    return float(setting.split()[0]) == 0
+
+
+def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
+    """Statistics of at least one request, for draft depth K = `depth`."""
+    prompts = sorted({request.prompt for request in requests})
+    index = {prompt: i for i, prompt in enumerate(prompts)}
+    sums = torch.zeros(len(prompts), 2 + depth, dtype=torch.float64)  # committed, rounds, rounds that accepted at least 1 … K
+    for request in requests:
+        row = sums[index[request.prompt]]
+        for each in request.rounds:
+            row[0] += each.committed
+            row[1] += 1
+            row[2 : 2 + min(each.accepted, depth)] += 1
+    total = sums.sum(0)
+    tau = intervals.of_ratio(sums[:, 0], sums[:, 1])
+    survival = (total[2:] / total[1]).tolist()
+    previous = [1.0, *survival][:depth]
+    conditional = [deeper / shallower if shallower else 0.0 for deeper, shallower in zip(survival, previous, strict=True)]
+    return Acceptance(len(prompts), int(total[1]), int(total[0]), tau.estimate, tau.low, tau.high, tuple(survival), tuple(conditional))
+
+
+def _by_nodes(records: Records, setting: str) -> list[dict[str, float]]:
+    positions = [record for record in records.positions if record.setting == setting]
+    choosing, reported = halves(positions)
+    if not choosing or not reported:
+        return []
+    round_cost = cost.relative_round(records.forward, records.drafting)
+    rows = []
+    for nodes, paths in trees.best_tree_by_nodes(choosing, round_cost, max(records.forward)).items():
+        depth = max(map(len, paths))
+        tau, relative_cost = trees.tau(reported, paths), round_cost(len(paths) + 1, depth)
+        rows.append({"nodes": nodes, "depth": depth, "tau": tau, "relative_cost": relative_cost, "tau_over_cost": tau / relative_cost})
+    return rows
+
+
+def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], list[PositionRecord]]:
+    """The records that choose a tree, and the others."""
+    return [each for each in positions if each.choosing], [each for each in positions if not each.choosing]
+
+
+def as_json(report: Report) -> str:
+    """The report as one line of JSON. Divergences get their verdict."""
+    fields: dict[str, Any] = asdict(report) | {"method": report.method, "divergences_per_1000": report.divergences_per_1000}
+    for row, divergence in zip(fields["divergences"], report.divergences, strict=True):
+        row["verdict"] = divergence.verdict
+    return to_json(fields)
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Measurements as one line of JSON. Numbers that are not finite are null: a report is not lost to one of them."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(content), allow_nan=False)
