@@ -38,7 +38,7 @@ class Bar:
         self.live = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not show or not self.console.is_terminal)
         self.task = self.live.add_task(printable(label, keep=""), total=total, completed=done, text="")
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> Self:
         with suppress(OSError):
             self.live.start()
         return self
