@@ -4,6 +4,7 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
