@@ -35,7 +35,7 @@ from draftsmith.models.target import Target
 
 BATCHES, GPU_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64)
 LEAST, MOST = 3, 40  # times of a round
-ROUNDS, WARM_UP = 14, 2  # of real decoding
+ROUNDS, WARM_UP = 18, 2  # of real decoding
 PROMPT = 64  # tokens of a prompt before them
 FOR_VERIFYING = 0.7  # share of the time
 
