@@ -9,7 +9,6 @@ Letters: B slots · C context length · N nodes with the root · K draft depth.
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from draftsmith.eval.cost import RoundCost
@@ -26,8 +25,8 @@ class _Drafting(NamedTuple):
     nodes: float
     tree: Tree
     draft: float
-    other: float
-    plain_other: float
+    rest: float
+    plain_rest: float
 
 
 class CostModel:
@@ -57,12 +56,14 @@ class CostModel:
         """Seconds of a plain round.
 
         Raises:
-            ValueError: a batch or context that is not between measured ones; so do all others.
+            ValueError: a batch or context that is not between measured ones, and elsewhere too many nodes.
         """
         return self._verifying_one(batch, context) * (1 + self._rest(batch)[0])
 
     def verifying(self, batch: float, nodes: float, context: float) -> float:
         """Verifying N nodes a slot over verifying one."""
+        if nodes > self.max_nodes:
+            raise ValueError(f"got {nodes:g} nodes; expected at most {self.max_nodes}, which were measured")
         return self._between(batch, context, lambda cell: _at(self._curves[cell], nodes))
 
     def round(self, batch: float, nodes: float, depth: int, context: float, tree: Tree | None = None) -> float:
@@ -114,7 +115,7 @@ class CostModel:
             return 0.0, 0.0
         nearest = min(self._drafting, key=lambda each: abs(each.batch - batch)).batch
         rows = [each for each in self._drafting if each.batch == nearest]
-        return statistics.median(each.plain_other for each in rows), statistics.median(each.other for each in rows)
+        return statistics.median(each.plain_rest for each in rows), statistics.median(each.rest for each in rows)
 
     def _between(self, batch: float, context: float, value: Callable[[tuple[int, int]], float]) -> float:
         """Interpolate a cell's value linearly between measured batches and contexts."""
@@ -146,7 +147,7 @@ def predict(model: CostModel, rounds: Rounds, batch: int, context: int, tree: Tr
     Args:
         model: what rounds cost.
         rounds: what rounds accept, and their sizes.
-        batch: slots, one that lies between measured ones.
+        batch: slots, between measured numbers of them.
         context: C, likewise.
         tree: the draft tree, as a config has it; the drafting of a tree that was itself timed need not be interpolated.
     """

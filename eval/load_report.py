@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.eval import service
+from draftsmith.eval import roofline, service
 from draftsmith.eval.intervals import shown
 from draftsmith.eval.load import CostModel, by_batch, predict
 from draftsmith.eval.load_check import check, rounds_of
@@ -48,6 +48,21 @@ def load_report(records: Records) -> dict[str, Any]:
     return report
 
 
+def estimate(records: Records, device: roofline.Hardware, batches: list[int], context: int) -> dict[str, Any]:
+    """The roofline estimate of the evaluated tree for a device that is not at hand, see `roofline.estimate`; τ is the measured one.
+
+    A drafter with a KV cache of its own is taken to run once for each level, another with weights once a round.
+    """
+    target, drafter = roofline.ModelSize(**records.load["size"]), None
+    depth, kv = records.tree["depth"], records.load["kv_bytes"]["drafter"]
+    if weights := records.header["drafter"].get("bytes"):
+        drafter = roofline.ModelSize(weights / target.bytes_per_weight, target.bytes_per_weight, kv)
+    setting = records.requests[0].setting
+    rounds = rounds_of([request for request in records.requests if request.setting == setting], depth)
+    nodes = max(rounds.sizes)
+    return roofline.estimate(device, target, rounds.tau, nodes, batches, context, drafter, depth if kv else min(depth, 1))
+
+
 def _within(model: CostModel, batch: int) -> int:
     return min(max(batch, model.batches[0]), model.batches[-1])
 
@@ -70,9 +85,7 @@ def _chains(model: CostModel, reported: Sequence[PositionRecord], context: int) 
     return rows
 
 
-def _trees(
-    model: CostModel, choosing: Sequence[PositionRecord], reported: Sequence[PositionRecord], context: int
-) -> list[dict[str, Any]]:
+def _trees(model: CostModel, choosing: Sequence[PositionRecord], reported: Sequence[PositionRecord], context: int) -> list[dict[str, Any]]:
     """By domain and batch, the best tree and chain by the choosing half, and what they give on the other."""
     domains = dict.fromkeys(record.domain for record in reported)
     rows = []
@@ -139,5 +152,7 @@ def service_lines(figures: dict[str, Any]) -> list[str]:
         text.append(f"cost of a request, in plain decoding's: {cost['all']:.2f} (p50 {cost['p50']:.2f}, p95 {cost['p95']:.2f})")
     if figures["kv_bytes"]:
         kv = figures["kv_bytes"]
-        text.append(f"bytes: drafter {figures['drafter_bytes'] or 0:,}; KV of a token {kv['target']:,} + {kv['drafter']:,} of the drafter's")
+        text.append(
+            f"bytes: drafter {figures['drafter_bytes'] or 0:,}; KV of a token {kv['target']:,} + {kv['drafter']:,} of the drafter's"
+        )
     return text

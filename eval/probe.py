@@ -10,12 +10,13 @@ Letters: B slots · C context length · N nodes with the root · K draft depth.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from draftsmith.eval.cost import SIZES
+from draftsmith.eval.roofline import ModelSize
 from draftsmith.eval.settings import label
 from draftsmith.inference import machine
 from draftsmith.inference.attention import tree_attention
@@ -60,7 +61,7 @@ def measure(
         prompts: token ids of prompts; for drafting.
         sampling: how tokens are drawn. Penalties are left out.
         contexts: C of verifying.
-        max_nodes: N at most.
+        max_nodes: N at most, or that of the drafter's own tree if it is larger.
         batches: B; by default up to 8 on a CPU and up to 64 on a GPU.
         kernels: rounds with the Triton kernels, as CUDA graphs where that is possible.
         seconds: about how long it may take. What does not fit is left out, which the record says; each first cell is always measured.
@@ -68,9 +69,9 @@ def measure(
     Returns:
         The record of kind "load": kernels, graphs, sampling, took_s, left_out; verify: entries of batch, context, nodes, seconds [repeats];
         rounds: entries of batch, tree, depth, nodes, draft, verify, other [rounds] and plain, plain_other of plain rounds between them;
-        prefill_s_per_token of plain and drafted; kv_bytes of a token for target and drafter.
+        prefill_s_per_token of plain and drafted; kv_bytes of a token for target and drafter; size: a `roofline.ModelSize` of the target.
     """
-    began = time.perf_counter()
+    began, max_nodes = time.perf_counter(), max(2, max_nodes, drafter.max_nodes)
     batches = sorted(set(batches) or set(GPU_BATCHES if target.device.type == "cuda" else BATCHES))
     sampling = replace(sampling, repetition_penalty=1.0, rule="target-sample")
     record: dict[str, Any] = {"kernels": kernels, "sampling": label(sampling), "left_out": [], "verify": [], "rounds": []}
@@ -87,6 +88,7 @@ def measure(
                 record["rounds"].append(_measure_rounds(target, drafter, spec, prompts, sampling, batch, kernels, prefill))
     record["prefill_s_per_token"] = {name: took / max(1, tokens) for name, (took, tokens) in prefill.items()}
     record["kv_bytes"]["drafter"] = _drafter_bytes(drafter)
+    record["size"] = asdict(_model_size(target, record["kv_bytes"]["target"]))
     record["took_s"] = time.perf_counter() - began
     return record
 
@@ -249,6 +251,18 @@ def _tree(drafter: Any, spec: TreeSpec) -> Iterator[None]:
             drafter.tree_spec = own
             if confidence:
                 drafter.confidence = confidence
+
+
+def _model_size(target: Target, kv_bytes: int) -> ModelSize:
+    """The target's size. A token goes through all weights but the table of embeddings, which is the head too where they are tied."""
+    parameters = {id(each): each for each in target.model.parameters()}
+    embeddings, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
+    if embeddings is not head:
+        parameters.pop(id(embeddings), None)
+    config = target.model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    flops = 4.0 * config.num_hidden_layers * config.num_attention_heads * dim
+    return ModelSize(float(sum(each.numel() for each in parameters.values())), target.dtype.itemsize, kv_bytes, flops)
 
 
 def _drafter_bytes(drafter: Any) -> int:

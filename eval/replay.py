@@ -1,6 +1,7 @@
 """Drafts replayed along recorded texts, without a model.
 
-A drafter that looks its drafts up reads the text alone, so that replaying it is exact: at any depth, along any text of the target.
+A drafter that looks its drafts up in the request's own text reads nothing else, so that replaying it is exact: at any depth, along any text of
+the target.
 
 A dynamic tree is exact too where a drafter's candidates at a depth do not depend on what was drafted before them, as with Medusa heads: the
 log-probabilities of its candidates say which nodes it keeps. For drafters that read their own drafts, one recorded tree of D levels, width W
@@ -26,7 +27,10 @@ from draftsmith.inference.lookup import Draft
 
 
 def lookup_rounds(drafter: Any, target: Any, texts: Mapping[str, tuple[Sequence[int], Sequence[int]]], depth: int) -> Rounds:
-    """The rounds of a look-up along the target's own texts, one request after the other; what it remembers of answers is that of this order.
+    """The rounds of a look-up along the target's own texts, one request after the other.
+
+    A memory of finished answers makes it inexact by little: decoding remembers in the order in which requests end, and with what the last
+    round committed past the end.
 
     Args:
         drafter: an `Ngram` or a `Suffix`, which is left without slots.

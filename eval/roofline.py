@@ -18,7 +18,7 @@ class Hardware:
 
     Attributes:
         name: of the device.
-        peak: FLOP/s of dense matrix products in bf16.
+        peak: FLOP/s of dense matmuls in bf16.
         bandwidth: bytes/s of its memory.
         launch: seconds that a forward costs at least, whatever its size.
         source: of peak and bandwidth.

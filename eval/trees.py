@@ -215,9 +215,9 @@ def gap(choosing: Sequence[PositionRecord], reported: Sequence[PositionRecord], 
     """The optimism of the best tree's τ; each half has at least one record."""
     halves = [Candidates(half, max_nodes) for half in (choosing, reported)]
     differences = []
-    for here, there in (halves, halves[::-1]):
-        paths = here.best(cost)
-        differences.append((here.rounds[tuple(paths)].tau, there.positions.rounds(paths).tau))
+    for first, second in (halves, halves[::-1]):
+        paths = first.best(cost)
+        differences.append((first.rounds[tuple(paths)].tau, second.positions.rounds(paths).tau))
     (chosen_on, reported_on), (crossed_on, crossed_reported) = differences
     optimism = chosen_on - reported_on
     return Gap(chosen_on, reported_on, optimism, (optimism + crossed_on - crossed_reported) / 2)

@@ -37,10 +37,11 @@ def load_record(batches=(1, 2, 8), contexts=(100, 400), sizes=(1, 2, 8, 16), noi
         "prefill_s_per_token": {"plain": 0.01, "drafted": 0.02},
         "kv_bytes": {"target": 100, "drafter": 10},
         "took_s": 1.0,
+        "size": {"weights": 8e9, "bytes_per_weight": 2, "kv_bytes": 100, "attention_flops": 0.0},
     }
 
 
-def request(prompt, committed, domain="d", **fields):
+def request(prompt, committed, domain="d", setting="0", **fields):
     """A timed request of batch 1 that committed so many tokens in each round, of one second drafting, two verifying and half of the rest."""
     rounds = [Round(10 + i, 3, count, 1.0, 2.0, 0.5) for i, count in enumerate(committed)]
     total = sum(committed)
@@ -53,7 +54,7 @@ def request(prompt, committed, domain="d", **fields):
         "plain_verify_s": 3.0 * total,
         "plain_other_s": 0.5 * total,
     }
-    return RequestRecord(prompt, domain, "", "0", 1, 20, list(range(total)), "length", rounds, total, True, **usual | fields)
+    return RequestRecord(prompt, domain, "", setting, 1, 20, list(range(total)), "length", rounds, total, True, **usual | fields)
 
 
 def records(requests, load=None, positions=(), tree=(), slots=1):

@@ -17,6 +17,8 @@ from draftsmith.eval.policy import load_policy, lookup_policy
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord
 from draftsmith.eval.trees import Candidates, Positions, Rounds, chain, gap
+from draftsmith.inference.attention import tree_attention
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.lookup import Ngram
@@ -54,6 +56,8 @@ def test_loads_between_are_interpolated_and_others_refused(model):
         model.plain_seconds(9, 100)
     with pytest.raises(ValueError, match="got context 401; expected at most 400"):
         model.plain_seconds(1, 401)
+    with pytest.raises(ValueError, match="got 17 nodes; expected at most 16"):
+        model.verifying(1, 17, 100)
 
 
 def test_a_round_is_drafting_verifying_and_the_rest(model):
@@ -219,7 +223,8 @@ def test_the_check_of_a_batch_counts_the_slots_in_use():
     requests = [request(str(i), each, seconds={}, batch_tokens={}, batch=0, prefill_s=None) for i, each in enumerate(lengths[:3])]
     rounds = rounds_of([*requests, request("3", lengths[3])], 4)
     drafted = sum(
-        count * model.plain_seconds(slots, 100) * model.of_rounds(rounds, slots, 100, CHAIN4) for slots, count in occupancy([3, 2, 4, 1], 2).items()
+        count * model.plain_seconds(slots, 100) * model.of_rounds(rounds, slots, 100, CHAIN4)
+        for slots, count in occupancy([3, 2, 4, 1], 2).items()
     )
     plain = sum(count * model.plain_seconds(slots, 100) for slots, count in occupancy([8] * 4, 2).items())
     seconds = {"plain": plain + 4 * 20 * 0.01, "drafted": drafted + 4 * 20 * 0.02}
@@ -299,9 +304,25 @@ def test_the_probe_measures_every_load(kind, monkeypatch):
     assert drafter.tree_spec.paths == before.paths and (kind == "lookup" or drafter.confidence == 0.5)
     # 2 layers, keys and values, 2 KV heads of dim 8, 4 bytes each
     assert record["kv_bytes"]["target"] == 2 * 2 * 2 * 8 * 4 and (record["kv_bytes"]["drafter"] > 0) == (kind == "draft model")
+    tied = target.model.config.tie_word_embeddings
+    weights = sum(each.numel() for each in target.model.parameters())
+    assert record["size"]["weights"] == weights - (0 if tied else target.vocab_size * target.hidden_size)
+    assert record["size"]["attention_flops"] == 4 * 2 * 4 * 8
     model = CostModel(json.loads(json.dumps(record)))
     assert predict(model, of(1.5, 4, 2), 3, 60).speedup > 0 and model.contexts == [20, 60, 121]
     assert record["left_out"] == []
+
+
+def test_the_probe_runs_static_shape_rounds(monkeypatch):
+    """As CUDA graphs run them; on a CPU their parts have no times."""
+    monkeypatch.setattr(probe, "refusal", lambda *arguments: "")
+    target = Target.wrap(tiny("llama"))
+    cache = TreeCache(3, 40, target.device)
+    with torch.inference_mode(), tree_attention(target.model):
+        runner = probe._Runner(target, probe._Scripted(6, (), target), cache, Sampling())
+        for depth in (0, 1, 5, 0):
+            assert runner.seconds(3, 20, depth) == 0.0
+            assert runner.graphs and all(21 <= length <= 21 + depth for length in cache.length.tolist())
 
 
 def test_what_has_no_time_is_left_out_and_said():

@@ -81,7 +81,7 @@ def test_the_share_of_drafts_that_survive_is_not_alpha():
     assert shares == sorted(shares, reverse=True) and shares[0] == pytest.approx(0.8) and len(set(shares)) == 7
 
 
-def test_products_of_mean_accuracies_are_not_tau():
+def test_mean_accuracies_multiplied_are_not_tau():
     """Half the prompts accept always, half never: conditional acceptance from rounds gives τ = 2.5 at K = 3, the mean of .5 gives 1.875."""
     rounds = [3] * 10 + [0] * 10  # accepted tokens
     reached = [sum(accepted >= k for accepted in rounds) for k in range(4)]
