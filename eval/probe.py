@@ -122,6 +122,7 @@ def _measure_verifying(
         runner = _Runner(target, scripted, TreeCache(batch, capacity, target.device), sampling)
         times: dict[int, list[float]] = {size: [] for size in sizes}
         share, started = left / (len(cells) - number), time.perf_counter()
+        repeat, spent = 0, 0.0
         for repeat in range(MOST + 1):
             for size in sizes if repeat % 2 else reversed(sizes):
                 seconds = runner.seconds(batch, context, size - 1)
@@ -256,8 +257,8 @@ def _tree(drafter: Any, spec: TreeSpec) -> Iterator[None]:
 def _model_size(target: Target, kv_bytes: int) -> ModelSize:
     """The target's size. A token goes through all weights but the table of embeddings, which is the head too where they are tied."""
     parameters = {id(each): each for each in target.model.parameters()}
-    embeddings, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
-    if embeddings is not head:
+    embeddings, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings()
+    if head is None or embeddings is not head.weight:
         parameters.pop(id(embeddings), None)
     config = target.model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

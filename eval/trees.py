@@ -135,7 +135,7 @@ class Candidates:
 
     def __init__(self, records: Sequence[PositionRecord], max_nodes: int, sizes: Sequence[int] | None = None) -> None:
         self.positions = Positions(records)
-        self.rounds = {(): self.positions.rounds(())}
+        self.rounds: dict[tuple[Path, ...], Rounds] = {(): self.positions.rounds(())}
         for depth in range(1, self.positions.depth + 1):
             order = self.positions.order(max_nodes - 1, depth)
             for size in sizes or candidate_sizes(max_nodes):
