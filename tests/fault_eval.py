@@ -25,7 +25,7 @@ def untimed(out: Path) -> list[dict]:
     """The lines of the records without seconds."""
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     for line in lines:
-        for name in ("seconds", "prefill_s", "plain_verify_s", "forward", "drafting"):
+        for name in ("seconds", "prefill_s", "plain_verify_s", "plain_other_s", "forward", "drafting"):
             line.pop(name, None)
         if line["kind"] == "request":
             line["rounds"] = [each[:3] for each in line["rounds"]]
