@@ -106,7 +106,7 @@ def _rows(source: str | Path | None) -> tuple[str, Iterator[tuple[int, Any]]]:
 
 
 def _hub_rows(source: str) -> Iterator[Any]:
-    match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", source.removeprefix(HUB))
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?::(\w[\w.-]*))?", source.removeprefix(HUB))
     if match is None:
         raise ValueError(f"prompts {source!r}: expected {HUB}owner/name or {HUB}owner/name:split")
     from draftsmith.data.conversations import Source, hub_rows
