@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.eval.intervals import of_difference, of_ratio
 from draftsmith.eval.records import PositionRecord, Records, RequestRecord
+from draftsmith.eval.settings import greedy
 from draftsmith.eval.totals import Totals, by_setting, columns, totals
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import RULES
@@ -65,7 +66,7 @@ def references(records: Records, beside: Mapping[str, Records] | None = None) ->
         share, within = vocabulary_ceiling(records, setting)
         if share is not None and share < 1:
             entries.append(("ceiling", f"the same, within the draft vocabulary ({share:.1%} of the tokens)", within))
-        if lossless or float(setting.split()[0]) == 0:
+        if lossless or greedy(setting):
             for name in WEIGHTLESS:
                 counts = replayed(WEIGHTLESS[name](), records, requests)
                 if counts and name != method:

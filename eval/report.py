@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.eval import cost, intervals, trees
 from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.settings import greedy
 from draftsmith.eval.speed import speed, speedups
 from draftsmith.inference.rule_names import RULES
 
@@ -144,11 +145,6 @@ def report_of(records: Records) -> Report:
             report.speedups[domain] = speedups([request for request in first if request.domain == domain])
     report.by_nodes = _by_nodes(records, labels[0])
     return report
-
-
-def greedy(setting: str) -> bool:
-    """Whether the setting of this label is greedy decoding."""
-    return float(setting.split()[0]) == 0
 
 
 def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
