@@ -34,7 +34,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "pieces", "prompt", "positions", "tree", "request")
+ORDER = ("header", "cost", "load", "pieces", "prompt", "positions", "tree", "request")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -88,7 +88,7 @@ class RecordStore:
         """Keep lines that belong together; after a kill all of them are there, or none.
 
         Args:
-            new: `request_line`, `position_line`, or lines of the kinds cost and tree.
+            new: `request_line`, `position_line`, or lines of the kinds cost, load and tree.
             tokens: token ids in them, whose texts are kept too.
             tokenizer: decodes them.
         """
@@ -241,6 +241,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                 for name in ("forward", "drafting"):
                     values = {int(size): float(seconds) for size, seconds in field(line, name, dict, where).items()}
                     setattr(records, name, values)
+            case "load":
+                records.load = {name: value for name, value in line.items() if name != "kind"}
             case "tree":
                 records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
             case "pieces":

@@ -120,6 +120,7 @@ class RequestRecord:
         prefill_s: seconds until the first round with the drafter; None where that was not measured alone.
         plain_rounds: rounds of plain decoding whose verifying was timed.
         plain_verify_s: their seconds of verifying.
+        plain_other_s: and of everything else.
     """
 
     prompt: str
@@ -141,6 +142,7 @@ class RequestRecord:
     prefill_s: float | None = None
     plain_rounds: int = 0
     plain_verify_s: float = 0.0
+    plain_other_s: float = 0.0
 
     @property
     def timed(self) -> bool:
@@ -194,6 +196,7 @@ class Records:
             not fit the target's context), prompts (file, count, hash), machine, versions.
         forward: seconds of a target forward over N nodes, by N.
         drafting: seconds of drafting a chain, by its depth K.
+        load: what rounds cost at several loads, see `probe.measure`; {} where that was not measured.
         tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
         positions: position records; none where no tree was chosen.
         requests: by setting, in the order of the prompts.
@@ -204,6 +207,7 @@ class Records:
     header: dict[str, Any]
     forward: dict[int, float] = field(default_factory=dict)
     drafting: dict[int, float] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     positions: list[PositionRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
@@ -268,7 +272,7 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
     kinds |= dict.fromkeys(("turn", "prompt_tokens", "plain_tokens", "batch", "plain_rounds"), int)
     kinds |= {"seconds": dict, "batch_tokens": dict, "equals_transformers": (bool, type(None)), "prefill_s": (float, type(None))}
     fields = {name: entry(line, name, kind, source) for name, kind in kinds.items()}
-    fields["plain_verify_s"] = float(entry(line, "plain_verify_s", float, source))
+    fields |= {name: float(entry(line, name, float, source)) for name in ("plain_verify_s", "plain_other_s")}
     try:
         fields["rounds"] = [Round(*each) for each in rounds]
         if divergence is not None:

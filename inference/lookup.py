@@ -223,8 +223,7 @@ class _LookupDrafter:
     def propose(self, round: RoundContext) -> DraftTree:
         """N is the size of the round's largest tree: 1 where no slot has a draft."""
         texts = [self._texts[slot] for slot in round.slots]
-        depth = min(round.depth, self.max_depth)
-        drafts = [self._draft(text, depth) for text in texts]
+        drafts = [self.draft(slot, round.depth) for slot in round.slots]
         sizes = [1 + len(draft.tokens) for draft in drafts]
         nodes = max(sizes)
         if nodes == 1:
@@ -243,7 +242,15 @@ class _LookupDrafter:
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
-            self._texts[slot].extend(result.tokens)
+            self.extend(slot, result.tokens)
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """These tokens were committed in the slot."""
+        self._texts[slot].extend(tokens)
+
+    def draft(self, slot: int, depth: int) -> Draft:
+        """What `propose` drafts for a slot, at most `depth` levels."""
+        return self._draft(self._texts[slot], min(depth, self.max_depth))
 
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
