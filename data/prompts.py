@@ -64,7 +64,7 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
         ValueError: a file that is missing, empty, too large or given twice, a row that is no prompt, or a data set that the Hub does not give.
     """
     sources = [paths] if paths is None or isinstance(paths, str | Path) else list(paths)
-    prompts, counts, places = [], dict[str, int](), dict[str, tuple[str, int]]()
+    prompts, counts, seen = [], dict[str, int](), dict[str, tuple[str, int]]()
     for index, source in enumerate(sources):
         if source in sources[:index]:
             raise ValueError(f"got prompt file {str(source)!r} twice; leave one out")
@@ -74,11 +74,11 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
             empty, default = False, f"{Path(name).name}:{number}" if len(sources) > 1 else str(number)
             prompt = _prompt(row, default, f"{name}:{number}")
             for turn in (prompt, *prompt.later):
-                if distinct and turn.id in places:
-                    file, line = places[turn.id]
+                if distinct and turn.id in seen:
+                    file, line = seen[turn.id]
                     at = f"line {line}" if file == name else f"{file}:{line}"
                     raise ValueError(f"{name}:{number}: `id` {turn.id!r} is that of {at} too; give each prompt its own")
-                places[turn.id] = (name, number)
+                seen[turn.id] = (name, number)
             counts[prompt.domain] = counts.get(prompt.domain, 0) + 1
             if limit is None or counts[prompt.domain] <= limit:
                 prompts.append(prompt)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.eval import guards
+from draftsmith.eval import sanity
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
+from draftsmith.eval.load import CostModel, predict
+from draftsmith.eval.load_check import rounds_of
 from draftsmith.eval.records import Records, RequestRecord
 from draftsmith.eval.settings import greedy
 from draftsmith.eval.speed import speedups
@@ -83,7 +85,7 @@ def judge(records: Records, bounds: Sequence[Bound], setting: str | None = None)
     for bound in bounds:
         check = _judged(records, requests, label, bound)
         checks.append(Check(bound, "error", reason, *_measured_part(check)) if reason else check)
-    warnings = guards.lines(records)
+    warnings = sanity.lines(records)
     if records.header["skipped"]:
         count = sum(records.header["skipped"].values())
         warnings.append(f"{count} prompts were skipped, since they do not fit the target's context: nothing here is about them")
@@ -103,10 +105,10 @@ def _obstacle(records: Records, settings: dict[str, list[RequestRecord]], label:
         return f"no setting {label!r} was measured; expected one of {', '.join(map(repr, settings))}"
     failed = [each.prompt for each in settings[label] if not each.rounds or not each.tokens]
     if failed:
-        return f"{len(failed)} of {len(settings[label])} answers failed: they have no tokens ({guards.shown(failed)}); run draftsmith eval again"
+        return f"{len(failed)} of {len(settings[label])} answers failed: they have no tokens ({sanity.shown(failed)}); run draftsmith eval again"
     bugs = [each.prompt for each in records.requests if each.divergence and each.divergence.verdict == "bug"]
     if bugs:
-        return f"NOT LOSSLESS: {len(bugs)} answers are not plain decoding's, and rounding is not the reason ({guards.shown(bugs)})"
+        return f"NOT LOSSLESS: {len(bugs)} answers are not plain decoding's, and rounding is not the reason ({sanity.shown(bugs)})"
     rule = entry(records.header["settings"], "rule", str, "records: `settings`")
     if rule not in RULES:
         return f"rule {rule!r} is not one that this Draftsmith knows; run draftsmith eval again"
@@ -129,11 +131,24 @@ def _judged(records: Records, requests: list[RequestRecord], setting: str, bound
             return Check(bound, "error", f"nothing was timed at T={setting}; run draftsmith eval again, without --timed")
         measured = speedups(timed)
         return _compared(bound, Interval(measured["speedup"], measured["speedup_low"], measured["speedup_high"]), len(timed))
-    return _predicted(records, setting, bound)
+    return _predicted(records, chosen, bound)
 
 
-def _predicted(records: Records, setting: str, bound: Bound) -> Check:
-    return Check(bound, "error", "a speedup at another batch than the measured one needs the load model, which these records do not have")
+def _predicted(records: Records, requests: list[RequestRecord], bound: Bound) -> Check:
+    """A speedup at another batch than the measured one, by the load model: of decoding with all slots in use, without prefill."""
+    assert bound.batch is not None
+    if not records.load:
+        return Check(
+            bound, "error", "a speedup at another batch than the measured one needs the load model, which these records do not have"
+        )
+    model, rounds, tree = CostModel(records.load), rounds_of(requests, records.tree["depth"]), records.tree["tree"]
+    if max(rounds.sizes) > model.max_nodes:
+        return Check(bound, "error", f"rounds have {max(rounds.sizes)} nodes, and the load was probed up to {model.max_nodes}")
+    try:
+        predicted = predict(model, rounds, bound.batch, model.contexts[0], tree)
+    except ValueError as error:  # a batch beyond those that were probed
+        return Check(bound, "error", str(error))
+    return _compared(bound, Interval(predicted.speedup, predicted.low, predicted.high), len(rounds.tokens), True)
 
 
 def _compared(bound: Bound, interval: Interval, prompts: int, predicted: bool = False) -> Check:

@@ -67,11 +67,11 @@ def main(arguments: list[str]) -> None:
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     settings = Settings(chosen.max_new_tokens, [Sampling(rule=rule, **each) for each in samplings], chosen.slots, chosen.expected)
     report = compare_drafters(target, drafters, encoded, skipped, settings)
-    report["budgets"] = {name: budget(_place(word)) for name, word in zip(drafters, chosen.drafters, strict=True)}
+    report["budgets"] = {name: budget(_artifact(word)) for name, word in zip(drafters, chosen.drafters, strict=True)}
     _print(report, chosen.json)
 
 
-def _place(word: str) -> Path | str | None:
+def _artifact(word: str) -> Path | str | None:
     """Where a drafter's budget is known: its folder, or the name of one without weights."""
     folder = Path(os.path.expanduser(word))
     return word if word in WEIGHTLESS else folder if folder.is_dir() else None

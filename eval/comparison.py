@@ -232,7 +232,7 @@ def print_comparison(report: dict[str, Any]) -> None:
             [row for row in everything if "delta" in row],
             lambda row: (
                 f"{row['delta']:+.2f} ({shown(row['delta_low'], row['delta_high'], '+.2f')})",
-                f"{row['p']:.3f}",
+                f"{row['p']:.3f}" if row["p"] >= 0.001 else "< 0.001",
                 f"{row['wins']} {row['ties']} {row['losses']}",
             ),
         )

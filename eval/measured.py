@@ -17,8 +17,8 @@ from draftsmith.models.weights import weights_hash
 SETTINGS = ("max_new_tokens", "dtype", "rule")  # must be equal for a comparison
 
 
-def read(folder: str) -> Records:
-    """The records in a folder.
+def read(folder: str, option: str = "--measured") -> Records:
+    """The records in a folder that an option names.
 
     Raises:
         ValueError: none there, or damaged ones.
@@ -26,10 +26,17 @@ def read(folder: str) -> Records:
     try:
         records = record_store.read(Path(os.path.expanduser(folder)))
     except ValueError as error:
-        raise ValueError(f"--measured: {error}") from None
+        raise ValueError(f"{option}: {error}") from None
     if not records.requests:
-        raise ValueError(f"--measured: no requests in {folder!r}; run draftsmith eval again")
+        raise ValueError(f"{option}: no requests in {folder!r}; run draftsmith eval again")
     return records
+
+
+def names_of(folders: Sequence[str]) -> list[str]:
+    """A name for each of these distinct folders: its last part, that of the run for an artifact, where these differ."""
+    paths = [Path(folder) for folder in folders]
+    short = [(path.parent if path.name == "artifact" else path).name for path in paths]
+    return short if len(set(short)) == len(short) else list(folders)
 
 
 def compare(folders: Sequence[str]) -> dict[str, Any]:
@@ -40,9 +47,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
     """
     if len(set(folders)) < len(folders):
         raise ValueError(f"--measured: got a folder twice in {', '.join(folders)}; expected distinct ones; leave one out")
-    paths = [Path(folder) for folder in folders]
-    short = [(path.parent if path.name == "artifact" else path).name for path in paths]
-    names = short if len(set(short)) == len(short) else folders
+    names = names_of(folders)
     measured = [read(folder) for folder in folders]
     first = measured[0]
     for folder, each in zip(folders[1:], measured[1:], strict=True):

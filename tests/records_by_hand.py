@@ -44,6 +44,6 @@ def records(requests, depth=3, prompts=None, **header):
     """Records of these requests, with prompts of these token ids."""
     entries = {"target": TARGET, "drafter": {"method": "medusa", "name": "runs/mine", "bytes": 1000}, "settings": SETTINGS, "skipped": {}}
     tree = {"tree": [[0] * (k + 1) for k in range(depth)], "nodes": depth + 1, "depth": depth}
-    made = Records(entries | header, {1: 0.004, 4: 0.005}, {1: 0.001}, tree, [], list(requests))
+    made = Records(entries | header, {1: 0.004, 4: 0.005}, {1: 0.001}, tree=tree, requests=list(requests))
     made.prompts = {name: PromptRecord(name, ids) for name, ids in (prompts or {}).items()}
     return made

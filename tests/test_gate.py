@@ -3,13 +3,14 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from commands import failing
 from records_by_hand import SETTINGS, records, request, timed
 
-from draftsmith.eval import gate, gate_output
+from draftsmith.eval import bounds, gate, gate_output
 from draftsmith.eval.bounds import Bound, judge
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import Divergence, prompt_line, request_line
@@ -75,6 +76,28 @@ def test_speedups_are_of_the_prompts_that_were_timed():
     assert "needs the load model" in outcome(made, Bound("speedup", "", 0.1, batch=8))[1]
     four = evaluation(settings=SETTINGS | {"slots": 8})
     assert outcome(four, Bound("speedup", "", 1.9, batch=8)) == ("pass", "")  # measured so
+
+
+def test_a_speedup_at_another_batch_is_that_of_the_load_model(monkeypatch):
+    made = replace(evaluation(), load={"verify": []})
+    loads = []
+
+    def predicted(model, rounds, batch, context, tree):
+        if batch > 8:
+            raise ValueError("got batch 16; expected 1 to 8, which were measured")
+        loads.append((rounds.tau, batch, context, tree))
+        return SimpleNamespace(speedup=1.5, low=1.4, high=1.6) if batch > 2 else SimpleNamespace(speedup=1.5, low=None, high=None)
+
+    monkeypatch.setattr(bounds, "CostModel", lambda load: SimpleNamespace(max_nodes=4, contexts=[64, 256]))
+    monkeypatch.setattr(bounds, "predict", predicted)
+    (check,) = judge(made, [Bound("speedup", "", 1.4, batch=8)]).checks
+    assert (check.outcome, check.predicted, check.estimate, check.low, check.prompts) == ("pass", True, 1.5, 1.4, 10)
+    assert loads == [(pytest.approx(2.5), 8, 64, made.tree["tree"])]
+    assert outcome(made, Bound("speedup", "", 1.45, batch=8))[0] == "fail"
+    assert outcome(made, Bound("speedup", "", 0.1, batch=2))[1].endswith("too few for an interval; expected at least 8; measure more")
+    assert outcome(made, Bound("speedup", "", 0.1, batch=16)) == ("error", "got batch 16; expected 1 to 8, which were measured")
+    monkeypatch.setattr(bounds, "CostModel", lambda load: SimpleNamespace(max_nodes=3, contexts=[64]))
+    assert outcome(made, Bound("speedup", "", 0.1, batch=8)) == ("error", "rounds have 4 nodes, and the load was probed up to 3")
 
 
 def test_what_cannot_be_judged_is_an_error():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftsmith.eval import paired
+from draftsmith.eval.intervals import of_difference, of_ratio
 from draftsmith.eval.paired import sign_flip, wins
 from draftsmith.eval.provenance import budget, differences
 
@@ -80,6 +81,14 @@ def test_under_the_null_p_is_uniform():
     for x in (0.05, 0.2, 0.5):
         share = sum(value <= x for value in values) / len(values)
         assert x - 0.08 < share < x + 0.05, x
+
+
+def test_intervals_do_not_depend_on_the_order_of_prompts():
+    generator = torch.Generator().manual_seed(2)
+    tokens, rounds = torch.randint(20, 60, (2, 30), generator=generator), torch.randint(8, 20, (2, 30), generator=generator)
+    order = torch.randperm(30, generator=generator)
+    assert of_ratio(tokens[0], rounds[0]) == of_ratio(tokens[0, order], rounds[0, order])
+    assert of_difference(tokens, rounds) == of_difference(tokens[:, order], rounds[:, order])
 
 
 def test_wins_are_counted_by_prompt():

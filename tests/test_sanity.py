@@ -7,7 +7,7 @@ from conftest import byte_tokenizer
 from records_by_hand import records, request
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import guards
+from draftsmith.eval import sanity
 from draftsmith.eval.records import PromptRecord
 
 LOOP = [*range(100, 140), *[7, 8, 9] * 12]
@@ -27,31 +27,31 @@ LOOP = [*range(100, 140), *[7, 8, 9] * 12]
     ],
 )
 def test_the_period_at_the_end_of_an_answer(tokens, length):
-    assert guards.period(tokens) == length
+    assert sanity.period(tokens) == length
 
 
 def test_what_repeats_itself():
-    assert guards.repeats_itself(request("a", [len(LOOP)], tokens=LOOP))
-    assert guards.repeats_itself(request("a", [len(LOOP) + 1], tokens=[*LOOP, 0], reason="stop"))
-    assert not guards.repeats_itself(request("a", [len(LOOP) + 1], tokens=[*LOOP, 0]))
+    assert sanity.repeats_itself(request("a", [len(LOOP)], tokens=LOOP))
+    assert sanity.repeats_itself(request("a", [len(LOOP) + 1], tokens=[*LOOP, 0], reason="stop"))
+    assert not sanity.repeats_itself(request("a", [len(LOOP) + 1], tokens=[*LOOP, 0]))
     often = [token for start in range(0, 4) for token in (start + 50, *range(20))]  # 1. the same, 2. the same, ...
-    assert guards.period(often) == 0 and guards.repeats_itself(request("a", [84], tokens=often))
-    assert not guards.repeats_itself(request("a", [63], tokens=often[:63]))  # too short to judge by its 8-grams
-    assert not guards.repeats_itself(request("a", [80], tokens=list(range(80))))
+    assert sanity.period(often) == 0 and sanity.repeats_itself(request("a", [84], tokens=often))
+    assert not sanity.repeats_itself(request("a", [63], tokens=often[:63]))  # too short to judge by its 8-grams
+    assert not sanity.repeats_itself(request("a", [80], tokens=list(range(80))))
 
 
 def test_tau_with_and_without_degenerate_answers():
     fine = [request(str(n), [2] * 10) for n in range(8)]
     loops = [request(f"loop{n}", [4] * 19, tokens=LOOP) for n in range(2)]
     made = records([*fine, *loops, request("only", [4] * 19, setting="1", tokens=LOOP), request("good", [2], setting="0.5")])
-    first, last = (guards.degenerate(made)[setting] for setting in ("0", "1"))
-    assert set(guards.degenerate(made)) == {"0", "1"}
+    first, last = (sanity.degenerate(made)[setting] for setting in ("0", "1"))
+    assert set(sanity.degenerate(made)) == {"0", "1"}
     assert (first.prompts, first.answers, first.without) == (["loop0", "loop1"], 10, pytest.approx(2.0))
     assert first.tau == pytest.approx((8 * 20 + 2 * 76) / (8 * 10 + 2 * 19)) and first.low == pytest.approx(2) == first.high
     assert (last.prompts, last.without, last.low) == (["only"], None, None)
-    one, other = guards.lines(made)
+    one, other = sanity.lines(made)
     assert one == "T=0: 2 of 10 answers repeat themselves (loop0, loop1): τ 2.64 with them, 2.00 without"
-    assert other.endswith("(only): τ 4.00 with them, and there are no others") and guards.lines(records(fine)) == []
+    assert other.endswith("(only): τ 4.00 with them, and there are no others") and sanity.lines(records(fine)) == []
 
 
 def chat(name, text, later=()):
@@ -84,9 +84,9 @@ def test_marks_of_a_template_in_a_prompt(template, text, mark):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
-    marked = guards.templated(tokenizer, [chat("a", text), chat("b", "hello", [chat("b#2", text)])])
+    marked = sanity.templated(tokenizer, [chat("a", text), chat("b", "hello", [chat("b#2", text)])])
     assert marked == ({"a": mark, "b#2": mark} if mark else {})
-    assert guards.templated(tokenizer, [Prompt("raw", "d", text)]) == {}  # a text is taken as it is
+    assert sanity.templated(tokenizer, [Prompt("raw", "d", text)]) == {}  # a text is taken as it is
 
 
 def test_a_doubled_beginning_of_text():
@@ -95,19 +95,19 @@ def test_a_doubled_beginning_of_text():
     tokenizer = byte_tokenizer()
     text = Prompt("raw", "d", "<|begin|>hello")
     tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
-    assert guards.templated(tokenizer, [text]) == {}  # this tokenizer writes none
+    assert sanity.templated(tokenizer, [text]) == {}  # this tokenizer writes none
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.bos_token_id)]
     )
     assert tokenizer.encode(text.text)[:2] == [tokenizer.bos_token_id] * 2
-    assert guards.templated(tokenizer, [text, Prompt("fine", "d", "hello")]) == {"raw": "<|begin|>"}
+    assert sanity.templated(tokenizer, [text, Prompt("fine", "d", "hello")]) == {"raw": "<|begin|>"}
 
 
 def test_sentences_on_prompts():
     made = records([request("a", [2])])
     names = [f"p{n}" for n in range(7)]
     made.prompts = {name: PromptRecord(name, [1], templated="<|im_start|>") for name in names} | {"b": PromptRecord("b", [1])}
-    (line,) = guards.lines(made)
+    (line,) = sanity.lines(made)
     assert line.startswith("7 prompts have a chat template's '<|im_start|>' in their words") and "(p0, p1, p2, p3, p4 and 2 more)" in line
     made.prompts = {"b": replace(made.prompts["b"], logged=True)}
-    assert guards.lines(made)[0].startswith("1 prompts come with a log's answer")
+    assert sanity.lines(made)[0].startswith("1 prompts come with a log's answer")
