@@ -66,7 +66,7 @@ def degenerate(records: Records) -> dict[str, Degenerate]:
 
 def marks(tokenizer: Any) -> tuple[list[str], list[str]]:
     """What a chat template writes around messages: special tokens, and words that begin a line, such as `USER:`. None without a template."""
-    if not tokenizer.chat_template:
+    if not getattr(tokenizer, "chat_template", None):
         return [], []
     conversation = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": QUESTION}]
     for messages in (conversation, conversation[:1]):
@@ -96,7 +96,7 @@ def templated(tokenizer: Any, prompts: Iterable[Prompt]) -> dict[str, str]:
             text = message["content"]
             mark = mark or next((token for token in special if token in text), "")
             mark = mark or next((role for role in roles if any(line.strip().startswith(role) for line in text.split("\n"))), "")
-        bos = tokenizer.bos_token
+        bos = getattr(tokenizer, "bos_token", None)
         if not prompt.messages and bos and prompt.text.startswith(bos) and tokenizer.encode("x")[:1] == [tokenizer.bos_token_id]:
             mark = bos
         if mark:

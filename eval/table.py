@@ -167,7 +167,8 @@ def print_report(report: Report) -> None:
         print(skipped_line(report.skipped, report.settings["positions"]))
     if report.speedups:
         _print_table(console, f"Speedup at T={report.first_setting}", SPEED_HEADER, speed_rows(report))
-    _print_table(console, "Ceilings and baselines", REFERENCE_HEADER, reference_rows(report))
+    if report.references:
+        _print_table(console, "Ceilings and baselines", REFERENCE_HEADER, reference_rows(report))
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
