@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, ranks, trees
+from draftsmith.eval import cost, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
-from draftsmith.eval.records import Records
+from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import halves
 from draftsmith.eval.settings import Settings
 from draftsmith.inference import exact, machine
@@ -68,6 +68,7 @@ def evaluate_drafter(
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
     }
     with (store or RecordStore()).opened(header) as store:
+        store.append_prompts(_prompt_records(target, encoded))
         records = _record_tree(target, drafter, encoded, {prompt.index for prompt in choosing}, settings, store)
         drafter.tree_spec = parse_tree_spec(records.tree["tree"])
         for sampling in settings.samplings:
@@ -76,6 +77,11 @@ def evaluate_drafter(
         if ranks.state().is_main_process:
             store.finish([prompt.prompt.id for prompt in encoded], settings.labels)
         return store.records()
+
+
+def _prompt_records(target: Target, prompts: list[EncodedPrompt]) -> list[PromptRecord]:
+    marks = sanity.templated(target.tokenizer, [prompt.prompt for prompt in prompts])
+    return [PromptRecord(each.prompt.id, each.ids, marks.get(each.prompt.id, ""), bool(each.continuation)) for each in prompts]
 
 
 def _record_tree(

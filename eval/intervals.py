@@ -62,6 +62,8 @@ def prompts_for(interval: Interval, prompts: int, share: float = 0.03) -> int | 
 def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interval:
     """The interval of a statistic [...] of sums over prompts [C,...]; columns [C,P]."""
     columns = columns.double()
+    # Prompts are drawn by number: in an order of their own, the interval does not depend on that of the file.
+    columns = columns[:, sorted(range(columns.shape[1]), key=columns.T.tolist().__getitem__)]
     estimate, count = statistic(columns.sum(-1)), columns.shape[1]
     if count < FEWEST:
         return Interval(float(estimate), None, None)

@@ -208,10 +208,10 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     return spec
 
 
-def encode(target: Target, prompt: Prompt) -> list[int]:
+def encode(target: Target, prompt: Prompt, answer: str = "") -> list[int]:
     """Token ids of a prompt. A conversation goes through the target's chat template, which writes its own special tokens.
 
-    A target without one continues the prompt's completion, if there is any, else its text.
+    A target without one continues the prompt's completion, if there is any, else its text. `answer` follows.
 
     Raises:
         ValueError: the template does not write this conversation.
@@ -219,7 +219,7 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     tokenizer = target.tokenizer
     assert tokenizer is not None, "open_models refuses a target without one"
     if not prompt.messages or not tokenizer.chat_template:
-        return tokenizer.encode((not tokenizer.chat_template and prompt.completion) or prompt.text)
+        return tokenizer.encode(((not tokenizer.chat_template and prompt.completion) or prompt.text) + answer)
     try:
         template = tokenizer.get_chat_template()
         text, _ = render(template, list(prompt.messages), tokenizer.special_tokens_map, prompt=True)
@@ -228,4 +228,4 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise ValueError(
             f"prompt {prompt.id!r}: the chat template of {target.name!r} does not write it ({reason}); give it as text, or mend the template"
         ) from None
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text + answer, add_special_tokens=False)

@@ -79,6 +79,23 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """A prompt as the target reads it.
+
+    Attributes:
+        prompt: its id.
+        ids: its tokens.
+        templated: the mark of a chat template in its words, to which the template is then applied again; "" where there is none.
+        logged: whether a log has the answer, along which its positions are recorded instead of the target's own.
+    """
+
+    prompt: str
+    ids: list[int]
+    templated: str = ""
+    logged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One prompt, answered plainly and with the drafter under one sampling setting.
 
@@ -183,7 +200,8 @@ class Records:
         tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
         positions: position records; none where no tree was chosen.
         requests: by setting, in the order of the prompts.
-        pieces: the text of each token that a record names.
+        pieces: the text of each token that a record names, but for prompts.
+        prompts: by id.
     """
 
     header: dict[str, Any]
@@ -194,10 +212,16 @@ class Records:
     positions: list[PositionRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
+    prompts: dict[str, PromptRecord] = field(default_factory=dict)
 
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
         return [self.pieces.get(token, "�") for token in tokens]
+
+
+def prompt_line(record: PromptRecord) -> dict[str, Any]:
+    """The prompt as JSON."""
+    return {"kind": "prompt"} | asdict(record)
 
 
 def request_line(record: RequestRecord) -> dict[str, Any]:
@@ -224,6 +248,16 @@ def position_line(record: PositionRecord) -> dict[str, Any]:
         "drafted": record.drafted.tolist(),
         "drafted_log_probs": [_rounded(row) for row in record.drafted_log_probs.tolist()],
     }
+
+
+def prompt_of(line: dict[str, Any], source: str) -> PromptRecord:
+    """The prompt of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    kinds: dict[str, Any] = {"prompt": str, "ids": list, "templated": str, "logged": bool}
+    return PromptRecord(**{name: entry(line, name, kind, source) for name, kind in kinds.items()})
 
 
 def request_of(line: dict[str, Any], source: str) -> RequestRecord:

@@ -7,14 +7,17 @@ Letters: K draft depth · N tree nodes with the root. P is the number of prompts
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from draftsmith.eval import cost, intervals, trees
+from draftsmith.eval.baselines import Reference, references
 from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.sanity import Degenerate, degenerate, lines
+from draftsmith.eval.settings import greedy
 from draftsmith.eval.speed import speed, speedups
 from draftsmith.inference.rule_names import RULES
 
@@ -64,6 +67,9 @@ class Report:
         speedups: the same by domain, where prompts were timed one at a time.
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
+        references: the drafter beside ceilings and baselines, at each setting.
+        degenerate: by setting, answers that repeat themselves, and τ without them.
+        warnings: sentences on prompts and answers of which the numbers say too much.
     """
 
     target: dict[str, str]
@@ -88,6 +94,9 @@ class Report:
     speedups: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    references: list[Reference] = field(default_factory=list)
+    degenerate: dict[str, Degenerate] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def method(self) -> str:
@@ -105,8 +114,8 @@ class Report:
         return next(iter(self.overall))
 
 
-def report_of(records: Records) -> Report:
-    """The report of a finished evaluation."""
+def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> Report:
+    """The report of a finished evaluation. beside: other evaluations by name, for `baselines.references`."""
     header, requests = records.header, records.requests
     reported = {request.prompt for request in requests}
     report = Report(
@@ -143,12 +152,9 @@ def report_of(records: Records) -> Report:
         for domain in dict.fromkeys(request.domain for request in first if request.timed):
             report.speedups[domain] = speedups([request for request in first if request.domain == domain])
     report.by_nodes = _by_nodes(records, labels[0])
+    report.references = references(records, beside)
+    report.degenerate, report.warnings = degenerate(records), lines(records)
     return report
-
-
-def greedy(setting: str) -> bool:
-    """Whether the setting of this label is greedy decoding."""
-    return float(setting.split()[0]) == 0
 
 
 def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:

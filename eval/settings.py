@@ -50,3 +50,8 @@ def label(sampling: Sampling) -> str:
     defaults = {each.name: each.default for each in fields(Sampling)}
     others = [f"{name}={getattr(sampling, name):g}" for name in FILTERS if getattr(sampling, name) != defaults[name]]
     return " ".join((f"{sampling.temperature:g}", *others))
+
+
+def greedy(setting: str) -> bool:
+    """Whether the setting of this label is greedy decoding."""
+    return float(setting.split()[0]) == 0

@@ -133,6 +133,14 @@ class Draft:
     parents: list[int] = field(default_factory=list)
     score: float = 0.0
 
+    def accepted(self, text: Sequence[int]) -> int:
+        """How many nodes are accepted where the target continues with `text`."""
+        children = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+        node = depth = 0
+        while depth < len(text) and (node := children.get((node, text[depth]), -1)) > 0:
+            depth += 1
+        return depth
+
 
 def merge_continuations(
     continuations: list[list[int]], tree_spec: TreeSpec, paths: frozenset[Path] | None, budget: int, min_probability: float = 0.0
@@ -247,6 +255,22 @@ class _LookupDrafter:
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
             self._texts.pop(slot, None)
+
+    def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The tokens that each round commits where the target answers `prompt` with `answer`. No model runs: drafts depend on the text alone.
+
+        It is exact where a round accepts what the answer continues with: greedily, and with noise keyed by position. Nothing is remembered.
+        """
+        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
+        text, committed = NgramIndex(self._orders), list[int]()
+        text.extend(prompt)
+        position = 0
+        while position < len(answer):
+            accepted = self._draft(text, self.max_depth).accepted(answer[position:])
+            committed.append(min(accepted + 1, len(answer) - position))
+            text.extend(answer[position : position + committed[-1]])
+            position += committed[-1]
+        return committed
 
     def _draft(self, text: NgramIndex, depth: int) -> Draft:
         raise NotImplementedError

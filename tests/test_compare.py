@@ -150,6 +150,8 @@ def test_differences_are_paired_by_prompt():
     assert high - low < 0.4 * sum(widths) ** 0.5  # prompts differ far more than the two drafters on one prompt
     (a, b) = summarise(["a", "b"], "1", tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
+    counts = int((better < rounds).sum()), int((better == rounds).sum()), 0
+    assert b["p"] < 0.001 and (b["wins"], b["ties"], b["losses"]) == counts and "p" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
     assert paired_difference(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
