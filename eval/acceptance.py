@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.eval.settings import Settings
 
 CHOSEN_TREES = ("best", "largest")
+PROBE_S = 30.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_adaptive_depth(parser, False)
     options.add_kernels(parser)
     options.add_exact(parser)
+    parser.add_argument(
+        "--probe",
+        type=float,
+        default=PROBE_S,
+        metavar="SECONDS",
+        help=f"time rounds at several batches and contexts for about so long (default {PROBE_S:g}; 0: not)",
+    )
     options.add_json(parser)
     parser.add_argument("--out", help="folder for the measurements, instead of the artifact; any drafter and any tree")
     parser.add_argument(
@@ -108,6 +116,7 @@ def main(arguments: list[str]) -> None:
         timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
         kernels=chosen.kernels,
+        probe_s=chosen.probe,
         exact=chosen.exact,
     )
     loading.check_rule(settings.rule, drafter)

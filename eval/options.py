@@ -22,6 +22,7 @@ RANGES = LIMITS | {
     "max_new_tokens": (1, 1 << 20),
     "limit": (1, 1 << 20),
     "timed": (1, 1 << 20),
+    "probe": (0, 3600),
     "repeats": (1, 1 << 12),
 }
 # Of the numbers that say how tokens are sampled: a value that is off, then the range of the others. float32 can compute with all of them.

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval import load_report
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
@@ -95,9 +96,9 @@ def speed(report: Report) -> list[str]:
     if report.settings["timed"]:
         lines[0] += f"   ({s['timed']:.0f} timed prompts)"
     if "c" in s:
-        lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}")
+        lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}, rest {s['rest']:.2f}")
         lines.append(
-            f"predicted speedup τ / (c + drafting) {s['predicted_speedup']:.2f}; measured {s['speedup']:.2f}, {s['realised_fraction']:.0%} of it"
+            f"predicted speedup τ / (c + drafting + rest) {s['predicted_speedup']:.2f}; measured {s['speedup']:.2f}, {s['realised_fraction']:.0%} of it"
         )
     rates = f"{s['drafted_tokens_per_s']:.0f} tokens/s with the drafter, {s['plain_tokens_per_s']:.0f} without"
     if "cost_of_exact" in s:
@@ -174,6 +175,8 @@ def print_report(report: Report) -> None:
     if report.nodes == 1:
         print("No draft tree pays on this machine with this drafter: every τ/cost is below 1, so nothing is drafted.")
     for line in speed(report):
+        print(line)
+    for line in (*load_report.lines(report.load), *load_report.service_lines(report.service)):
         print(line)
     print(f"{precision(report)}.")
     for warning in report.warnings:
