@@ -40,7 +40,9 @@ def speed(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """
     batches = [request for request in requests if request.seconds]
     rounds = [each for request in requests if request.timed for each in request.rounds]
-    rates = {name: sum(each.batch_tokens[name] for each in batches) / sum(each.seconds[name] for each in batches) for name in batches[0].seconds}
+    rates = {
+        name: sum(each.batch_tokens[name] for each in batches) / sum(each.seconds[name] for each in batches) for name in batches[0].seconds
+    }
     tau = sum(each.committed for each in rounds) / len(rounds)
     entries = speedups(requests) | {
         "tau": tau,

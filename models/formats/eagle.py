@@ -204,7 +204,7 @@ def _speculators(raw: dict[str, Any], target: Target, depth: int) -> dict[str, A
     """The config.json that speculators 0.9 writes, from that of the other engines."""
     inner = ("model_type", "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "vocab_size", "rope_parameters")
     inner += (*(key for key in SIZES if key not in ("vocab_size",)), "bos_token_id", "eos_token_id", "pad_token_id")
-    own = ("draft_vocab_size", TAPS, *NORMS, "tie_word_embeddings", "torch_dtype", "target_hidden_size")
+    own = ("draft_vocab_size", TAPS, COUNT, *NORMS, "tie_word_embeddings", "torch_dtype", "target_hidden_size")
     proposal = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     verifier = {"name_or_path": target.name, "architectures": list(target.model.config.architectures or [])}
     return {
