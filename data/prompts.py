@@ -39,6 +39,7 @@ class Prompt:
         messages: the conversation, for the target's chat template; empty where the prompt is a text.
         completion: what a target without a chat template continues instead of `text`; "" is `text`.
         later: the user's further turns, each to be asked after the target's answer to the turn before it.
+        language: by which results may be reported; "" where the file does not say.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Prompt:
     messages: tuple[dict, ...] = ()
     completion: str = ""
     later: tuple["Prompt", ...] = ()
+    language: str = ""
 
 
 def shipped_or_given(path: str | Path | None) -> Path:

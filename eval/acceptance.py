@@ -4,8 +4,11 @@
     draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
     draftsmith eval runs/mine/artifact --prompts chat --timed 3       # τ of all prompts by task, times of 3 of each
+    draftsmith eval runs/mine/artifact --sampling temperature=0.7,top_p=0.9 --out measured    # as in production
+    draftsmith eval --from measured                                   # the same report again, from its records
 
-An artifact gets its best tree, the measurements and a table in its model card. Files that no evaluation wrote are left as they are.
+An artifact gets its best tree, the measurements and a table in its model card. Files that no evaluation wrote are left as they are. What
+is measured is recorded at once: a command that was stopped goes on when it is given again.
 
 Half of the prompts choose the draft tree; the report is on the other half. A later turn is asked after the target's own answer to the turn
 before it. Prompts that do not fit the target's context are skipped and counted. Every answer is compared with that of plain decoding, where the
@@ -24,6 +27,7 @@ from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.terminal import printable
 
 if TYPE_CHECKING:  # --help imports no model library
+    from draftsmith.eval.report import Report
     from draftsmith.eval.settings import Settings
 
 CHOSEN_TREES = ("best", "largest")
@@ -35,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--drafter", help=options.DRAFTER_HELP)
     options.add_models(parser)
     options.add_prompts(parser)
-    options.add_temperatures(parser)
+    options.add_samplings(parser)
     options.add_rule(parser, list(RULES), "target-sample, which is nearest to what serving engines do")
     options.add_tree(parser, [*CHOSEN_TREES, "saved", "chain", "dynamic"], "best, or saved where the drafter ranks no tokens")
     options.add_confidence(parser)
@@ -46,23 +50,28 @@ def parser() -> argparse.ArgumentParser:
     options.add_exact(parser)
     options.add_json(parser)
     parser.add_argument("--out", help="folder for the measurements, instead of the artifact; any drafter and any tree")
+    parser.add_argument("--from", dest="source", metavar="FOLDER", help="report what is recorded in this folder; nothing is decoded")
     return parser
 
 
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
-    temperatures = options.temperatures(chosen.temperature)
+    samplings = options.samplings(chosen.temperature, chosen.sampling)
     options.check_numbers(chosen, min_new_tokens=2)
-    if chosen.rule == "membership":
-        raise ValueError(
-            "--rule membership: expected a rule that needs no filters; draftsmith generate takes --top-k, --top-p and --min-p with it"
-        )
+    if chosen.source is not None:
+        _report_again(chosen, arguments)
+        return
+    if chosen.rule == "membership" and not chosen.sampling:
+        raise ValueError("--rule membership needs a filter; give one, such as --sampling temperature=0.7,top_p=0.9")
     name = _drafter_name(chosen)
 
     from draftsmith.data import prompts as prompt_files
     from draftsmith.eval import loading, measurements, ranks
     from draftsmith.eval.evaluation import evaluate_drafter
+    from draftsmith.eval.record_store import RecordStore
+    from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
+    from draftsmith.inference.sampler import Sampling
 
     out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
     main_process = ranks.state().is_main_process
@@ -84,10 +93,9 @@ def main(arguments: list[str]) -> None:
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
     settings = Settings(
         max_new_tokens=chosen.max_new_tokens,
-        temperatures=temperatures,
+        samplings=[Sampling(rule=chosen.rule or "target-sample", **fields) for fields in samplings],
         max_nodes=chosen.nodes or chosen.exact or 64,
         choose=tree if tree in CHOSEN_TREES else "",
-        rule=chosen.rule or "target-sample",
         slots=chosen.slots,
         timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
@@ -96,27 +104,51 @@ def main(arguments: list[str]) -> None:
     )
     loading.check_rule(settings.rule, drafter)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
-    report, rounds, records = evaluate_drafter(target, drafter, prompts, settings)
-    failures: list[str] = []
+    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name))
+    report = report_of(records)
     if main_process:
-        from draftsmith.eval import output, table
-        from draftsmith.eval.records import as_json
-
-        if folder:
-            failures = measurements.write(folder, report, rounds, records, artifact=not out)
-        output.deliver(lambda: print(as_json(report)) if chosen.json else table.print_report(report))
-        if folder and not failures and not chosen.json:
-            output.deliver(lambda: _say_written(folder, out is None))
+        _deliver(report, folder, not out, chosen.json)
     ranks.leave()
-    if failures:
-        raise ValueError(f"not written into {folder}: {', '.join(failures)}; the other files are there, and the report is printed")
     if any(divergence.verdict == "bug" for divergence in report.divergences):
         raise SystemExit(1)
 
 
+def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
+    """--from: the report of records, whose files are written again beside them, or into --out."""
+    others = [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in ("--from", "--out", "--json")]
+    if others or chosen.folder:
+        raise ValueError(f"--from takes --json and --out only, got {' '.join(others) or chosen.folder}; leave it out")
+
+    from draftsmith.eval import measurements, record_store
+    from draftsmith.eval.report import report_of
+
+    source = Path(os.path.expanduser(chosen.source))
+    report = report_of(record_store.read(source))
+    folder = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else source
+    measurements.check_folder(folder)
+    _deliver(report, folder, False, chosen.json)
+
+
+def _deliver(report: "Report", folder: Path | None, artifact: bool, as_json: bool) -> None:
+    """Write the files of a report into the folder, and print it. artifact: the folder is one, whose card and tree are written too.
+
+    Raises:
+        ValueError: a file that cannot be written; the report is printed before.
+    """
+    from draftsmith.eval import measurements, output, table
+    from draftsmith.eval import report as reports
+
+    failures = measurements.write(folder, report, artifact) if folder else []
+    output.deliver(lambda: print(reports.as_json(report)) if as_json else table.print_report(report))
+    if folder and not failures and not as_json:
+        output.deliver(lambda: _say_written(folder, artifact))
+    if failures:
+        raise ValueError(f"not written into {folder}: {', '.join(failures)}; the other files are there, and the report is printed")
+
+
 def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
     """Whether the measurements are of what the artifact does by itself, losslessly: only these belong into it."""
-    lossless = RULES[settings.rule].lossless or not any(settings.temperatures)
+    lossless = RULES[settings.rule].lossless or all(sampling.greedy for sampling in settings.samplings)
     return (
         settings.choose == "best"
         and settings.slots == 1
@@ -136,7 +168,7 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     folder = Path(os.path.expanduser(name))
     if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.student_entry(name) is not None):
         return None
-    reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.NAMES))
+    reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.CHECKED))
     if reason:
         note = f"nothing is written into {folder}: {reason}; --out FOLDER keeps the measurements"
     elif not card.is_marked(folder):

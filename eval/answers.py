@@ -111,6 +111,11 @@ def skipped_line(skipped: dict[str, int], positions: int) -> str:
     return f"skipped, since prompt and answer exceed the target's {positions:,} positions: {counts}" if skipped else ""
 
 
+def batches(prompts: list[EncodedPrompt], size: int) -> list[list[EncodedPrompt]]:
+    """The prompts in their order, `size` at a time."""
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
 def decode_all(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int) -> list[Completion]:
     """Decode all prompts under a progress bar. The index of a prompt is its noise key.
 

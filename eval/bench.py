@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
-    from draftsmith.eval.records import to_json
+    from draftsmith.eval.report import to_json
     from draftsmith.inference import durable
 
     if ranks.count() > 1:

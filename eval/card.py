@@ -5,7 +5,7 @@ from typing import Any
 
 from draftsmith.eval import table
 from draftsmith.eval.answers import skipped_line
-from draftsmith.eval.records import Report
+from draftsmith.eval.report import Report
 from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.reading import read_json
@@ -114,7 +114,7 @@ def _measured(report: Report) -> list[str]:
         f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
         *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
-        f"- Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.",
+        f"- Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.",
         "",
         "![survival by depth](survival.png)",
     ]

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="drafter", help=f"{options.DRAFTER_HELP}; two at least")
     options.add_models(parser)
     options.add_prompts(parser)
-    options.add_temperatures(parser)
+    options.add_samplings(parser)
     options.add_rule(parser, [name for name, rule in RULES.items() if rule.lossless], "target-sample; rejection with --expected")
     parser.add_argument("--expected", action="store_true", help="compute the τ of chains of draft models instead of decoding")
     parser.add_argument("--measured", action="store_true", help="compare what eval wrote into these folders, without decoding")
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     options.check_numbers(chosen)
-    temperatures = options.temperatures(chosen.temperature)
+    samplings = options.samplings(chosen.temperature, chosen.sampling)
     _check(chosen)
 
     from draftsmith.data import prompts as prompt_files
@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.comparison import Settings, compare_drafters
     from draftsmith.inference.draft_model import DraftModel
+    from draftsmith.inference.sampler import Sampling
 
     if ranks.count() > 1:
         raise ValueError(f"draftsmith compare in {ranks.count()} processes: expected one; run it alone")
@@ -61,14 +62,14 @@ def main(arguments: list[str]) -> None:
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(rule, drafter)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
-    settings = Settings(chosen.max_new_tokens, temperatures, rule, chosen.slots, chosen.expected)
+    settings = Settings(chosen.max_new_tokens, [Sampling(rule=rule, **each) for each in samplings], chosen.slots, chosen.expected)
     _print(compare_drafters(target, drafters, encoded, skipped, settings), chosen.json)
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:
     from draftsmith.eval import output
     from draftsmith.eval.comparison import print_comparison
-    from draftsmith.eval.records import to_json
+    from draftsmith.eval.report import to_json
 
     output.deliver(lambda: print(to_json(report)) if as_json else print_comparison(report))
 

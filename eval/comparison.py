@@ -17,6 +17,8 @@ from draftsmith.eval.answers import EncodedPrompt, TargetText, decode_all, skipp
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
 from draftsmith.eval.intervals import Interval, of_difference, of_ratio, shown
 from draftsmith.eval.output import cell
+from draftsmith.eval.report import greedy
+from draftsmith.eval.settings import label
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import tree_config
@@ -35,15 +37,13 @@ class Settings:
 
     Attributes:
         max_new_tokens: most tokens of an answer.
-        temperatures: each is measured.
-        rule: how drafts are verified at T > 0.
+        samplings: each is measured, by one rule.
         slots: prompts decoded at a time.
         expected: compute the expected rounds instead of decoding. The drafters are then draft models with chains of one depth.
     """
 
     max_new_tokens: int
-    temperatures: list[float]
-    rule: str
+    samplings: list[Sampling]
     slots: int
     expected: bool
 
@@ -107,12 +107,12 @@ def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> Int
     return of_difference(tokens.expand(2, -1), rounds)
 
 
-def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
-    """Rows of the report, one for each drafter at one temperature. All but the first have the difference to the first.
+def summarise(names: Sequence[str], setting: str, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
+    """Rows of the report, one for each drafter at one setting. All but the first have the difference to the first.
 
     Args:
         names: of the drafters.
-        temperature: for the rows.
+        setting: label of the sampling.
         tokens: [M,P].
         rounds: [M,P].
     """
@@ -121,7 +121,7 @@ def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: 
         tau = of_ratio(tokens[number], rounds[number])
         row = {
             "drafter": name,
-            "temperature": temperature,
+            "setting": setting,
             "tau": tau.estimate,
             "low": tau.low,
             "high": tau.high,
@@ -134,12 +134,12 @@ def summarise(names: Sequence[str], temperature: float, tokens: Tensor, rounds: 
     return rows
 
 
-def by_domain(names: Sequence[str], temperature: float, domains: Sequence[str], tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
+def by_domain(names: Sequence[str], setting: str, domains: Sequence[str], tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
     """`summarise` for each domain, where there are several. Each row has its `domain`; domains [P] are those of the prompts."""
     rows = []
     for domain in dict.fromkeys(domains) if len(set(domains)) > 1 else ():
         chosen = torch.tensor([each == domain for each in domains])
-        rows += [{"domain": domain} | row for row in summarise(names, temperature, tokens[:, chosen], rounds[:, chosen])]
+        rows += [{"domain": domain} | row for row in summarise(names, setting, tokens[:, chosen], rounds[:, chosen])]
     return rows
 
 
@@ -156,14 +156,14 @@ def compare_drafters(
         settings: how they are compared.
 
     Returns:
-        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each temperature), domains (likewise
-        for each domain), and same: by temperature, to how many prompts all drafters gave the same answer. same is empty where nothing was
+        target, settings, trees (the draft tree of each drafter), rows (one for each drafter at each setting), domains (likewise
+        for each domain), and same: by setting, to how many prompts all drafters gave the same answer. same is empty where nothing was
         decoded.
     """
     rows, domain_rows, same = [], [], {}
     prompts, domains = [prompt.ids for prompt in encoded], [prompt.prompt.domain for prompt in encoded]
-    for temperature in settings.temperatures:
-        sampling = Sampling(temperature=temperature, rule=settings.rule)
+    for sampling in settings.samplings:
+        setting = label(sampling)
         if settings.expected:
             models = list(drafters.values())
             texts = target_texts(target, prompts, sampling, settings.max_new_tokens)
@@ -177,9 +177,9 @@ def compare_drafters(
             tokens = torch.tensor([[len(answer.tokens) for answer in row] for row in answers], dtype=torch.float64)
             rounds = torch.tensor([[len(answer.rounds) for answer in row] for row in answers], dtype=torch.float64)
             distinct = [len({tuple(answer.tokens) for answer in column}) for column in zip(*answers, strict=True)]
-            same[f"{temperature:g}"] = distinct.count(1)
-        rows += summarise(list(drafters), temperature, tokens, rounds)
-        domain_rows += by_domain(list(drafters), temperature, domains, tokens, rounds)
+            same[setting] = distinct.count(1)
+        rows += summarise(list(drafters), setting, tokens, rounds)
+        domain_rows += by_domain(list(drafters), setting, domains, tokens, rounds)
     return {
         "target": target.identity.to_dict(),
         "settings": {
@@ -188,7 +188,7 @@ def compare_drafters(
             "positions": target.max_positions,
             "max_new_tokens": settings.max_new_tokens,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "rule": settings.rule,
+            "rule": settings.samplings[0].rule,
             "slots": settings.slots,
             "expected": settings.expected,
         },
@@ -207,7 +207,7 @@ def print_comparison(report: dict[str, Any]) -> None:
     settings, expected = report["settings"], report["settings"].get("expected", False)
     how = "measured" if "expected" not in settings else "expected" if expected else "decoded"
     title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {how}"
-    if any(row["temperature"] for row in report["rows"]):
+    if not all(greedy(row["setting"]) for row in report["rows"]):
         title += f", rule {settings['rule']}"
     table = Table(title=cell(f"Drafters for {report['target']['name']}: {title}"), title_style="italic", box=box.SIMPLE_HEAD)
     for name in HEADER if report["domains"] else HEADER[1:]:
@@ -217,7 +217,7 @@ def print_comparison(report: dict[str, Any]) -> None:
         tau = f"{row['tau']:.2f} ({shown(row['low'], row['high'])})"
         delta = f"{row['delta']:+.2f} ({shown(row['delta_low'], row['delta_high'], '+.2f')})" if "delta" in row else ""
         rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
-        cells = (cell(row["drafter"]), f"{row['temperature']:g}", tau, delta, rounds)
+        cells = (cell(row["drafter"]), row["setting"], tau, delta, rounds)
         table.add_row(*((cell(row.get("domain", "all")), *cells) if report["domains"] else cells))
     Console().print(table)
     print("In brackets: 95 % intervals over prompts; those of differences are paired.")
@@ -225,5 +225,5 @@ def print_comparison(report: dict[str, Any]) -> None:
         print(skipped_line(settings["skipped"], settings["positions"]))
     for name, tree in report["trees"].items():
         print(f"{printable(name, keep='')}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
-    for temperature, same in report["same"].items():
-        print(f"T = {temperature}: {same} of {settings['prompts']} answers are the same with every drafter")
+    for setting, same in report["same"].items():
+        print(f"T = {setting}: {same} of {settings['prompts']} answers are the same with every drafter")

@@ -1,16 +1,13 @@
 """Decode prompts plainly and with the drafter: a sample of them timed, the others several at a time, for τ and losslessness alone."""
 
-import statistics
-from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.data.prompts import Prompt
 from draftsmith.eval import interleaved, lossless, ranks
-from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.lossless import Recorded
-from draftsmith.eval.records import KEYED_RULES, Divergence, RoundRecord
-from draftsmith.eval.settings import Settings
-from draftsmith.eval.speed import Timing
+from draftsmith.eval.record_store import RecordStore
+from draftsmith.eval.records import KEYED_RULES, Divergence, RequestRecord, Round
+from draftsmith.eval.settings import Settings, label
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.progress import Bar
@@ -22,54 +19,38 @@ PROMPTS_PER_SLOT = 4  # in a batch, so that prompts are replaced while others st
 UNTIMED_SLOTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The results for one prompt.
-
-    Attributes:
-        rounds: of decoding with the drafter.
-        tokens: of the answer.
-        checked: whether the rule promises plain decoding's tokens.
-        checked_tokens: how many were compared, up to the first that differs.
-        divergence: from plain decoding's answer, where that is checked.
-        equals_transformers: whether plain decoding's answer equals that of transformers; None where transformers did not answer.
-    """
-
-    rounds: list[RoundRecord]
-    tokens: list[int]
-    checked: bool
-    checked_tokens: int
-    divergence: Divergence | None
-    equals_transformers: bool | None
-
-
 class _Tally(Bar):
-    """A progress bar with the τ so far."""
+    """A progress bar with the τ so far. The batches that an earlier run recorded count as done."""
 
-    committed = rounds = 0
+    committed = rounds = done = 0
 
-    def count(self, outcomes: dict[int, Outcome], number: int, outcome: Outcome) -> None:
-        outcomes[number] = outcome
-        self.committed += sum(record.committed for record in outcome.rounds)
-        self.rounds += len(outcome.rounds)
-        self.update(len(outcomes), f"tau {self.committed / self.rounds:.2f}")
+    def count(self, requests: list[RequestRecord]) -> None:
+        self.done += len(requests)
+        self.committed += sum(round.committed for request in requests for round in request.rounds)
+        self.rounds += sum(len(request.rounds) for request in requests)
+        self.update(self.done, f"tau {self.committed / self.rounds:.2f}")
 
 
-def decode(
-    target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings
-) -> tuple[list[Outcome], Timing]:
-    """Answer each prompt plainly and with the drafter.
-
-    Returns:
-        The outcomes of all prompts, and the times of those that this rank timed.
-    """
+def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings, store: RecordStore) -> None:
+    """Answer each prompt of this rank plainly and with the drafter, unless it is recorded already, and record it."""
     share = ranks.share(prompts)
     sample = _sample(share, settings.timed)
     indices = {prompt.index for prompt in sample}
-    outcomes, timing = _decode_timed(target, drafter, sample, sampling, settings)
-    others = [prompt for prompt in share if prompt.index not in indices]
-    gathered = ranks.gather(outcomes | _decode_untimed(target, drafter, others, sampling, settings))
-    return [gathered[prompt.index] for prompt in prompts], timing
+    others = sorted((prompt for prompt in share if prompt.index not in indices), key=lambda prompt: len(prompt.ids))
+    done = {prompt for setting, prompt in store.recorded("request") if setting == label(sampling)}
+
+    def missing(size: int, prompts: list[EncodedPrompt]) -> list[list[EncodedPrompt]]:
+        return [batch for batch in batches(prompts, size) if any(prompt.prompt.id not in done for prompt in batch)]
+
+    timed = missing(1 if settings.slots == 1 else PROMPTS_PER_SLOT * settings.slots, sample)
+    if timed:
+        _decode_timed(target, drafter, timed, sampling, settings, store)
+    # Where the depth of a draft depends on what else is in the batch, there is one prompt at a time.
+    alone = settings.exact or settings.adaptive_depth or getattr(drafter, "confidence", 0.0)
+    slots = 1 if alone else UNTIMED_SLOTS
+    untimed = missing(PROMPTS_PER_SLOT * slots, others)
+    if untimed:
+        _decode_untimed(target, drafter, untimed, sampling, settings, slots, store)
 
 
 def _sample(prompts: list[EncodedPrompt], count: int | None) -> list[EncodedPrompt]:
@@ -83,10 +64,10 @@ def _sample(prompts: list[EncodedPrompt], count: int | None) -> list[EncodedProm
 
 
 def _decode_timed(
-    target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings
-) -> tuple[dict[int, Outcome], Timing]:
-    """Answer each prompt (or batch) plainly, with the drafter and, where greedy and alone, with transformers, interleaved."""
-    context = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
+    target: Target, drafter: Any, batches: list[list[EncodedPrompt]], sampling: Sampling, settings: Settings, store: RecordStore
+) -> None:
+    """Answer each batch plainly, with the drafter and, where greedy and alone, with transformers, interleaved."""
+    context = max(len(prompt.ids) for batch in batches for prompt in batch) + settings.max_new_tokens
     common: dict[str, Any] = {"slots": settings.slots, "context": context, "timed": True, "kernels": settings.kernels}
     adaptive, nodes = AdaptiveDepth() if settings.adaptive_depth else None, settings.exact
     decoders = {
@@ -96,41 +77,52 @@ def _decode_timed(
     if nodes:
         decoders["ordinary"] = Decoder(target, **common)
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
-    if sampling.greedy and settings.slots == 1:
+    if sampling.greedy and sampling.repetition_penalty == 1.0 and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
-    size = 1 if settings.slots == 1 else PROMPTS_PER_SLOT * settings.slots
-    timing = Timing([], [], {name: [] for name in functions}, {name: [] for name in functions})
-    verifying: dict[str, list[float]] = {name: [] for name in decoders}
-    outcomes: dict[int, Outcome] = {}
-    with _Tally(f"decoding at T={sampling.temperature:g}", len(prompts)) as bar:
-        for batch, timed in interleaved.interleave(functions, _batches(prompts, size)):
-            timing.add(batch[0].prompt.domain if size == 1 else "", timed)
-            for name in decoders:
-                verifying[name] += [round.verify_s for answer in timed[name].answers for round in answer.rounds]
+    with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
+        for batch, timed in interleaved.interleave(functions, batches):
             divergences = _timed_divergences(target, drafter, batch, timed, sampling, settings, context)
+            requests = []
             for number, (prompt, divergence) in enumerate(zip(batch, divergences, strict=True)):
                 plain, drafted = (timed[name].answers[number] for name in ("plain", "drafted"))
-                equals = timed["transformers"].answers[number].tokens == plain.tokens if "transformers" in timed else None
-                rounds = _round_records(prompt.prompt, drafted.rounds, sampling)
-                bar.count(outcomes, prompt.index, _outcome(rounds, plain.tokens, drafted.tokens, sampling, divergence, equals))
-    if settings.slots == 1:
-        timing.c = statistics.fmean(verifying["drafted"]) / statistics.fmean(verifying["plain"])
-    return outcomes, timing
+                measured: dict[str, Any] = {
+                    "plain_rounds": len(plain.rounds),
+                    "plain_verify_s": sum(round.verify_s for round in plain.rounds),
+                }
+                if "transformers" in timed:
+                    measured["equals_transformers"] = timed["transformers"].answers[number].tokens == plain.tokens
+                if number == len(batch) - 1:
+                    measured |= _times(timed, len(batch))
+                requests.append(
+                    _request(prompt, sampling, drafted.tokens, drafted.reason, drafted.rounds, plain.tokens, divergence, **measured)
+                )
+            store.append_requests(requests, target.tokenizer)
+            bar.count(requests)
+
+
+def _times(timed: dict[str, interleaved.TimedAnswers], size: int) -> dict[str, Any]:
+    """The seconds and tokens of a batch of `size` requests, by contender."""
+    times: dict[str, Any] = {
+        "seconds": {name: turn.seconds for name, turn in timed.items()},
+        "batch_tokens": {name: sum(len(answer.tokens) for answer in turn.answers) for name, turn in timed.items()},
+        "batch": size,
+    }
+    if size == 1:
+        (answer,) = timed["drafted"].answers
+        times["prefill_s"] = timed["drafted"].seconds - sum(each.draft_s + each.verify_s + each.other_s for each in answer.rounds)
+    return times
 
 
 def _decode_untimed(
-    target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings
-) -> dict[int, Outcome]:
-    """Answer the prompts plainly and with the drafter, several at a time.
+    target: Target, drafter: Any, batches: list[list[EncodedPrompt]], sampling: Sampling, settings: Settings, slots: int, store: RecordStore
+) -> None:
+    """Answer the prompts plainly and with the drafter, `slots` at a time.
 
-    The hidden states are recorded at once, so that an answer that diverges need not be decoded again. Where the depth of a draft depends
-    on what else is in the batch, there is one prompt at a time.
+    The hidden states are recorded at once, so that an answer that diverges need not be decoded again.
     """
-    alone = settings.exact or settings.adaptive_depth or getattr(drafter, "confidence", 0.0)
-    slots, outcomes = 1 if alone else UNTIMED_SLOTS, dict[int, Outcome]()
     options: dict[str, Any] = {"slots": slots, "kernels": settings.kernels, "exact": settings.exact}
-    with _Tally(f"{slots} at a time, untimed, at T={sampling.temperature:g}", len(prompts), show=bool(prompts)) as bar:
-        for batch in _batches(sorted(prompts, key=lambda prompt: len(prompt.ids)), PROMPTS_PER_SLOT * slots):
+    with _Tally(f"{slots} at a time, untimed, at T={label(sampling)}", sum(map(len, batches))) as bar:
+        for batch in batches:
             ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
             context = max(map(len, ids)) + settings.max_new_tokens
             adaptive = AdaptiveDepth() if settings.adaptive_depth else None
@@ -139,15 +131,13 @@ def _decode_untimed(
                 for each, more in ((None, {}), (drafter, {"adaptive": adaptive}))
             )
             pairs = [(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
-            recorded = list(zip(plain, drafted, strict=True))
-            for number, divergence in enumerate(_judged(target, batch, pairs, recorded, sampling, settings)):
-                rounds = _round_records(batch[number].prompt, drafted[number].rounds, sampling, timed=False)
-                bar.count(outcomes, batch[number].index, _outcome(rounds, *pairs[number], sampling, divergence, None))
-    return outcomes
-
-
-def _batches(prompts: list[EncodedPrompt], size: int) -> list[list[EncodedPrompt]]:
-    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+            divergences = _judged(target, batch, pairs, list(zip(plain, drafted, strict=True)), sampling, settings)
+            requests = [
+                _request(prompt, sampling, b.tokens, b.reason, b.rounds, a.tokens, divergence, timed=False)
+                for prompt, a, b, divergence in zip(batch, plain, drafted, divergences, strict=True)
+            ]
+            store.append_requests(requests, target.tokenizer)
+            bar.count(requests)
 
 
 def _timed_divergences(
@@ -218,27 +208,32 @@ def _checked(sampling: Sampling) -> bool:
     return sampling.greedy or sampling.rule in KEYED_RULES
 
 
-def _outcome(
-    rounds: list[RoundRecord], plain: list[int], drafted: list[int], sampling: Sampling, divergence: Divergence | None, equals: bool | None
-) -> Outcome:
-    checked, compared = _checked(sampling), divergence.index + 1 if divergence else len(plain)
-    return Outcome(rounds, drafted, checked, compared if checked else 0, divergence, equals)
-
-
-def _round_records(prompt: Prompt, rounds: list[RoundStats], sampling: Sampling, timed: bool = True) -> list[RoundRecord]:
-    return [
-        RoundRecord(
-            prompt=prompt.id,
-            domain=prompt.domain,
-            temperature=sampling.temperature,
-            rule=sampling.rule,
-            position=round.position,
-            nodes=round.size,
-            committed=round.length,
-            accepted=round.length - 1,
-            draft_s=round.draft_s if timed else None,
-            verify_s=round.verify_s if timed else None,
-            other_s=round.other_s if timed else None,
-        )
-        for round in rounds
-    ]
+def _request(
+    prompt: EncodedPrompt,
+    sampling: Sampling,
+    tokens: list[int],
+    reason: str,
+    rounds: list[RoundStats],
+    plain: list[int],
+    divergence: Divergence | None,
+    timed: bool = True,
+    **measured: Any,
+) -> RequestRecord:
+    """The record of a prompt that was answered with `tokens`, and plainly with `plain`."""
+    return RequestRecord(
+        prompt=prompt.prompt.id,
+        domain=prompt.prompt.domain,
+        language=prompt.prompt.language,
+        setting=label(sampling),
+        turn=prompt.turn,
+        prompt_tokens=len(prompt.ids),
+        tokens=tokens,
+        reason=reason,
+        rounds=[
+            Round(each.position, each.size, each.length, *((each.draft_s, each.verify_s, each.other_s) if timed else ())) for each in rounds
+        ],
+        plain_tokens=len(plain),
+        checked=_checked(sampling),
+        divergence=divergence,
+        **measured,
+    )

@@ -1,36 +1,53 @@
-"""Measure one drafter: choose its draft tree on half of the prompts, decode the other half with it and plainly, and report."""
+"""Measure one drafter: choose its draft tree on half of the prompts, decode the other half with it and plainly, and record all of it."""
 
+import hashlib
+import json
+import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import cost, ranks, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
-from draftsmith.eval.positions import position_records
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, distinct_ngrams
+from draftsmith.eval.positions import record_positions
+from draftsmith.eval.record_store import RecordStore
+from draftsmith.eval.records import Records
+from draftsmith.eval.report import halves
 from draftsmith.eval.settings import Settings
-from draftsmith.eval.speed import speed, speedups
-from draftsmith.eval.summary import acceptance
-from draftsmith.inference import exact
+from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import tree_config
-from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.expand import parse_tree_spec, tree_config
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
+LIBRARIES = ("draftsmith", "torch", "transformers")
+
 
 def evaluate_drafter(
-    target: Target, drafter: Any, prompts: list[Prompt], settings: Settings
-) -> tuple[Report, list[RoundRecord], list[PositionRecord]]:
+    target: Target,
+    drafter: Any,
+    prompts: list[Prompt],
+    settings: Settings,
+    store: RecordStore | None = None,
+    named: dict[str, str] | None = None,
+) -> Records:
     """Measure acceptance and speed. With `settings.choose` the drafter keeps the chosen tree.
 
-    Returns:
-        The report, the rounds of all temperatures, and the position records (none where no tree was chosen).
+    Args:
+        target: of the drafter.
+        drafter: to be measured.
+        prompts: of all domains.
+        settings: how.
+        store: keeps the records while they come, and has those of a run that was stopped; None keeps them in memory.
+        named: what the header says of the drafter besides its method, such as its name and hash.
 
     Raises:
         ValueError: no prompt that fits the context, or too few to choose a tree.
@@ -39,86 +56,109 @@ def evaluate_drafter(
         exact.check(target, settings.exact, settings.max_nodes if settings.choose else drafter.max_nodes)
     encoded, skipped = encode_prompts(target, prompts, settings.max_new_tokens)
     choosing, reported = _halves(encoded) if settings.choose else ([], encoded)
-    context = statistics.median_low([len(prompt.ids) for prompt in encoded]) + settings.max_new_tokens // 2
     if isinstance(drafter, DraftModel):
         drafter.check(max(len(prompt.ids) for prompt in encoded) + settings.max_new_tokens)
-    forward_seconds = ranks.agreed(cost.measure_forward(target, context, max(settings.max_nodes, drafter.max_nodes)))
-    with _complete_trees(drafter):
-        drafting_seconds = ranks.agreed(cost.measure_drafting(target, drafter, [prompt.ids[-context:] for prompt in reported[:4]]))
-    by_nodes: list[dict[str, float]] = []
-    records: list[PositionRecord] = []
+    header = {
+        "target": target.identity.to_dict(),
+        "drafter": {"method": drafter.method, **(named or {}), "bytes": _bytes(drafter)},
+        "settings": _settings(target, drafter, settings),
+        "prompts": {"count": len(encoded), "hash": _prompts_hash(prompts), "template_hash": _template_hash(target)},
+        "skipped": skipped,
+        "machine": _machine(target),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+    }
+    with (store or RecordStore()).opened(header) as store:
+        records = _record_tree(target, drafter, encoded, {prompt.index for prompt in choosing}, settings, store)
+        drafter.tree_spec = parse_tree_spec(records.tree["tree"])
+        for sampling in settings.samplings:
+            decode(target, drafter, reported, sampling, settings, store)
+        store.gather()
+        if ranks.state().is_main_process:
+            store.finish([prompt.prompt.id for prompt in encoded], settings.labels)
+        return store.records()
+
+
+def _record_tree(
+    target: Target, drafter: Any, prompts: list[EncodedPrompt], choosing: set[int], settings: Settings, store: RecordStore
+) -> Records:
+    """Measure what a round costs, record positions and choose the tree by them, unless a run that was stopped has done it."""
+    records = store.records()
+    if not records.forward:
+        context = statistics.median_low([len(prompt.ids) for prompt in prompts]) + settings.max_new_tokens // 2
+        forward = ranks.agreed(cost.measure_forward(target, context, max(settings.max_nodes, drafter.max_nodes)))
+        reported = [prompt.ids[-context:] for prompt in prompts if prompt.index not in choosing]
+        with _complete_trees(drafter):
+            drafting = ranks.agreed(cost.measure_drafting(target, drafter, reported[:4]))
+        store.append([{"kind": "cost", "forward": forward, "drafting": drafting}])
     if settings.choose:
-        records = position_records(target, drafter, choosing + reported, settings.max_new_tokens)
-        round_cost = cost.relative_round(forward_seconds, drafting_seconds)
-        chosen_on = records[: len(choosing)]
-        if settings.choose == "largest":
-            paths = trees.best_first_paths(chosen_on, settings.max_nodes - 1)
-        else:
-            paths = trees.best_tree(chosen_on, round_cost, settings.max_nodes)
-        drafter.tree_spec = StaticTree.from_paths(paths)
-        best = trees.best_tree_by_nodes(chosen_on, round_cost, settings.max_nodes)
-        by_nodes = _by_nodes(records[len(choosing) :], best, round_cost)
-    report = Report(
-        target=target.identity.to_dict(),
-        method=drafter.method,
-        settings=_settings(target, drafter, len(reported), settings),
-        tree=tree_config(drafter.tree_spec),
-        nodes=drafter.max_nodes,
-        cost=forward_seconds,
-        drafting=drafting_seconds,
-        by_nodes=by_nodes,
-        skipped=skipped,
-    )
-    rounds: list[RoundRecord] = []
-    for temperature in settings.temperatures:
-        rounds += _measure(report, target, drafter, reported, settings, temperature)
-    return report, rounds, records
+        for sampling in settings.samplings:
+            record_positions(target, drafter, prompts, choosing, sampling, settings.max_new_tokens, store)
+        store.gather()
+    records = store.records()
+    if not records.tree:
+        if settings.choose:
+            drafter.tree_spec = StaticTree.from_paths(_chosen_paths(records, settings))
+        tree = {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
+        store.append([{"kind": "tree", **ranks.agreed(tree)}])
+    return store.records()
 
 
-def _measure(
-    report: Report, target: Target, drafter: Any, prompts: list[EncodedPrompt], settings: Settings, temperature: float
-) -> list[RoundRecord]:
-    """Decode at one temperature and enter the results into the report."""
-    sampling = Sampling(temperature=temperature, rule=settings.rule)
-    outcomes, timing = decode(target, drafter, prompts, sampling, settings)
-    rounds = [record for outcome in outcomes for record in outcome.rounds]
-    label = f"{temperature:g}"
-    report.overall[label] = acceptance(rounds, drafter.max_depth)
-    report.answers += sum(outcome.checked for outcome in outcomes)
-    report.checked_tokens += sum(outcome.checked_tokens for outcome in outcomes)
-    report.divergences += [outcome.divergence for outcome in outcomes if outcome.divergence]
-    report.compared += sum(outcome.equals_transformers is not None for outcome in outcomes)
-    report.like_transformers += sum(bool(outcome.equals_transformers) for outcome in outcomes)
-    if not sampling.lossless:
-        report.lossy[label] = settings.rule
-    if label == report.first_temperature:
-        report.distinct = distinct_ngrams([outcome.tokens for outcome in outcomes])
-        for domain in dict.fromkeys(prompt.prompt.domain for prompt in prompts):
-            report.domains[domain] = acceptance([record for record in rounds if record.domain == domain], drafter.max_depth)
-            if domain in timing.domains:
-                report.speedups[domain] = speedups(timing.of(domain))
-        report.speed = speed(timing, [record for record in rounds if record.verify_s is not None])
-    return rounds
+def _chosen_paths(records: Records, settings: Settings) -> list[trees.Path]:
+    """The draft tree as rank paths, by the positions of the first setting on the prompts that choose."""
+    choosing, _ = halves([record for record in records.positions if record.setting == settings.labels[0]])
+    if settings.choose == "largest":
+        return trees.best_first_paths(choosing, settings.max_nodes - 1)
+    return trees.best_tree(choosing, cost.relative_round(records.forward, records.drafting), settings.max_nodes)
 
 
-def _settings(target: Target, drafter: Any, prompts: int, settings: Settings) -> dict[str, Any]:
-    """What the report says of how it was made."""
+def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any]:
+    """What the header says of how the numbers are made."""
     entries = {
         "max_new_tokens": settings.max_new_tokens,
-        "prompts": prompts,
+        "samplings": settings.labels,
         "positions": target.max_positions,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "tree": settings.choose or tree_config(drafter.tree_spec),
+        "max_nodes": settings.max_nodes,
         "slots": settings.slots,
         "timed": settings.timed,
         "rule": settings.rule,
         "adaptive_depth": settings.adaptive_depth,
+        "kernels": settings.kernels,
         "exact": settings.exact,
-        "ranks": ranks.count(),
     }
     if isinstance(drafter, DraftModel):
         entries["confidence"] = drafter.confidence
     return entries
+
+
+def _bytes(drafter: Any) -> int:
+    """Bytes of the drafter's own weights."""
+    model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+    return sum(each.numel() * each.element_size() for each in model.parameters()) if isinstance(model, nn.Module) else 0
+
+
+def _machine(target: Target) -> dict[str, Any]:
+    """What the times depend on."""
+    gpu = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if gpu else machine.processor(),
+        "driver": f"CUDA {torch.version.cuda}" if gpu else "",
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.count(),
+    }
+
+
+def _prompts_hash(prompts: list[Prompt]) -> str:
+    """SHA-256 of the prompts, which say with the settings what is measured."""
+    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
+
+
+def _template_hash(target: Target) -> str:
+    """SHA-256 of the target's chat template; "" without one."""
+    template = getattr(target.tokenizer, "chat_template", None)
+    return hashlib.sha256(str(template).encode()).hexdigest() if template else ""
 
 
 @contextmanager
@@ -132,15 +172,6 @@ def _complete_trees(drafter: Any) -> Iterator[None]:
         yield
     finally:
         drafter.confidence = confidence
-
-
-def _by_nodes(records: list[PositionRecord], best: dict[int, list[trees.Path]], round_cost: cost.RoundCost) -> list[dict[str, float]]:
-    rows = []
-    for nodes, paths in best.items():
-        depth = max(map(len, paths))
-        tau, relative_cost = trees.tau(records, paths), round_cost(len(paths) + 1, depth)
-        rows.append({"nodes": nodes, "depth": depth, "tau": tau, "relative_cost": relative_cost, "tau_over_cost": tau / relative_cost})
-    return rows
 
 
 def _halves(prompts: list[EncodedPrompt]) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:

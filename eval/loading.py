@@ -24,7 +24,7 @@ from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair
-from draftsmith.models.weights import Header
+from draftsmith.models.weights import Header, weights_hash
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,6 +126,12 @@ def open_models(
         else:
             opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
     return loaded, opened
+
+
+def provenance(drafter: str) -> dict[str, str]:
+    """What a report says of a drafter: the name that was given, and the hash of its weights where they are in a folder."""
+    folder = resolve_path(drafter)
+    return {"name": drafter, "hash": weights_hash(folder) if drafter not in WEIGHTLESS and Path(folder).is_dir() else ""}
 
 
 def open_named(

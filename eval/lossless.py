@@ -63,11 +63,12 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An answer, the hidden state [S,H] that each of its tokens was drawn from, and its rounds."""
+    """An answer, the hidden state [S,H] that each of its tokens was drawn from, its rounds, and why it ended."""
 
     tokens: list[int]
     hidden: Tensor
     rounds: list[RoundStats] = field(default_factory=list)
+    reason: str = ""
 
 
 def decode_recorded(
@@ -77,7 +78,7 @@ def decode_recorded(
     recorder: Any = Recorder(Plain() if drafter is None else drafter)
     answers = Decoder(target, recorder, graphs=False, **options).generate(prompts, sampling, max_new_tokens, requests=requests)
     return [
-        Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)], answer.rounds)
+        Recorded(answer.tokens, recorder.take(prompt)[: len(answer.tokens)], answer.rounds, answer.reason)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 

@@ -6,21 +6,18 @@ Only files that an evaluation wrote are overwritten, by their content; nothing i
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 from draftsmith.eval import card, plot
-from draftsmith.eval.records import PositionRecord, Report, RoundRecord, as_json, write_positions, write_rounds
+from draftsmith.eval.record_store import BEGINNING, RECORDS, UNFINISHED
+from draftsmith.eval.report import Report, as_json
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field, read_json
 
-REPORT, ROUNDS, POSITIONS, PICTURE = "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"
-NAMES = (REPORT, ROUNDS, POSITIONS, PICTURE)
-KEYS = {
-    REPORT: {"target", "method", "settings", "tree", "overall"},
-    ROUNDS: {field.name for field in fields(RoundRecord)},
-    POSITIONS: {field.name for field in fields(PositionRecord)},
-}
+REPORT, PICTURE = "acceptance.json", "survival.png"
+NAMES = (RECORDS, REPORT, PICTURE)
+CHECKED = (*NAMES, UNFINISHED)
+KEYS = {"target", "method", "settings", "tree", "overall"}  # of a report
 
 
 def obstacle(folder: Path, names: tuple[str, ...]) -> str:
@@ -35,7 +32,7 @@ def obstacle(folder: Path, names: tuple[str, ...]) -> str:
             return f"{name} is a link"
         if file.exists() and not file.is_file():
             return f"{name} is no regular file"
-        if name in NAMES and file.is_file() and not _own(file):
+        if name in CHECKED and file.is_file() and not _own(file):
             return f"{name} is there already, and not of an evaluation"
     return "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
 
@@ -47,14 +44,11 @@ def _own(file: Path) -> bool:
             return True
         if file.name == PICTURE:
             return plot.MARK in stream.read(4096)
-        if file.name != REPORT:
-            try:
-                row = json.loads(stream.readline(1 << 24))
-            except (ValueError, RecursionError):
-                return False
-            return type(row) is dict and row.keys() == KEYS[file.name]
+        if file.name in (RECORDS, UNFINISHED):
+            beginning = stream.read(len(BEGINNING))
+            return BEGINNING.startswith(beginning)  # a kill may leave less
     try:
-        return KEYS[REPORT] <= read_json(file).keys()
+        return KEYS <= read_json(file).keys()
     except ValueError:
         return False
 
@@ -70,19 +64,17 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder} is a file; give a folder")
     if not folder.is_symlink():
         folder.mkdir(parents=True, exist_ok=True)
-    reason = obstacle(folder, NAMES)
+    reason = obstacle(folder, CHECKED)
     if reason:
         raise ValueError(f"--out {folder}: {reason}; give another folder")
 
 
-def write(folder: Path, report: Report, rounds: list[RoundRecord], records: list[PositionRecord], artifact: bool) -> list[str]:
-    """Write the measurements. A file that cannot be written does not keep the others from it.
+def write(folder: Path, report: Report, artifact: bool) -> list[str]:
+    """Write what is made from the records, which are there already. A file that cannot be written does not keep the others from it.
 
     Args:
         folder: an artifact or the folder of --out, which has been checked.
         report: is stored as JSON, as a picture, and in the model card.
-        rounds: of all temperatures.
-        records: position records.
         artifact: store the chosen tree in the folder's config, and the table in its model card.
 
     Returns:
@@ -90,8 +82,6 @@ def write(folder: Path, report: Report, rounds: list[RoundRecord], records: list
     """
     files: dict[str, Callable[[Path], object]] = {
         REPORT: lambda path: durable.write_text(path, as_json(report) + "\n"),
-        ROUNDS: lambda path: write_rounds(path, rounds),
-        POSITIONS: lambda path: write_positions(path, records),
     }
     if artifact:
         files["config.json"] = lambda path: _write_tree(path, report)

@@ -128,25 +128,47 @@ def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
     parser.add_argument("--rule", choices=choices, help=f"how drafts are verified at T > 0 (default {default}). {about}".replace("%", "%%"))
 
 
-def add_temperatures(parser: argparse.ArgumentParser) -> None:
-    """--temperature, which may be repeated."""
+def add_samplings(parser: argparse.ArgumentParser) -> None:
+    """--temperature and --sampling, which may be repeated."""
     parser.add_argument("--temperature", type=float, action="append", help="0 is greedy; may be given more than once (default: 0 and 1)")
+    parser.add_argument(
+        "--sampling",
+        action="append",
+        metavar="NAME=VALUE,…",
+        help=f"sampling as in production, such as temperature=0.7,top_p=0.9; of {', '.join(SAMPLING)}; may be given more than once",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
 
 
-def temperatures(given: Sequence[float] | None) -> list[float]:
-    """The distinct temperatures to measure at; 0 and 1 where none is given. Reports print six digits, so more do not count.
+def samplings(temperatures: Sequence[float] | None, settings: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The distinct sampling settings to measure at, as fields of `Sampling`: of --temperature first, then of --sampling; temperatures 0 and 1
+    where neither is given. Reports print six digits, so more do not count.
 
     Raises:
-        ValueError: a temperature that is negative, infinite, no number, or too small or large to compute with.
+        ValueError: a setting that names nothing, or a number that is negative, infinite, or too small or large to compute with.
     """
-    chosen = given or [0.0, 1.0]
-    for temperature in chosen:
+    chosen: list[dict[str, Any]] = []
+    for temperature in temperatures or ([] if settings else [0.0, 1.0]):
         check_sampling("temperature", temperature, "--temperature")
-    return list(dict.fromkeys(float(f"{abs(temperature):g}") for temperature in chosen))
+        chosen.append({"temperature": float(f"{abs(temperature):g}")})
+    for setting in settings or ():
+        fields: dict[str, Any] = {}
+        for part in setting.split(","):
+            name, _, text = part.partition("=")
+            source = f"--sampling {setting}: {name}"
+            if name not in SAMPLING or name in fields:
+                raise ValueError(f"--sampling {setting}: expected {', '.join(SAMPLING)} as NAME=VALUE, each once, got {part!r}; correct it")
+            try:
+                value = int(text) if name in ("top_k", "seed") else float(f"{float(text):g}")
+            except ValueError:
+                raise ValueError(f"{source}: expected a number, got {text!r}; correct it") from None
+            check_sampling(name, value, source)
+            fields[name] = abs(value)
+        chosen.append(fields)
+    return [dict(items) for items in dict.fromkeys(tuple(sorted(fields.items())) for fields in chosen)]
 
 
 def check_sampling(name: str, value: float, source: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval import table
-from draftsmith.eval.records import Acceptance, Report
+from draftsmith.eval.report import Acceptance, Report
 from draftsmith.inference.terminal import printable
 
 SOFTWARE = "draftsmith eval"
@@ -12,7 +12,7 @@ MARK = b"Software\x00" + SOFTWARE.encode()  # in the file, by which an evaluatio
 
 
 def survival(report: Report, path: Path) -> None:
-    """Write a picture of S_k, the fraction of rounds that accepted at least k drafted tokens: a line for each domain and temperature."""
+    """Write a picture of S_k, the fraction of rounds that accepted at least k drafted tokens: a line for each domain and setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,12 +26,12 @@ def survival(report: Report, path: Path) -> None:
         label = f" {printable(name[:60], keep='')}  (τ {acceptance.tau:.2f})"
         axes.plot(range(len(acceptance.survival) + 1), [1.0, *acceptance.survival], marker="o", ms=3.5, label=label, **style)
 
-    lossy = " LOSSY" if report.first_temperature in report.lossy else ""
-    for domain, acceptance in report.domains.items():
+    lossy = " LOSSY" if report.first_setting in report.lossy else ""
+    for domain, acceptance in report.domains[report.first_setting].items():
         line(domain + lossy, acceptance, lw=1.2, alpha=0.8)
-    for temperature, acceptance in report.overall.items():
-        dashes = "-" if temperature == report.first_temperature else "--"
-        line(f"all, T={table.labelled(report, temperature)}", acceptance, lw=2.4, color="black", ls=dashes)
+    for setting, acceptance in report.overall.items():
+        dashes = "-" if setting == report.first_setting else "--"
+        line(f"all, T={table.labelled(report, setting)}", acceptance, lw=2.4, color="black", ls=dashes)
     axes.set(xlabel="draft depth k", ylabel="survival: P(at least k accepted)", ylim=(0, 1.02), xlim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"{report.method}, {table.size(report)}, {report.settings['prompts']} prompts", fontsize=10)

@@ -1,6 +1,9 @@
-"""Position records: the drafter runs along the target's own greedy answers, from every position at once.
+"""Position records: the drafter runs along the target's own answers, from every position at once.
 
-Letters: K draft depth · D draft vocabulary.
+Under greedy decoding and where noise is keyed by position the answer does not depend on the drafter, so that these records say what any tree
+of top-ranked tokens accepts.
+
+Letters: K draft depth · D draft vocabulary · V target vocabulary.
 """
 
 from typing import Any
@@ -8,40 +11,81 @@ from typing import Any
 import torch
 
 from draftsmith.eval import ranks
-from draftsmith.eval.answers import EncodedPrompt, target_texts
+from draftsmith.eval.answers import EncodedPrompt, batches
+from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord, rank_of
+from draftsmith.eval.settings import label
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
 RANKS = 32  # ranks that are recorded
 AT_ONCE = 64  # positions whose logits [64,K,D] exist at a time
+SLOTS, TOGETHER = 8, 32  # prompts that are decoded at a time; that are recorded together
 
 
-def position_records(target: Target, drafter: Any, prompts: list[EncodedPrompt], max_new_tokens: int) -> list[PositionRecord]:
-    """One record for each prompt. The prompts are split over the ranks of a launch; every rank gets all records."""
-    share = ranks.share(prompts)
-    texts = target_texts(target, [prompt.ids for prompt in share], Sampling(), max_new_tokens)
-    records = {}
-    for prompt, text in zip(share, texts, strict=True):
-        records[prompt.index] = _record(target, drafter, prompt, text.tokens)
-    gathered = ranks.gather(records)
-    return [gathered[prompt.index] for prompt in prompts]
+def record_positions(
+    target: Target,
+    drafter: Any,
+    prompts: list[EncodedPrompt],
+    choosing: set[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    store: RecordStore,
+) -> None:
+    """Record each prompt of this rank that has no record yet. choosing: indices of the prompts that choose the tree."""
+    setting, done = label(sampling), store.recorded("positions")
+    share, decoder = ranks.share(prompts), Decoder(target, slots=SLOTS)
+    with Bar(f"the target's own answers at T={setting}", len(share)) as bar:
+        for number, batch in enumerate(batches(share, TOGETHER)):
+            if any((setting, prompt.prompt.id) not in done for prompt in batch):
+                ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
+                answers = decoder.generate(ids, sampling, max_new_tokens, requests=indices)
+                new = [
+                    _record(target, drafter, prompt, answer.tokens, setting, prompt.index in choosing)
+                    for prompt, answer in zip(batch, answers, strict=True)
+                ]
+                store.append_positions(new, target.tokenizer)
+            bar.update(min(len(share), (number + 1) * TOGETHER))
 
 
 @torch.inference_mode()
-def _record(target: Target, drafter: Any, prompt: EncodedPrompt, answer: list[int]) -> PositionRecord:
+def _record(target: Target, drafter: Any, prompt: EncodedPrompt, answer: list[int], setting: str, choosing: bool) -> PositionRecord:
     ids = torch.tensor(prompt.ids + answer, device=target.device)
-    features = drafter.position_features(ids, target.forward(ids[None], taps=drafter.taps))
+    output = target.forward(ids[None], taps=drafter.taps)
+    features = drafter.position_features(ids, output)
     # A draft tree with its root at position i drafts token i + d at depth d.
     roots = range(max(1, len(prompt.ids) - 1), len(ids) - 1)
-    token_ranks = torch.full((len(roots), drafter.depth_limit), -1)
-    log_probs = torch.full((len(roots), drafter.depth_limit), -torch.inf)
+    shape = (len(roots), drafter.depth_limit)
+    token_ranks, drafted = torch.full(shape, -1), torch.full(shape, -1)
+    log_probs, drafted_log_probs = torch.full(shape, -torch.inf), torch.full(shape, -torch.inf)
+    entropy, target_log_probs = torch.zeros(len(roots)), torch.zeros(len(roots))
     for start in range(0, len(roots), AT_ONCE):
         positions = torch.arange(roots[start], min(roots[start] + AT_ONCE, roots.stop), device=target.device)
+        rows = (positions - roots.start).cpu()
+        laws = target.float32_logits(output.hidden[0, positions]).log_softmax(-1)  # [64,V]
+        entropy[rows] = -(laws.exp() * laws.clamp(min=-1e9)).sum(-1).cpu()
+        target_log_probs[rows] = laws.gather(-1, ids[positions + 1, None])[:, 0].cpu()
         logits = drafter.position_logits(features, positions)  # [64,K,D]
         for k in range(drafter.depth_limit):
             inside = positions + k + 1 < len(ids)
-            rows = (positions[inside] - roots.start).cpu()
+            at = (positions[inside] - roots.start).cpu()
             rank, log_prob = rank_of(logits[inside, k], ids[positions[inside] + k + 1], RANKS)
-            token_ranks[rows, k], log_probs[rows, k] = rank.cpu(), log_prob.cpu()
-    return PositionRecord(prompt.prompt.id, prompt.prompt.domain, token_ranks, log_probs)
+            token_ranks[at, k], log_probs[at, k] = rank.cpu(), log_prob.cpu()
+            best = logits[inside, k].float()
+            drafted[at, k] = best.argmax(-1).cpu()
+            drafted_log_probs[at, k] = (best.amax(-1) - best.logsumexp(-1)).cpu()
+    return PositionRecord(
+        prompt.prompt.id,
+        prompt.prompt.domain,
+        token_ranks,
+        log_probs,
+        setting,
+        choosing,
+        ids[roots.start + 1 : roots.stop + 1].cpu(),
+        entropy,
+        target_log_probs,
+        drafted,
+        drafted_log_probs,
+    )

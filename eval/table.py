@@ -6,7 +6,8 @@ from rich.table import Table
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
-from draftsmith.eval.records import KEYED_RULES, Report
+from draftsmith.eval.records import KEYED_RULES
+from draftsmith.eval.report import Acceptance, Report, greedy
 from draftsmith.inference.terminal import printable
 
 MOST_COLUMNS = 40  # of a domain on a narrow terminal
@@ -16,23 +17,23 @@ SPEED_HEADER = ("domain", "timed", "speedup", "95 % interval", "over transformer
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """A row for each domain at the first temperature, then one for each temperature over all prompts; columns as in HEADER."""
-    lines = [(printable(domain, keep=""), report.first_temperature, acceptance) for domain, acceptance in report.domains.items()]
-    lines += [("all", temperature, acceptance) for temperature, acceptance in report.overall.items()]
+    """A row for each domain at each setting, then one for each setting over all prompts; columns as in HEADER."""
+    lines: list[tuple[str, str, Acceptance]] = []
+    for setting, domains in report.domains.items():
+        lines += [(printable(domain, keep=""), setting, acceptance) for domain, acceptance in domains.items()]
+    lines += [("all", setting, acceptance) for setting, acceptance in report.overall.items()]
     cells = []
-    for domain, temperature, acceptance in lines:
+    for domain, setting, acceptance in lines:
         conditional = [f"{chance:.2f}" for chance in acceptance.conditional[:DEPTHS]]
         if len(acceptance.conditional) > DEPTHS:
             conditional.append("…")
         interval = shown(acceptance.low, acceptance.high)
-        cells.append(
-            (domain, labelled(report, temperature), f"{acceptance.tau:.2f}", interval, str(acceptance.rounds), "  ".join(conditional))
-        )
+        cells.append((domain, labelled(report, setting), f"{acceptance.tau:.2f}", interval, str(acceptance.rounds), "  ".join(conditional)))
     return cells
 
 
 def speed_rows(report: Report) -> list[tuple[str, ...]]:
-    """A row for each domain and one for all of them, at the first temperature; columns as in SPEED_HEADER. None with several slots."""
+    """A row for each domain and one for all of them, at the first setting; columns as in SPEED_HEADER. None with several slots."""
     if not report.speedups:
         return []
     cells = []
@@ -43,9 +44,9 @@ def speed_rows(report: Report) -> list[tuple[str, ...]]:
     return cells
 
 
-def labelled(report: Report, temperature: str) -> str:
-    """The temperature, marked LOSSY where the rule changes the output's distribution."""
-    return f"{temperature} LOSSY" if temperature in report.lossy else temperature
+def labelled(report: Report, setting: str) -> str:
+    """The setting, marked LOSSY where the rule changes the output's distribution."""
+    return f"{setting} LOSSY" if setting in report.lossy else setting
 
 
 def lossless(report: Report) -> str:
@@ -86,8 +87,7 @@ def speed(report: Report) -> list[str]:
     if "c" in s:
         lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}")
         lines.append(
-            f"predicted speedup τ/c {s['predicted_speedup']:.2f}, which counts no drafting; realised {s['speedup']:.2f}, "
-            f"{s['realised_fraction']:.0%} of it"
+            f"predicted speedup τ / (c + drafting) {s['predicted_speedup']:.2f}; measured {s['speedup']:.2f}, {s['realised_fraction']:.0%} of it"
         )
     rates = f"{s['drafted_tokens_per_s']:.0f} tokens/s with the drafter, {s['plain_tokens_per_s']:.0f} without"
     if "cost_of_exact" in s:
@@ -101,10 +101,10 @@ def speed(report: Report) -> list[str]:
 
 def _same_tokens(report: Report) -> str:
     """What the speedup compares: rejection and lossy rules give other tokens than plain decoding."""
-    temperature, rule = report.first_temperature, report.settings["rule"]
-    if temperature == "0" or rule in KEYED_RULES:
+    setting, rule = report.first_setting, report.settings["rule"]
+    if greedy(setting) or rule in KEYED_RULES:
         return "of the same tokens"
-    if temperature in report.lossy:
+    if setting in report.lossy:
         return f"per token, of other tokens (rule {rule}, LOSSY)"
     return f"per token, of other tokens (rule {rule})"
 
@@ -126,7 +126,7 @@ def size(report: Report) -> str:
     text = f"{report.nodes} nodes a round"
     if isinstance(report.tree, dict):
         text = f"up to {text}"
-    if any(temperature != "0" for temperature in report.overall):
+    if not all(map(greedy, report.overall)):
         text += f", rule {settings['rule']}"
     if settings["slots"] > 1:
         text += f", {settings['slots']} prompts at a time"
@@ -139,7 +139,7 @@ def size(report: Report) -> str:
 
 def precision(report: Report) -> str:
     """How well τ is known over all prompts, and what ± 3 % would take, for people."""
-    tau = report.overall[report.first_temperature]
+    tau = report.overall[report.first_setting]
     needed = prompts_for(Interval(tau.tau, tau.low, tau.high), tau.prompts)
     if needed is None or tau.low is None or tau.high is None:
         return f"{tau.prompts} prompts are too few for an interval; {FEWEST} give a first one"
@@ -156,7 +156,7 @@ def print_report(report: Report) -> None:
     if report.skipped:
         print(skipped_line(report.skipped, report.settings["positions"]))
     if report.speedups:
-        _print_table(console, f"Speedup at T={report.first_temperature}", SPEED_HEADER, speed_rows(report))
+        _print_table(console, f"Speedup at T={report.first_setting}", SPEED_HEADER, speed_rows(report))
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
@@ -164,7 +164,7 @@ def print_report(report: Report) -> None:
     for line in speed(report):
         print(line)
     print(f"{precision(report)}.")
-    print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_temperature}: {report.distinct:.0%}.")
+    print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.")
 
 
 def _print_table(console: Console, title: str, header: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:

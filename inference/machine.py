@@ -6,6 +6,7 @@ and bf16 is quick on CPUs with AMX and slow on most others.
 
 import functools
 import os
+import platform
 import resource
 import statistics
 import time
@@ -76,6 +77,15 @@ def free_memory(device: torch.device) -> float:
         if limit != resource.RLIM_INFINITY:
             limits.append(float(limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()))
     return max(0.0, min(limits))
+
+
+def processor() -> str:
+    """The name of this machine's processor, as Linux gives it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

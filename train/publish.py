@@ -19,7 +19,7 @@ from draftsmith.train.engine import checkpoint
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, changeable_keys, save
 
-MEASURED = ("README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png")  # README.md, the sign of completeness, first
+MEASURED = ("README.md", "acceptance.json", "records.jsonl", "survival.png")  # README.md, the sign of completeness, first
 
 
 def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:

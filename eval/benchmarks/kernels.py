@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.eval.records import to_json
+from draftsmith.eval.report import to_json
 from draftsmith.inference import durable
 from draftsmith.inference import verify as plain
 from draftsmith.inference.kernels import missing

@@ -134,8 +134,8 @@ def table(reports: dict[str, dict]) -> Table:
     result.add_column("task")
     for name in reports:
         result.add_column(name, justify="right")
-    for domain in next(iter(reports.values()))["domains"]:
-        cells = ((report["domains"][domain]["tau"], report["speedups"][domain]["speedup"]) for report in reports.values())
+    for domain in next(iter(reports.values()))["domains"]["0"]:
+        cells = ((report["domains"]["0"][domain]["tau"], report["speedups"][domain]["speedup"]) for report in reports.values())
         result.add_row(domain, *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in cells))
     together = ((report["speed"]["tau"], report["speed"]["speedup"]) for report in reports.values())
     result.add_row("all", *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in together), style="bold")
