@@ -19,7 +19,7 @@ from draftsmith.models.formats.medusa import write_medusa
 from draftsmith.models.formats.note import NOTE, licence_of, write_note
 from draftsmith.models.formats.rules import path_faults
 from draftsmith.models.formats.student import fitted, write_student
-from draftsmith.models.formats.verify import EXACT, ROUNDED, differences, faults
+from draftsmith.models.formats.verify import differences, faults, tolerance_of
 from draftsmith.models.target import Target
 
 __all__ = ["Exported", "Source", "check_output", "export"]
@@ -104,7 +104,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exp
         ours = _write_format(source, family, engine, part, folder, dtype)
         _write_beside(source, engine, family, part, _card(source, family, engine, folder, row))
         said = faults(part, target, [engine])
-        said += differences(part, engine, family, ours, target, EXACT if _exact(source, dtype) else ROUNDED)
+        said += differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
             raise ValueError(f"the export failed its own check, and was not written: {'; '.join(said)}")
 
@@ -115,12 +115,6 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exp
 
 def _notes(limits: list[Limit], engine: str) -> list[str]:
     return [f"{limit.engine} {limit.why}" for limit in limits if limit.engine == ENGINES[engine] and not limit.refused]
-
-
-def _exact(source: Source, dtype: torch.dtype) -> bool:
-    """Whether nothing of the target is rounded in the export."""
-    weight = source.target.head_weight
-    return torch.equal(weight.to(dtype).float(), weight.float())
 
 
 def _write_format(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype) -> Any:

@@ -22,7 +22,7 @@ from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
 from draftsmith.models.target import Target
 
-__all__ = ["EXACT", "differences", "faults"]
+__all__ = ["EXACT", "differences", "faults", "tolerance_of"]
 
 EXACT, ROUNDED = 1e-4, 3e-2  # of the largest logit: sums in another order, and weights rounded to half precision
 LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
@@ -53,7 +53,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         check_files(folder)
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
-    config, tensors = plain.read_folder(folder)
+    _, tensors = plain.read_folder(folder)
     family = {"medusa": "medusa", "eagle": f"eagle{_version(raw, tensors)}"}.get(kind, "student")
     wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
@@ -66,17 +66,23 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            drafter = read_published(str(folder), target, torch.float32)
+            drafter = read_published(str(folder), target)
     except ValueError as error:
         return lines or [f"all: {error}"]
     if family != "medusa":
         named = {ENGINES[engine]: engine for engine in wanted}
         limits = [limit for limit in eagle_limits(drafter.config, target) if limit.refused and limit.engine in named]
         lines += [f"{limit.engine}: it {limit.why}" for limit in limits]
-        config |= {"tie_word_embeddings": False}
-    return lines or _said(
-        ((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, EXACT)), wanted
-    )
+    if lines:
+        return lines
+    tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
+    return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+
+
+def tolerance_of(target: Target, dtype: torch.dtype) -> float:
+    """How far logits may differ for a folder in `dtype`: by more where the target's own weights, in float32 here, are rounded in it."""
+    weight = target.head_weight
+    return EXACT if torch.equal(weight.to(dtype).float(), weight.float()) else ROUNDED
 
 
 def differences(folder: Path, engine: str, family: str, ours: Any, target: Target, tolerance: float) -> list[str]:
