@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.artifact import raw_config
-from draftsmith.models.drafter import DrafterModel
+from draftsmith.models.drafter import DrafterModel, methods
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
 from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
 from draftsmith.models.formats.note import NOTE, read_note
@@ -51,9 +51,9 @@ def format_of(path: str) -> str:
     medusa = raw.get("model_type") == "medusa" or "MedusaModel" in names or any(key in raw for key in HEADS[:2])
     if medusa and (not ours or any(key in raw for key in (*HEADS[:2], *BLOCKS[:2]))):
         return "medusa"
-    # SafeAILab's own trainer calls its heads Llamas. They have an fc.
-    if os.path.isdir(source) and names == ["LlamaForCausalLM"] and (Path(source) / WEIGHTS).is_file() and "fc.weight" in headers(source):
-        return "eagle"
+    # SafeAILab's own trainer calls its heads Llamas, others call them anything. They have an fc, and no model around it.
+    if os.path.isdir(source) and raw.get("model_type") not in methods() and (Path(source) / WEIGHTS).is_file():
+        return "eagle" if "fc.weight" in headers(source) else ""
     return ""
 
 
