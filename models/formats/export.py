@@ -37,7 +37,7 @@ class Source(NamedTuple):
         folder: of the artifact, None for one on the Hub.
         made_for: the `TargetIdentity` as a dict.
         tree: the draft tree as in a config.
-        depth: tokens of a chain: what the engine is told to draft.
+        depth: tokens of a chain, which the serving command names.
         steps: the deepest that it can draft.
         training: notes on the training.
         confidence: of a draft model.

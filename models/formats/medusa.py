@@ -141,12 +141,12 @@ def read_medusa(folder: Path, tensors: dict[str, Tensor], target: Target) -> Med
         for name in tensors.keys() & expected
         if tensors[name].shape != expected[name].shape
     ]
-    found = {
+    loading_info = {
         "missing_keys": expected.keys() - tensors.keys(),
         "unexpected_keys": tensors.keys() - expected.keys(),
         "mismatched_keys": misshapen,
     }
-    check_loaded(str(folder), found)
+    check_loaded(str(folder), loading_info)
     drafter.load_state_dict(tensors, strict=True, assign=True)
     config.dtype = next(iter(tensors.values())).dtype
     torch.nn.Module.to(drafter, target.device)

@@ -154,10 +154,10 @@ def _version(raw: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     return 3 if "eagle3" in text or "lm_head.weight" in tensors or "norm.weight" in tensors else 1
 
 
-def _said(found: Iterator[rules.Fault], engines: list[str]) -> list[str]:
+def _said(listed: Iterator[rules.Fault], engines: list[str]) -> list[str]:
     """Lines for those of the engines that a fault concerns."""
     lines = []
-    for names, what in found:
+    for names, what in listed:
         if hit := [ENGINES[engine] for engine in names.split() if engine in engines]:
             lines.append(f"{', '.join(hit)}: {what}")
     return lines
