@@ -252,9 +252,9 @@ def gguf_faults(entries: dict[str, Any], tensors: dict[str, Tensor], target: Tar
     elif len(tokens) < target.vocab_size - 128:
         yield "gguf", f"{len(tokens)} tokens, the target has {target.vocab_size}: more than 128 fewer, so that it serves without drafts"
     texts = {} if target.tokenizer is None else {index: token for token, index in target.tokenizer.get_vocab().items()}
-    other = [index for index in range(5, len(tokens)) if index in texts and tokens[index] != texts[index]]
-    if other:
-        yield "gguf", f"token {other[0]} is {tokens[other[0]]!r}, the target's {texts[other[0]]!r}: it serves without drafts"
+    differing = [index for index in range(5, len(tokens)) if index in texts and tokens[index] != texts[index]]
+    if differing:
+        yield "gguf", f"token {differing[0]} is {tokens[differing[0]]!r}, the target's {texts[differing[0]]!r}: it serves without drafts"
     if kind == "eagle3":
         taps, d2t = entries.get("eagle3.target_layers") or [], tensors.get("d2t")
         if len(taps) != 3 or not all(0 <= tap <= target.num_layers for tap in taps):
