@@ -287,7 +287,10 @@ def test_a_new_method_appears_without_a_list(monkeypatch, tmp_path):
 
 def test_wrong_words_are_one_line():
     for words, says in (
-        (("evaluate",), "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, generate"),
+        (
+            ("evaluate",),
+            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, generate",
+        ),
         (("evl",), "did you mean 'eval'?"),
         (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, medusa, target; did you mean 'medusa'?"),
         (

@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("train", "models", "data", "recipes", "eval", "inference")
-NESTED = ("train/losses", "train/engine", "train/plan", "train/sweep", "train/benchmarks", "eval/benchmarks", "inference/kernels")
+NESTED = (
+    "train/losses",
+    "train/engine",
+    "train/plan",
+    "train/sweep",
+    "train/benchmarks",
+    "train/exchange",
+    "models/formats",
+    "eval/benchmarks",
+    "inference/kernels",
+)
 PACKAGES = tuple(sorted((*FOLDERS, *NESTED), key=lambda folder: (FOLDERS.index(folder.split("/")[0]), (*FOLDERS, *NESTED).index(folder))))
 
 
