@@ -168,7 +168,7 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     folder = Path(os.path.expanduser(name))
     if name in SHIPPED or not folder.is_dir() or not (isinstance(drafter, DrafterModel) or loading.student_entry(name) is not None):
         return None
-    reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.NAMES))
+    reason = measurements.obstacle(folder, ("config.json", "README.md", *measurements.CHECKED))
     if reason:
         note = f"nothing is written into {folder}: {reason}; --out FOLDER keeps the measurements"
     elif not card.is_marked(folder):

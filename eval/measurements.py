@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.eval import card, plot
-from draftsmith.eval.record_store import RECORDS
+from draftsmith.eval.record_store import BEGINNING, RECORDS, UNFINISHED
 from draftsmith.eval.report import Report, as_json
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field, read_json
 
 REPORT, PICTURE = "acceptance.json", "survival.png"
 NAMES = (RECORDS, REPORT, PICTURE)
+CHECKED = (*NAMES, UNFINISHED)
 KEYS = {"target", "method", "settings", "tree", "overall"}  # of a report
 
 
@@ -31,7 +32,7 @@ def obstacle(folder: Path, names: tuple[str, ...]) -> str:
             return f"{name} is a link"
         if file.exists() and not file.is_file():
             return f"{name} is no regular file"
-        if name in NAMES and file.is_file() and not _own(file):
+        if name in CHECKED and file.is_file() and not _own(file):
             return f"{name} is there already, and not of an evaluation"
     return "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
 
@@ -43,12 +44,9 @@ def _own(file: Path) -> bool:
             return True
         if file.name == PICTURE:
             return plot.MARK in stream.read(4096)
-        if file.name == RECORDS:
-            try:
-                row = json.loads(stream.readline(1 << 24))
-            except (ValueError, RecursionError):
-                return False
-            return type(row) is dict and row.get("kind") == "header"
+        if file.name in (RECORDS, UNFINISHED):
+            beginning = stream.read(len(BEGINNING))
+            return BEGINNING.startswith(beginning)  # a kill may leave less
     try:
         return KEYS <= read_json(file).keys()
     except ValueError:
@@ -66,7 +64,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder} is a file; give a folder")
     if not folder.is_symlink():
         folder.mkdir(parents=True, exist_ok=True)
-    reason = obstacle(folder, NAMES)
+    reason = obstacle(folder, CHECKED)
     if reason:
         raise ValueError(f"--out {folder}: {reason}; give another folder")
 

@@ -19,8 +19,9 @@ from draftsmith.eval.records import PositionRecord, Records, RequestRecord, posi
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field
 
-RECORDS = "records.jsonl"
+RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
+BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
 ORDER = ("header", "cost", "pieces", "positions", "tree", "request")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
@@ -30,7 +31,7 @@ class RecordStore:
     """The lines of one evaluation.
 
     Attributes:
-        folder: where they are kept; None keeps them in memory.
+        folder: where they are kept; None keeps them in memory. It has been checked (eval/measurements.py).
         lines: all so far, of this rank and of earlier runs.
     """
 
@@ -170,13 +171,18 @@ class RecordStore:
     def _write(self, batch: list[dict[str, Any]]) -> None:
         assert self._file is not None
         content = "".join(_text(line) for line in [*batch, COMMIT]).encode()
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
+        try:
+            while content:
+                content = content[os.write(self._file, content) :]
+            os.fsync(self._file)
+        except OSError as error:
+            part = self._part(ranks.state().process_index)
+            advice = "what was recorded before is complete; make room, and give the same command again"
+            raise OSError(f"{part}: {error.strerror}; {advice}") from None
 
     def _part(self, rank: int) -> Path:
         assert self.folder is not None
-        return self.folder / (f"records.part.{rank}.jsonl" if rank else "records.part.jsonl")
+        return self.folder / (f"records.part.{rank}.jsonl" if rank else UNFINISHED)
 
     def _parts(self) -> list[Path]:
         assert self.folder is not None
@@ -191,7 +197,7 @@ def read(folder: Path) -> Records:
     """
     file = folder / RECORDS
     if not file.is_file():
-        unfinished = (folder / "records.part.jsonl").is_file()
+        unfinished = (folder / UNFINISHED).is_file()
         advice = "its evaluation is unfinished: give its command again" if unfinished else "give a folder that draftsmith eval wrote into"
         raise ValueError(f"no {RECORDS} in {str(folder)!r}; {advice}")
     content = []

@@ -20,7 +20,7 @@ def rows(report: Report) -> list[tuple[str, ...]]:
     """A row for each domain at each setting, then one for each setting over all prompts; columns as in HEADER."""
     lines: list[tuple[str, str, Acceptance]] = []
     for setting, domains in report.domains.items():
-        lines += [(printable(domain, keep=""), setting, acceptance) for domain, acceptance in domains.items() if len(domains) > 1]
+        lines += [(printable(domain, keep=""), setting, acceptance) for domain, acceptance in domains.items()]
     lines += [("all", setting, acceptance) for setting, acceptance in report.overall.items()]
     cells = []
     for domain, setting, acceptance in lines:

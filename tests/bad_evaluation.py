@@ -21,9 +21,9 @@ COMPARE = f"compare suffix ngram --target target {SHORT}"
 BENCH = "bench --target target --drafter suffix --prompts prompts.jsonl --max-new-tokens 4 --repeats 1 --limit 1"
 GENERATE = ["generate", "--target", "target", "--max-new-tokens", "4"]
 ARTIFACT = "medusa/artifact"
-MEASURED = ("acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png")
+MEASURED = ("acceptance.json", "records.jsonl", "survival.png")
 WRITTEN = tuple(f"{ARTIFACT}/{name}" for name in (*MEASURED, "README.md", "config.json"))
-REPORT = '{"target": {}, "settings": {"max_new_tokens": 4, "dtype": "float32", "rule": "target-sample"}, "tree": [[0]], "nodes": 2}'
+HEADER = '{"kind": "header", "format": 1, "target": {}, "drafter": {}, "settings": {}, "skipped": {}}\n'
 CLEAN = r"(?s)\A(?!.*[\x00-\x08\x0b-\x1f\x7f-\x9f])"  # no control character but newline and tab is anywhere in the output
 
 
@@ -201,13 +201,21 @@ FOREIGN = [
         )
         for name in MEASURED
     ),
-    done("foreign files: a folder named rounds.jsonl", lambda folder: (folder / ARTIFACT / "rounds.jsonl").mkdir(), "rounds.jsonl", EVAL),
+    done(
+        "foreign files: a folder named records.jsonl", lambda folder: (folder / ARTIFACT / "records.jsonl").mkdir(), "records.jsonl", EVAL
+    ),
+    done(
+        "foreign files: records.part.jsonl of somebody else",
+        written(f"{ARTIFACT}/records.part.jsonl", "1\n"),
+        "nothing is written into .*records.part.jsonl",
+        EVAL,
+    ),
     done("foreign files: an empty acceptance.json", written(f"{ARTIFACT}/acceptance.json", ""), "Written to", EVAL, writes=WRITTEN),
     done("foreign files: acceptance.json nested too deep", written(f"{ARTIFACT}/acceptance.json", "[" * 200_000), "acceptance.json", EVAL),
     refused(
-        "foreign files: rounds.jsonl of somebody else in --out",
-        written("out/rounds.jsonl", "1\n"),
-        "--out out: rounds.jsonl",
+        "foreign files: records.jsonl of somebody else in --out",
+        written("out/records.jsonl", "1\n"),
+        "--out out: records.jsonl",
         f"{SUFFIX} --out out",
     ),
     refused("foreign files: --out is a file", nothing, "--out text.txt is a file", f"{SUFFIX} --out text.txt"),
@@ -310,7 +318,15 @@ OUTPUT = [
     done("output: stderr closed before", nothing, "Written to medusa/artifact", EVAL, writes=WRITTEN, inside=without("stderr")),
     done("output: stderr closed before, JSON", nothing, r"\A\{.*\}\n\Z", f"{SUFFIX} --json", inside=without("stderr")),
     refused(
-        "output: no space for some of the files", nothing, "survival.png.*File too large", EVAL, writes=WRITTEN, inside=short_files(9_000)
+        "output: no space for the picture", nothing, "survival.png.*No space left", EVAL, writes=WRITTEN, inside=no_space("survival.png")
+    ),
+    refused(
+        "output: no space for the records",
+        nothing,
+        r"records.part.jsonl: File too large; what was recorded before is complete; .* give the same command again",
+        EVAL,
+        writes=(f"{ARTIFACT}/records.part.jsonl",),
+        inside=short_files(9_000),
     ),
     refused(
         "output: no space for the file of bench",
@@ -634,23 +650,41 @@ DRAFTERS = [
 ]
 MEASURED_BEFORE = [
     refused(
-        "measured: a folder without measurements", nothing, "no acceptance.json in 'target'", "compare --measured target medusa/artifact"
+        "measured: a folder without measurements", nothing, "no records.jsonl in 'target'", "compare --measured target medusa/artifact"
     ),
     refused(
-        "measured: no rounds",
-        both(written("a/acceptance.json", REPORT), written("a/rounds.jsonl", "")),
-        "a/rounds.jsonl: no rounds in it",
+        "measured: an empty file",
+        written("a/records.jsonl", ""),
+        "a/records.jsonl is empty",
         "compare --measured a b",
     ),
     refused(
-        "measured: a round without its prompt",
-        both(written("a/acceptance.json", REPORT), written("a/rounds.jsonl", '{"committed": 2}\n')),
-        "a/rounds.jsonl:1: `prompt` should be text",
+        "measured: an unfinished evaluation",
+        written("a/records.part.jsonl", HEADER),
+        "no records.jsonl in 'a'; its evaluation is unfinished",
+        "compare --measured a b",
+    ),
+    refused(
+        "measured: a header alone",
+        written("a/records.jsonl", HEADER),
+        "no requests in 'a'",
+        "compare --measured a b",
+    ),
+    refused(
+        "measured: a line that is no record",
+        written("a/records.jsonl", HEADER + '{"committed": 2}\n'),
+        "a/records.jsonl:2: not a line that draftsmith eval wrote",
+        "compare --measured a b",
+    ),
+    refused(
+        "measured: a request without its rounds",
+        written("a/records.jsonl", HEADER + '{"kind": "request", "prompt": "p"}\n'),
+        "a/records.jsonl:2: `rounds` should be a list",
         "compare --measured a b",
     ),
     refused(
         "measured: a target that is a list",
-        both(written("a/acceptance.json", REPORT.replace("{}", "[]")), written("a/rounds.jsonl", "")),
+        written("a/records.jsonl", HEADER.replace('"target": {}', '"target": []')),
         "`target` should be an object",
         "compare --measured a b",
     ),

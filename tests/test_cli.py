@@ -89,10 +89,11 @@ def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
     card = (artifact / "README.md").read_text()
     assert "| domain | T | τ |" in card and "Not measured yet" not in card
     assert (artifact / "survival.png").read_bytes().startswith(b"\x89PNG")
-    rounds = [json.loads(line) for line in (artifact / "rounds.jsonl").read_text().splitlines()]
-    positions = [json.loads(line) for line in (artifact / "positions.jsonl").read_text().splitlines()]
-    assert len(positions) == 8 and all(len(row["ranks"]) == len(row["log_probs"]) > 0 for row in positions)
-    assert sum(r["committed"] for r in rounds if r["temperature"] == 0) == report["overall"]["0"]["tokens"]
+    lines = [json.loads(line) for line in (artifact / "records.jsonl").read_text().splitlines()]
+    positions = [line for line in lines if line["kind"] == "positions"]
+    rounds = [each for line in lines if line["kind"] == "request" and line["setting"] == "0" for each in line["rounds"]]
+    assert len(positions) == 2 * 8 and all(len(row["ranks"]) == len(row["log_probs"]) > 0 for row in positions)
+    assert sum(each[2] for each in rounds) == report["overall"]["0"]["tokens"]
     config = json.loads((artifact / "config.json").read_text())
     assert config["tree"] == report["tree"]
     chain = [word for word in words if word not in ("--nodes", "8")]
@@ -373,7 +374,7 @@ def test_prompts_are_split_over_ranks_that_agree_on_the_tree(workspace, target_f
     assert done.returncode == 0, done.stderr[:6000]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = json.loads(line)
-    assert report["settings"]["ranks"] == 2 and report["settings"]["prompts"] == report["answers"] == report["compared"] == 4
+    assert report["machine"]["ranks"] == 2 and report["settings"]["prompts"] == report["answers"] == report["compared"] == 4
     assert report["overall"]["0"]["prompts"] == 4 and report["overall"]["0"]["tokens"] == 4 * 8
     assert report["nodes"] == len(report["tree"]) + 1 and len(report["overall"]["0"]["survival"]) == max(
         map(len, report["tree"]), default=0

@@ -148,7 +148,7 @@ def test_differences_are_paired_by_prompt():
     assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
     widths = [(tau.high - tau.low) ** 2 for tau in (of_ratio(tokens, counts) for counts in (rounds, better))]
     assert high - low < 0.4 * sum(widths) ** 0.5  # prompts differ far more than the two drafters on one prompt
-    (a, b) = summarise(["a", "b"], 1.0, tokens.expand(2, -1), torch.stack((rounds, better)))
+    (a, b) = summarise(["a", "b"], "1", tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
@@ -228,7 +228,7 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
     assert written["draftsmith"]["tree"] == report["tree"]
     assert written | {"draftsmith": written["draftsmith"] | {"tree": [[0], [0, 0], [1]]}} == config
     new = contents(own).keys() - before[1].keys()
-    assert new == {"README.md", "acceptance.json", "rounds.jsonl", "positions.jsonl", "survival.png"}
+    assert new == {"README.md", "acceptance.json", "records.jsonl", "survival.png"}
     assert json.loads((own / "acceptance.json").read_text()) == report
     text = (own / "README.md").read_text()
     assert text.startswith(
@@ -258,7 +258,7 @@ def test_drafters_side_by_side(student, capsys):
     exit_on_error(compare.main, [*words, "--json", "--slots", "4"])
     report = json.loads(capsys.readouterr().out)
     names = ["draft model tiny-draft", f"draft model {student.parent.name}", "ngram"]
-    assert [(row["drafter"], row["temperature"]) for row in report["rows"]] == [(name, t) for t in (0.0, 1.0) for name in names]
+    assert [(row["drafter"], row["setting"]) for row in report["rows"]] == [(name, t) for t in ("0", "1") for name in names]
     assert report["same"] == {"0": 4, "1": 4} and report["target"]["name"] == "tiny" and report["settings"]["rule"] == "target-sample"
     assert report["trees"][names[1]] == {"tree": [[0], [0, 0], [1]], "nodes": 4, "depth": 2}
     for row in report["rows"]:
@@ -271,7 +271,7 @@ def test_drafters_side_by_side(student, capsys):
     real = json.loads(capsys.readouterr().out)
     assert computed["rows"][:2] == real["rows"] and computed["trees"] == real["trees"]  # to the last bit: exact at T = 0
     assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
-    assert computed["rows"][2]["temperature"] == 1 and computed["rows"][2]["rounds"] % 1
+    assert computed["rows"][2]["setting"] == "1" and computed["rows"][2]["rounds"] % 1
     exit_on_error(compare.main, [*words, "--temperature", "1"])
     printed = capsys.readouterr().out
     assert "Δτ" in printed and "T = 1: 4 of 4 answers are the same with every drafter" in printed

@@ -13,11 +13,13 @@ from decoding_cases import relative
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, evaluation, lossless, plot, summary, table, trees
+from draftsmith.eval import cost, evaluation, lossless, plot, table, trees
 from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.eval.evaluation import evaluate_drafter
-from draftsmith.eval.positions import position_records
-from draftsmith.eval.records import PositionRecord, RoundRecord, as_json, distinct_ngrams, rank_of
+from draftsmith.eval.positions import record_positions
+from draftsmith.eval.record_store import RecordStore
+from draftsmith.eval.records import PositionRecord, RequestRecord, Round, distinct_ngrams, rank_of
+from draftsmith.eval.report import acceptance, as_json, report_of
 from draftsmith.eval.settings import Settings
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -29,13 +31,14 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 
-def record(prompt, committed, accepted, domain="d"):
-    return RoundRecord(prompt, domain, 0.0, "shared-noise", 0, 8, committed, accepted, 0, 0, 0)
+def request(prompt, committed):
+    """A request whose rounds committed so many tokens each."""
+    rounds = [Round(0, 8, count) for count in committed]
+    return RequestRecord(prompt, "d", "", "0", 1, 3, [], "length", rounds, sum(committed), True)
 
 
 def test_tau_survival_and_conditional_by_hand():
-    records = [record("a", 3, 2), record("a", 1, 0), record("b", 4, 3), record("b", 2, 1)]  # the last round was cut by the end
-    result = summary.acceptance(records, 3)
+    result = acceptance([request("a", [3, 1]), request("b", [4, 2])], 3)  # the last round was cut by the end
     assert (result.prompts, result.rounds, result.tokens, result.tau) == (2, 4, 10, 2.5)
     assert result.survival == (0.75, 0.5, 0.25) and result.tau == 1 + sum(result.survival)
     assert result.conditional == (0.75, pytest.approx(2 / 3), 0.5)
@@ -44,8 +47,7 @@ def test_tau_survival_and_conditional_by_hand():
 
 def test_the_interval_is_over_prompts_not_rounds():
     # 40 prompts whose rounds all agree within the prompt: as many as 40 independent numbers, not 4,000.
-    records = [record(str(p), 1 + p % 2, p % 2) for p in range(40) for _ in range(100)]
-    result = summary.acceptance(records, 1)
+    result = acceptance([request(str(p), [1 + p % 2] * 100) for p in range(40)], 1)
     assert result.high - result.low == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(40), rel=0.15)
 
 
@@ -111,17 +113,37 @@ def pair():
     return target, drafter
 
 
-def test_tau_from_position_records_is_the_tau_of_real_decoding(pair):
+class Spelling:
+    """A tokenizer of which only the spelling of a token is asked."""
+
+    chat_template = None
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+def positions(target, drafter, encoded, sampling, new_tokens):
+    target.tokenizer, store = Spelling(), RecordStore()
+    try:
+        with store.opened({"target": {}, "drafter": {}, "settings": {}, "skipped": {}}):
+            record_positions(target, drafter, encoded, set(), sampling, new_tokens, store)
+    finally:
+        target.tokenizer = None
+    return store.records().positions
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.3, seed=3, rule="target-sample")], ids=["greedy", "sampled"])
+def test_tau_from_position_records_is_the_tau_of_real_decoding(pair, sampling):
     target, drafter = pair
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(target.vocab_size, (length,), generator=generator).tolist() for length in (3, 9, 5, 2)]
     encoded = [EncodedPrompt(Prompt(str(i), "d", ""), ids, i) for i, ids in enumerate(prompts)]
-    records = position_records(target, drafter, encoded, 24)
+    records = positions(target, drafter, encoded, sampling, 24)
     accepted = set()
     for tree in ([(0,)], [(0,), (1,), (0, 0)], trees.best_first_paths(records, 12)):
         drafter.config.tree = [list(path) for path in tree]
         decoder = Decoder(target, drafter)
-        rounds = [r for answer in decoder.generate(prompts, Sampling(), 24) for r in answer.rounds]
+        rounds = [r for answer in decoder.generate(prompts, sampling, 24) for r in answer.rounds]
         accepted |= {r.accepted for r in rounds}
         assert trees.tau(records, tree) == pytest.approx(sum(r.length for r in rounds) / len(rounds), abs=1e-12)
     assert len(accepted) >= 3
@@ -162,24 +184,29 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, node_cost):
         def encode(self, text):
             return [ord(c) % target.vocab_size for c in text]
 
+        def decode(self, ids):
+            return chr(ids[0])
+
     target.tokenizer = Tokenizer()
     try:
         prompts = [Prompt(f"{d}{i}", d, f"{d} number {i}") for d in ("x", "y") for i in range(4)] + [Prompt("z", "z", "alone")]
-        report, rounds, records = evaluate_drafter(target, drafter, prompts, Settings(10, [0.0, 1.0], 8))
+        measured = evaluate_drafter(target, drafter, prompts, Settings(10, settings(0, 1), 8))
     finally:
         target.tokenizer = None
-    assert set(report.domains) == {"x", "y", "z"} and set(report.overall) == {"0", "1"}
+    report, records = report_of(measured), measured.positions
+    rounds = [each for request in measured.requests if request.setting == "0" for each in request.rounds]
+    assert set(report.domains["0"]) == {"x", "y", "z"} and set(report.overall) == set(report.domains) == {"0", "1"}
     assert report.answers == 10 and not report.divergences and report.like_transformers == report.compared == 5
-    assert report.overall["0"].rounds == sum(r.temperature == 0 for r in rounds)
+    assert report.overall["0"].rounds == len(rounds)
     assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
     assert report.speed["tau"] == report.overall["0"].tau and report.speed["plain_over_transformers"] > 0
-    assert len(records) == 9 and all(record.ranks.shape == (10, 3) for record in records)
+    assert len(records) == 2 * 9 and all(record.ranks.shape == (10, 3) for record in records)
     assert [row["nodes"] for row in report.by_nodes] == [2, 4, 8]
     table.print_report(report)
     printed = capsys.readouterr().out
     assert (report.nodes > 1) == (node_cost == 0.0) == ("No draft tree pays" not in printed)
     assert "10 of 10 answers equal plain decoding's" in printed and "plain decoding of the same tokens" in printed
-    assert table.markdown(report).count("\n") == 6
+    assert table.markdown(report).count("\n") == 9
 
 
 class Bytes:
@@ -190,6 +217,13 @@ class Bytes:
 
     def encode(self, text):
         return [ord(c) % 48 for c in text]
+
+    def decode(self, ids):
+        return chr(ids[0])
+
+
+def settings(*temperatures, rule="shared-noise"):
+    return [Sampling(temperature=float(temperature), rule=rule) for temperature in temperatures]
 
 
 @pytest.fixture
@@ -213,17 +247,17 @@ def kinds():
 @pytest.mark.parametrize("slots", [1, 2])
 def test_any_drafter_is_evaluated(readable, number, slots, capsys):
     method, drafter, choose = list(kinds())[number]
-    report, rounds, records = evaluate_drafter(
-        readable, drafter, PROMPTS, Settings(16, [0.0, 1.0], 8, choose=choose, slots=slots, rule="shared-noise")
-    )
-    reported = len({record.prompt for record in rounds})
+    measured = evaluate_drafter(readable, drafter, PROMPTS, Settings(16, settings(0, 1), 8, choose=choose, slots=slots))
+    report, records = report_of(measured), measured.positions
+    reported = len({request.prompt for request in measured.requests})
     assert report.method == method and report.answers == 2 * reported and not report.divergences and not report.lossy
     assert report.compared == report.like_transformers == (reported if slots == 1 else 0)
     assert bool(records) == bool(report.by_nodes) == bool(choose) and reported == (2 if choose else 6)
     assert set(report.drafting) == {1, 4} and all(seconds > 0 for seconds in report.drafting.values())
     if choose:  # the records say what real decoding accepted
         paths = [tuple(path) for path in report.tree]
-        assert trees.tau([r for r in records if r.prompt in {x.prompt for x in rounds}], paths) == pytest.approx(report.overall["0"].tau)
+        own = [record for record in records if not record.choosing and record.setting == "0"]
+        assert len(own) == reported and trees.tau(own, paths) == pytest.approx(report.overall["0"].tau)
     table.print_report(report)
     printed = capsys.readouterr().out
     assert f"{report.answers} of {report.answers} answers equal plain decoding's" in printed and "LOSSY" not in printed
@@ -232,7 +266,7 @@ def test_any_drafter_is_evaluated(readable, number, slots, capsys):
 @pytest.mark.parametrize("rule", ["typical", "rejection"])
 def test_the_report_says_what_a_rule_does_to_the_output(readable, rule, capsys, tmp_path):
     drafter = DraftModel(relative("llama", 0.005), StaticTree.chain(3))
-    report, _, _ = evaluate_drafter(readable, drafter, PROMPTS[:2], Settings(12, [1.0, 0.0], 8, choose="", rule=rule))
+    report = report_of(evaluate_drafter(readable, drafter, PROMPTS[:2], Settings(12, settings(1, 0, rule=rule), 8, choose="")))
     assert report.lossy == ({"1": "typical"} if rule == "typical" else {})
     assert report.answers == 2, "at T = 0 every rule is greedy"
     table.print_report(report)

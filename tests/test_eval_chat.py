@@ -11,13 +11,14 @@ from commands import failing
 from conftest import save_byte_target
 
 from draftsmith.data import prompts
-from draftsmith.eval import acceptance, card, compare, decoding, lossless, speed, table
+from draftsmith.eval import acceptance, card, compare, decoding, lossless, record_store, speed, table
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.comparison import paired_difference
 from draftsmith.eval.evaluation import _halves, evaluate_drafter
-from draftsmith.eval.interleaved import TimedAnswers
+from draftsmith.eval.records import RequestRecord
+from draftsmith.eval.report import report_of
 from draftsmith.eval.settings import Settings
-from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
@@ -95,22 +96,27 @@ def test_nothing_left_is_an_error_and_halves_keep_conversations_together(target)
     assert [item.prompt.id for item in choosing] == ["0#1", "0#2", "2#1", "2#2"] and len(reported) == 4
 
 
+GREEDY = Sampling(rule="target-sample")
+
+
 def measure(target, folder, **changes):
-    settings = Settings(NEW, [0.0, 1.0], 8, choose="")
-    return evaluate_drafter(target, Ngram(), prompts.load(folder / "prompts.jsonl"), replace(settings, **changes))
+    settings = Settings(NEW, [GREEDY, Sampling(temperature=1.0, rule="target-sample")], 8, choose="")
+    records = evaluate_drafter(target, Ngram(), prompts.load(folder / "prompts.jsonl"), replace(settings, **changes))
+    return report_of(records), records.requests
 
 
 def test_untimed_prompts_have_the_rounds_of_timed_ones(target, folder, capsys):
-    report, rounds, _ = measure(target, folder)
-    sample, sampled_rounds, _ = measure(target, folder, timed=1)
-    assert [replace(record, draft_s=0, verify_s=0, other_s=0) for record in rounds] == [
-        replace(record, draft_s=0, verify_s=0, other_s=0) for record in sampled_rounds
-    ]
+    report, requests = measure(target, folder)
+    sample, sampled = measure(target, folder, timed=1)
+
+    def rounds(requests):
+        return {(each.setting, each.prompt): [(r.position, r.nodes, r.committed) for r in each.rounds] for each in requests}
+
+    assert rounds(requests) == rounds(sampled) and len(requests) == len(sampled) == 16
     assert report.overall == sample.overall and report.domains == sample.domains and report.distinct == sample.distinct
     assert sample.answers == report.answers == 16 and not sample.divergences
     assert (report.compared, sample.compared, sample.like_transformers) == (8, 2, 2)
-    timed = {record.prompt for record in sampled_rounds if record.verify_s is not None}
-    assert timed == {"two", "code0"} and None not in {record.draft_s for record in rounds}
+    assert {each.prompt for each in sampled if each.timed} == {"two", "code0"} and all(each.timed for each in requests)
     assert {domain: row["timed"] for domain, row in sample.speedups.items()} == {"chat": 1, "code": 1} and sample.speed["timed"] == 2
     assert report.speedups["code"]["timed"] == 4 and sample.speed["speedup_low"] is None  # of two prompts
     assert report.speed["speedup_low"] <= report.speed["speedup"] <= report.speed["speedup_high"]
@@ -132,7 +138,7 @@ def test_a_wrong_untimed_answer_is_a_bug(target, folder, monkeypatch):
         return answers
 
     monkeypatch.setattr(lossless, "decode_recorded", wrong)
-    report, _, _ = measure(target, folder, timed=1, temperatures=[0.0])
+    report, _ = measure(target, folder, timed=1, samplings=[GREEDY])
     assert [(each.prompt, each.index, each.verdict) for each in report.divergences] == [("code1", 4, "bug")]
 
 
@@ -141,20 +147,36 @@ def test_what_depends_on_its_batch_is_decoded_alone(target, folder, monkeypatch)
     original = lossless.decode_recorded
     monkeypatch.setattr(lossless, "decode_recorded", lambda *a, **options: seen.append(options["slots"]) or original(*a, **options))
     for changes in ({}, {"adaptive_depth": True}, {"exact": 17}):
-        measure(target, folder, timed=1, temperatures=[0.0], **changes)
+        measure(target, folder, timed=1, samplings=[GREEDY], **changes)
     assert Counter(seen) == {decoding.UNTIMED_SLOTS: 2, 1: 2 * 2 * 2}  # plain and drafted; six prompts are two batches of four
 
 
 def test_speedups_are_of_seconds_per_token():
-    timing = speed.Timing([], [], {"plain": [], "drafted": [], "transformers": []}, {"plain": [], "drafted": [], "transformers": []})
-    for domain, plain, drafted, theirs in (("a", 4.0, 2.0, 8.0), ("b", 3.0, 3.0, 3.0), ("a", 2.0, 2.0, 4.0)):
-        answers = {"plain": (plain, 4), "drafted": (drafted, 8), "transformers": (theirs, 4)}
-        timing.add(domain, {name: TimedAnswers(seconds, [Completion([1] * n)]) for name, (seconds, n) in answers.items()})
-    of_a = speed.speedups(timing.of("a"))
+    requests = [
+        RequestRecord(
+            str(number),
+            domain,
+            "",
+            "0",
+            1,
+            3,
+            [],
+            "length",
+            [],
+            4,
+            True,
+            batch=1,
+            seconds=seconds,
+            batch_tokens={"plain": 4, "drafted": 8, "transformers": 4},
+        )
+        for number, (domain, *times) in enumerate((("a", 4.0, 2.0, 8.0), ("b", 3.0, 3.0, 3.0), ("a", 2.0, 2.0, 4.0)))
+        for seconds in (dict(zip(("plain", "drafted", "transformers"), times, strict=True)),)
+    ]
+    of_a = speed.speedups([request for request in requests if request.domain == "a"])
     keys = ("timed", "speedup", "speedup_over_transformers", "plain_over_transformers")
     assert [of_a[key] for key in keys] == pytest.approx([2, 3.0, 6.0, 2.0])
     assert of_a["speedup_low"] is None and of_a["speedup_high"] is None
-    assert speed.speedups(timing)["speedup"] == pytest.approx(2 * 9 / 7)
+    assert speed.speedups(requests)["speedup"] == pytest.approx(2 * 9 / 7)
 
 
 def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
@@ -180,11 +202,9 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
     assert [row["domain"] for row in decoded["domains"]] == ["chat"] * 2 + ["code"] * 2
     counts = []
     for name in folders:
-        rows = [json.loads(line) for line in (Path(name) / "rounds.jsonl").read_text().splitlines()]
-        counts.append(Counter(row["prompt"] for row in rows if row["domain"] == "code"))
-        tokens = Counter()
-        for row in rows:
-            tokens[row["prompt"]] += row["committed"]
+        requests = [each for each in record_store.read(Path(name)).requests if each.domain == "code"]
+        counts.append({each.prompt: len(each.rounds) for each in requests})
+        tokens = {each.prompt: len(each.tokens) for each in requests}
     names = sorted(counts[0])
     a, b = (torch.tensor([count[name] for name in names]) for count in counts)
     expected = paired_difference(torch.tensor([tokens[name] for name in names]), a, b)
@@ -193,7 +213,7 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
     printed = capsys.readouterr().out
     assert printed.count("code") == 2 and "suffix: up to 32 nodes a round" in printed and "answers are the same" not in printed
     for words, says in (
-        ([folders[0], str(folder / "target")], "no acceptance.json in"),
+        ([folders[0], str(folder / "target")], "no records.jsonl in"),
         ([folders[0], folders[0]], "got a folder twice"),
         ([*folders, "--limit", "2"], "got --limit"),
     ):

@@ -12,8 +12,9 @@ import threading
 import pytest
 
 from draftsmith.data import prompts
-from draftsmith.eval import card, measurements, output, plot, records, table
-from draftsmith.eval.records import Acceptance, Report, RoundRecord
+from draftsmith.eval import card, measurements, output, plot, record_store, table
+from draftsmith.eval import report as reports
+from draftsmith.eval.report import Acceptance, Report
 from draftsmith.inference import durable
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec
@@ -21,7 +22,6 @@ from draftsmith.inference.progress import Bar
 from draftsmith.train import cli
 
 HOSTILE = ("[/]", "[bold]x", ":smile:", "\x1b]0;gone\x07", "a\nb", "\x9b31m", "$\\frac{", "_under", "a | b <i>", "\u202e", "d" * 5000)
-RECORD = RoundRecord("p", "d", 0.0, "target-sample", 3, 2, 2, 1, 0.1, 0.1, 0.1)
 
 
 def report(*domains: str) -> Report:
@@ -37,8 +37,23 @@ def report(*domains: str) -> Report:
     }
     made_for = {"name": "somebody/target"}
     return Report(
-        made_for, "medusa", settings, [[0]], 2, {1: 0.1}, {1: 0.1}, [], {"0": acceptance}, dict.fromkeys(domains or ("d",), acceptance)
+        made_for,
+        {"method": "medusa"},
+        settings,
+        [[0]],
+        2,
+        overall={"0": acceptance},
+        domains={"0": dict.fromkeys(domains or ("d",), acceptance)},
     )
+
+
+DERIVED = tuple(name for name in measurements.NAMES if name != record_store.RECORDS)
+
+
+def write(artifact):
+    """What an evaluation of one round writes, in the end."""
+    (artifact / record_store.RECORDS).write_bytes(record_store.BEGINNING)
+    return measurements.write(artifact, report(), artifact=True)
 
 
 @pytest.fixture
@@ -51,15 +66,15 @@ def artifact(tmp_path):
 
 
 def test_all_measurements_are_written_and_known_again(artifact):
-    assert measurements.obstacle(artifact, measurements.NAMES) == ""
+    assert measurements.obstacle(artifact, measurements.CHECKED) == ""
     for _ in range(2):
-        assert measurements.write(artifact, report(), [RECORD], [], artifact=True) == []
-        assert measurements.obstacle(artifact, measurements.NAMES) == ""
+        assert write(artifact) == []
+        assert measurements.obstacle(artifact, measurements.CHECKED) == ""
     assert {file.name for file in artifact.iterdir()} == {"config.json", "README.md", *measurements.NAMES}
     assert json.loads((artifact / "config.json").read_text()) == {"model_type": "medusa", "tree": [[0]], "more": 5}
 
 
-@pytest.mark.parametrize("name", [*measurements.NAMES, "config.json", "README.md"])
+@pytest.mark.parametrize("name", [*DERIVED, "config.json", "README.md"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_a_file_that_cannot_be_written_does_not_keep_the_others_from_it(artifact, monkeypatch, name, number):
     replace, before = durable.replace, {file.name: file.read_bytes() for file in artifact.iterdir()}
@@ -70,22 +85,22 @@ def test_a_file_that_cannot_be_written_does_not_keep_the_others_from_it(artifact
         replace(path, write)
 
     monkeypatch.setattr(durable, "replace", failing)
-    assert measurements.write(artifact, report(), [RECORD], [], artifact=True) == [f"{name} ({os.strerror(number)})"]
+    assert write(artifact) == [f"{name} ({os.strerror(number)})"]
     after = {file.name: file.read_bytes() for file in artifact.iterdir()}
     assert after.get(name) == before.get(name)
-    assert all(file in after and after[file] != before.get(file) for file in {*measurements.NAMES, "config.json", "README.md"} - {name})
+    assert all(file in after and after[file] != before.get(file) for file in {*DERIVED, "config.json", "README.md"} - {name})
 
 
-@pytest.mark.parametrize("name", measurements.NAMES)
+@pytest.mark.parametrize("name", measurements.CHECKED)
 @pytest.mark.parametrize("content", ["mine\n", "{}\n", '{"tau": 3}\n', "[" * 100_000, "\x89PNG"])
 def test_foreign_files_are_an_obstacle(artifact, name, content):
-    measurements.write(artifact, report(), [RECORD], [], artifact=True)
+    write(artifact)
     (artifact / name).write_text(content)
-    assert measurements.obstacle(artifact, measurements.NAMES) == f"{name} is there already, and not of an evaluation"
+    assert measurements.obstacle(artifact, measurements.CHECKED) == f"{name} is there already, and not of an evaluation"
 
 
 def test_links_are_an_obstacle(artifact, tmp_path):
-    names = ("config.json", "README.md", *measurements.NAMES)
+    names = ("config.json", "README.md", *measurements.CHECKED)
     for name in names:
         link = artifact / name
         before = link.read_bytes() if link.exists() else None
@@ -151,7 +166,7 @@ def test_a_report_with_numbers_that_are_not_finite_is_json():
     broken = report()
     broken.speed = {"speedup": float("inf"), "tau": 1.5}
     broken.cost = {1: float("nan")}
-    content = json.loads(records.as_json(broken))
+    content = json.loads(reports.as_json(broken))
     assert content["speed"] == {"speedup": None, "tau": 1.5} and content["cost"] == {"1": None}
 
 

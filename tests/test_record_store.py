@@ -1,0 +1,184 @@
+"""Records that outlive a kill: whatever was cut off, the same evaluation continues to the same records."""
+
+import fcntl
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+from conftest import save_byte_target
+
+from draftsmith.data.prompts import Prompt
+from draftsmith.eval import record_store
+from draftsmith.eval.evaluation import evaluate_drafter
+from draftsmith.eval.record_store import RECORDS, UNFINISHED, RecordStore
+from draftsmith.eval.records import Divergence, RequestRecord, Round, request_line, request_of
+from draftsmith.eval.report import as_json, report_of
+from draftsmith.eval.settings import Settings, label
+from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+PROMPTS = [Prompt(f"{domain}{n}", domain, f"{domain} {n} and {domain} {n} and") for domain in "ab" for n in range(3)]
+SAMPLINGS = [Sampling(rule="target-sample"), Sampling(temperature=0.7, top_k=5, rule="target-sample")]
+SETTINGS = Settings(8, SAMPLINGS, 8, timed=1)
+
+
+class Stop(BaseException):
+    """The end of a process."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records") / "target"
+    save_byte_target(folder)
+    return Target.load(str(folder))
+
+
+def measure(target, folder, drafter=None, settings=SETTINGS):
+    return evaluate_drafter(target, drafter or new_drafter("medusa", target, num_heads=2), PROMPTS, settings, RecordStore(folder))
+
+
+def untimed(line):
+    """A line without what differs between two runs: the seconds."""
+    if line["kind"] == "request":
+        line = line | {
+            "rounds": [each[:3] for each in line["rounds"]],
+            "seconds": sorted(line["seconds"]),
+            "prefill_s": 0,
+            "plain_verify_s": 0,
+        }
+    return {} if line["kind"] == "cost" else line
+
+
+def lines(folder):
+    return [untimed(json.loads(line)) for line in (folder / RECORDS).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def complete(target, tmp_path_factory):
+    """The folder of an evaluation that nothing stopped, and its unfinished file as it was before the end."""
+    folder = tmp_path_factory.mktemp("complete")
+    kept = {}
+    finish = RecordStore.finish
+
+    def keeping(store, *words):
+        kept["part"] = (folder / UNFINISHED).read_bytes()
+        finish(store, *words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordStore, "finish", keeping)
+        patch.setattr("draftsmith.eval.cost.measure_forward", lambda *_: {1: 1.0, 2: 1.01, 8: 1.05})
+        patch.setattr("draftsmith.eval.cost.measure_drafting", lambda *_: {1: 0.01, 2: 0.02})
+        measure(target, folder)
+    return folder, kept["part"]
+
+
+def test_what_is_read_is_what_was_measured(target, complete):
+    folder, part = complete
+    assert sorted(path.name for path in folder.iterdir()) == [RECORDS]
+    kinds = [line.get("kind") for line in lines(folder)]
+    assert kinds[0] == "header" and kinds.count("positions") == 2 * 6 and kinds.count("request") == 2 * 2 and "commit" not in kinds
+    records = record_store.read(folder)
+    report = report_of(records)
+    assert set(report.overall) == {"0", "0.7 top_k=5"} == {label(each) for each in SAMPLINGS}
+    assert all("".join(records.text(request.tokens)) == target.tokenizer.decode(request.tokens) for request in records.requests)
+    for each in records.positions:
+        assert each.tokens.shape == each.entropy.shape == each.target_log_probs.shape and each.ranks.shape == each.drafted.shape
+        assert ((each.ranks[:, 0] == 0) == (each.drafted[:, 0] == each.tokens)).all() and (each.entropy >= 0).all()
+    assert as_json(report_of(record_store.read(folder))) == as_json(report)
+
+
+def test_it_continues_wherever_it_was_cut(target, complete, tmp_path, monkeypatch):
+    """At each commit, in the middle of a line, and in the middle of lines that belong together."""
+    folder, part = complete
+    ends = [i + 1 for i in range(len(part)) if part[i : i + 1] == b"\n"]
+    cuts = {*ends[:: max(1, len(ends) // 6)], *(end - 9 for end in ends[3 :: max(1, len(ends) // 5)]), 10, len(part)}
+    assert len(cuts) >= 10
+    measured = []
+    monkeypatch.setattr("draftsmith.eval.cost.measure_forward", lambda *_: measured.append(1) or {1: 1.0, 2: 1.01, 8: 1.05})
+    monkeypatch.setattr("draftsmith.eval.cost.measure_drafting", lambda *_: {1: 0.01, 2: 0.02})
+    for cut in sorted(cuts):
+        again = tmp_path / str(cut)
+        again.mkdir()
+        (again / UNFINISHED).write_bytes(part[:cut])
+        measure(target, again)
+        assert lines(again) == lines(folder), cut
+        assert sorted(path.name for path in again.iterdir()) == [RECORDS]
+        shutil.rmtree(again)
+    assert len(measured) < len(cuts), "what was recorded is not measured again"
+
+
+def test_a_process_that_ends_leaves_all_that_it_recorded(target, tmp_path, monkeypatch):
+    append, count = RecordStore.append, 0
+
+    def ending(store, *words):
+        nonlocal count
+        append(store, *words)
+        count += 1
+        if count == 6:
+            raise Stop
+
+    monkeypatch.setattr(RecordStore, "append", ending)
+    with pytest.raises(Stop):
+        measure(target, tmp_path)
+    assert (tmp_path / UNFINISHED).read_text().count("commit") == 7  # the header's too
+    with pytest.raises(ValueError, match="its evaluation is unfinished: give its command again"):
+        record_store.read(tmp_path)
+    with pytest.raises(ValueError, match=r"stopped there with another max_new_tokens \(8, now 9\); give its options again"):
+        measure(target, tmp_path, settings=replace(SETTINGS, max_new_tokens=9))
+    with pytest.raises(ValueError, match="stopped there with another method"):
+        measure(target, tmp_path, Ngram(), replace(SETTINGS, choose=""))
+    monkeypatch.setattr(RecordStore, "append", append)
+    with (tmp_path / UNFINISHED).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another evaluation is writing it"):
+            measure(target, tmp_path)
+    measure(target, tmp_path)
+    assert len(record_store.read(tmp_path).requests) == 4
+
+
+def test_an_old_evaluation_stays_until_the_new_one_is_complete(target, complete, tmp_path, monkeypatch):
+    shutil.copy(complete[0] / RECORDS, tmp_path)
+    before = (tmp_path / RECORDS).read_bytes()
+
+    def ending(*_):
+        raise Stop
+
+    monkeypatch.setattr("draftsmith.eval.evaluation.decode", ending)
+    with pytest.raises(Stop):
+        measure(target, tmp_path)
+    assert (tmp_path / RECORDS).read_bytes() == before
+
+
+def test_a_request_survives_its_line():
+    divergence = Divergence("p", 3, 5, 6, math.inf, 0.0)
+    rounds = [Round(4, 8, 3, 0.1, 0.2, 0.3), Round(7, 8, 1)]
+    record = RequestRecord(
+        "p", "d", "de", "0", 2, 5, [1, 2], "stop", rounds, 2, True, divergence, None, {"plain": 1.5}, {"plain": 2}, 1, 0.5, 2, 0.25
+    )
+    line = json.loads(json.dumps(request_line(record), allow_nan=False))
+    assert request_of(line, "here") == record and record.divergence.verdict == "bug" and record.checked_tokens == 4
+    for damage, says in (
+        ({"rounds": 3}, "`rounds` should be a list"),
+        ({"rounds": [[1]]}, "not a request"),
+        ({"divergence": {"a": 1}}, "not a request"),
+    ):
+        with pytest.raises(ValueError, match=f"here: {says}"):
+            request_of(line | damage, "here")
+
+
+def test_lines_of_somebody_else_are_refused(complete, tmp_path):
+    good = (complete[0] / RECORDS).read_text().splitlines(keepends=True)
+    for content, says in (
+        (["\n"], ":1: not JSON"),
+        ([good[0].replace('"format": 1', '"format": 2')], "format 2, this Draftsmith reads 1"),
+        ([good[0], '{"kind": "other"}\n'], ":2: not a line that draftsmith eval wrote"),
+        ([good[0], good[0]], ":2: not a line"),
+        ([*good[:-1], good[-1][:40]], f":{len(good)}"),
+    ):
+        (tmp_path / RECORDS).write_text("".join(content))
+        with pytest.raises(ValueError, match=says):
+            record_store.read(tmp_path)
