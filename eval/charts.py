@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
@@ -18,10 +19,10 @@ WIDTH = 4.6  # inches: legible on a phone's width, where 1 inch is about 1 cm
 # matplotlib needs colours of its own; the style sheet's take their place in the SVG.
 INK, MUTED, ACCENT, HIGH, LOW = "#010101", "#010102", "#010103", "#010104", "#010105"
 COLOURS = {INK: "currentColor", MUTED: "var(--muted)", ACCENT: "var(--accent)", HIGH: "var(--high)", LOW: "var(--low)"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
+    "font.size": 10,
     "text.parse_math": False,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -35,6 +36,7 @@ STYLE = {
     "grid.color": MUTED,
     "grid.alpha": 0.25,
 }
+LINES = 40  # domains; of more only the best and the worst are drawn
 LABELLED = 40  # leaves of a tree whose nodes get their ranks as text
 
 
@@ -54,14 +56,22 @@ def _survival(content: dict[str, Any]) -> str:
         return ""
 
     def draw(axes: Axes) -> None:
+        ends = {content["best_domain"]: HIGH, content["worst_domain"]: LOW}
         domains = content["domains"][content["verdict"]["setting"]]
         for name, domain in domains.items():
-            colour = {content["best_domain"]: HIGH, content["worst_domain"]: LOW}.get(name, MUTED)
-            style = {"lw": 0.8, "alpha": 0.6} if colour == MUTED else {"lw": 1.6, "ls": "--" if colour == HIGH else ":"}
+            if len(domains) > LINES and name not in ends:
+                continue
+            colour = ends.get(name, MUTED)
+            style: dict[str, Any] = {"lw": 0.8, "alpha": 0.6} if colour == MUTED else {"lw": 1.6, "ls": "--" if colour == HIGH else ":"}
             axes.plot(range(len(points) + 1), [1.0, *domain["survival"]], color=colour, **style)
         known = [point for point in points if point["low"] is not None]
         axes.fill_between(
-            [0, *(p["depth"] for p in known)], [1, *(p["low"] for p in known)], [1, *(p["high"] for p in known)], color=ACCENT, alpha=0.2, lw=0
+            [0, *(p["depth"] for p in known)],
+            [1, *(p["low"] for p in known)],
+            [1, *(p["high"] for p in known)],
+            color=ACCENT,
+            alpha=0.2,
+            lw=0,
         )
         axes.plot(range(len(points) + 1), [1.0, *(point["share"] for point in points)], color=ACCENT, lw=2.4, marker="o", ms=4)
         axes.set(xlabel="draft depth", ylabel="share of rounds", ylim=(0, 1.02), xlim=(0, len(points) + 0.1))
@@ -126,10 +136,9 @@ def _tree(content: dict[str, Any]) -> str:
     share = {tuple(node["path"]): node["accepted"] for node in nodes}
 
     def draw(axes: Axes) -> None:
-        for path in paths:
-            known = share[path]
-            width = 1.2 if known is None else 0.6 + 5 * known
-            axes.plot([len(path) - 1, len(path)], [height[path[:-1]], height[path]], color=ACCENT, lw=width, alpha=0.55, zorder=1)
+        lines = [[(len(path) - 1, height[path[:-1]]), (len(path), height[path])] for path in paths]
+        widths = [1.2 if share[path] is None else 0.6 + 5 * share[path] for path in paths]
+        axes.add_collection(LineCollection(lines, colors=ACCENT, linewidths=widths, alpha=0.55, zorder=1))
         xs, ys = [len(path) for path in (*paths, ())], [height[path] for path in (*paths, ())]
         axes.scatter(xs, ys, s=90 if len(leaves) <= LABELLED else 12, color=ACCENT, zorder=2)
         if len(leaves) <= LABELLED:
@@ -160,7 +169,7 @@ def _svg(name: str, height: float, draw: Callable[[Axes], None]) -> str:
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="', f' id="{name}-', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" class="chart" aria-hidden="true">', svg, count=1)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" class="chart" aria-hidden="true">', svg, count=1)
     for colour, variable in COLOURS.items():
         svg = svg.replace(colour, variable)
     return svg.replace("font-family: 'DejaVu Sans', sans-serif; ", "").strip()

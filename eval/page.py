@@ -14,7 +14,6 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from draftsmith.eval import charts
 from draftsmith.eval.failures import failures
 from draftsmith.eval.intervals import FEWEST, Interval, of_share, prompts_for
 from draftsmith.eval.records import Records, RequestRecord
@@ -23,8 +22,10 @@ from draftsmith.eval.slices import calibration, entropy_edges, ranks_drawn, rank
 from draftsmith.inference.terminal import printable
 
 FORMAT = 1  # of the JSON report
+LEVEL = 0.95  # of the intervals, see eval/intervals.py
+GOAL = 0.03  # precision of τ that the page advises on
 TEXT = 300  # tokens of the text that is shown
-DOMAINS, DIVERGENCES, NODES = 200, 20, 64  # rows of a table on the page; the JSON report has all
+DOMAINS, DIVERGENCES, NODES, FACTS = 200, 20, 64, 60  # rows of a table on the page; the JSON report has all
 LONGEST = 120  # characters of a name from outside
 FOLDER = Path(__file__).parent
 
@@ -89,7 +90,10 @@ def _verdict(report: Report) -> dict[str, Any]:
         "tau_high": tau.high,
         "tau_precision": half,
         "prompts": tau.prompts,
-        "prompts_for_3_percent": prompts_for(Interval(tau.tau, tau.low, tau.high), tau.prompts),
+        "goal": GOAL,
+        "prompts_for_goal": prompts_for(Interval(tau.tau, tau.low, tau.high), tau.prompts, GOAL),
+        "level": LEVEL,
+        "plain_tau": 1,
         "fewest_prompts": FEWEST,
         "speedup": speed.get("speedup"),
         "speedup_low": speed.get("speedup_low"),
@@ -163,13 +167,15 @@ def _tau(request: RequestRecord) -> float:
 
 def html(content: dict[str, Any]) -> str:
     """The page, one self-contained file."""
+    from draftsmith.eval import charts  # here, since matplotlib takes half a second
+
     rows = content["domains"][content["verdict"]["setting"]]
     ends = [row["high"] or row["tau"] for row in rows.values()]
     scale = max([content["verdict"]["tau_high"] or content["verdict"]["tau"], *ends, 1.5])
     svg = {name: Markup(chart) for name, chart in charts.charts(content).items()}
     limits = {"DOMAINS": DOMAINS, "DIVERGENCES": DIVERGENCES, "NODES": NODES}
     facts = {
-        title: list(_leaves(content[key]))
+        title: _leaves(content[key])[:FACTS]
         for title, key in (
             ("Target", "target"),
             ("Drafter", "drafter"),
@@ -210,7 +216,7 @@ def _rounded(value: float | None, form: str = "") -> str:
     """The only place where numbers are rounded for people."""
     if value is None or not math.isfinite(value):
         return "–"
-    return format(value, form or (",d" if isinstance(value, int) else ",.4g"))
+    return format(value, form or (",d" if isinstance(value, int) else ",.4g")).replace("-", "−")
 
 
 def _shown(value: float | None, form: str = "") -> Markup:

@@ -61,7 +61,7 @@ def slices(records: Records, setting: str) -> dict[str, list[Slice]]:
     def tier(row: RoundRow) -> tuple[int, str] | None:
         if row.record is None or edges is None:
             return None
-        index = int(torch.bucketize(row.record.entropy[row.row], edges))
+        index = int(torch.bucketize(row.record.entropy[row.row], edges, right=True))
         return index, TIERS[index]
 
     def language(row: RoundRow) -> tuple[int, str] | None:
@@ -178,7 +178,7 @@ def ranks_drawn(records: Records, setting: str) -> DrawnRanks | None:
     for row in round_rows(records, setting):
         ranks = row.record.ranks[row.row].tolist() if row.record is not None else []
         path = tuple(ranks[: row.round.accepted])
-        if row.round.nodes != len(nodes) + 1 or len(path) != row.round.accepted or (path and path not in nodes):
+        if row.record is None or row.round.nodes != len(nodes) + 1 or (path and path not in nodes):
             unknown += 1
             continue
         known += 1
