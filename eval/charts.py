@@ -19,7 +19,7 @@ WIDTH = 4.6  # inches: legible on a phone's width, where 1 inch is about 1 cm
 # matplotlib needs colours of its own; the style sheet's take their place in the SVG.
 INK, MUTED, ACCENT, HIGH, LOW = "#010101", "#010102", "#010103", "#010104", "#010105"
 COLOURS = {INK: "currentColor", MUTED: "var(--muted)", ACCENT: "var(--accent)", HIGH: "var(--high)", LOW: "var(--low)"}
-STYLE: dict[Any, Any] = {
+STYLE = {
     "svg.fonttype": "none",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
@@ -155,7 +155,8 @@ def _tree(content: dict[str, Any]) -> str:
 
 def _svg(name: str, height: float, draw: Callable[[Axes], None]) -> str:
     """A figure as an <svg> element whose ids are its own and do not change from run to run."""
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+    style: dict[Any, Any] = {**STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         figure.patch.set_visible(False)
         axes = figure.subplots()
