@@ -64,9 +64,9 @@ def _record(target: Target, drafter: Any, prompt: EncodedPrompt, answer: list[in
     for start in range(0, len(roots), AT_ONCE):
         positions = torch.arange(roots[start], min(roots[start] + AT_ONCE, roots.stop), device=target.device)
         rows = (positions - roots.start).cpu()
-        laws = target.float32_logits(output.hidden[0, positions]).log_softmax(-1)  # [64,V]
-        entropy[rows] = -(laws.exp() * laws.clamp(min=-1e9)).sum(-1).cpu()
-        target_log_probs[rows] = laws.gather(-1, ids[positions + 1, None])[:, 0].cpu()
+        log_p = target.float32_logits(output.hidden[0, positions]).log_softmax(-1)  # [64,V]
+        entropy[rows] = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1).cpu()
+        target_log_probs[rows] = log_p.gather(-1, ids[positions + 1, None])[:, 0].cpu()
         logits = drafter.position_logits(features, positions)  # [64,K,D]
         for k in range(drafter.depth_limit):
             inside = positions + k + 1 < len(ids)

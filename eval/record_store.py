@@ -238,18 +238,18 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
 
 def _committed(part: Path) -> list[dict[str, Any]]:
     """The lines before the last commit, without the commits."""
-    kept: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []
+    committed: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
     for line in part.read_bytes().split(b"\n")[:-1]:
         try:
             row = json.loads(line)
         except ValueError:
             break
         if row == COMMIT:
-            kept, waiting = kept + waiting, []
+            committed, pending = committed + pending, []
         else:
-            waiting.append(row)
-    return kept
+            pending.append(row)
+    return committed
 
 
 def _difference(key: str, then: dict[str, Any], now: dict[str, Any]) -> str:

@@ -198,7 +198,7 @@ class Records:
 
 def request_line(record: RequestRecord) -> dict[str, Any]:
     """The request as JSON; a round is a list of its fields, and an infinite margin is null."""
-    line = {"kind": "request"} | asdict(record) | {"rounds": [list(astuple(each)) for each in record.rounds]}
+    line: dict[str, Any] = {"kind": "request"} | asdict(record) | {"rounds": [list(astuple(each)) for each in record.rounds]}
     if record.divergence and not math.isfinite(record.divergence.margin):
         line["divergence"]["margin"] = None
     return line

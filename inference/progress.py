@@ -4,6 +4,7 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,7 +39,7 @@ class Bar:
         self.live = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not show or not self.console.is_terminal)
         self.task = self.live.add_task(printable(label, keep=""), total=total, completed=done, text="")
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> Self:
         with suppress(OSError):
             self.live.start()
         return self

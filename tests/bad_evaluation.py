@@ -326,7 +326,7 @@ OUTPUT = [
         r"records.part.jsonl: File too large; what was recorded before is complete; .* give the same command again",
         EVAL,
         writes=(f"{ARTIFACT}/records.part.jsonl",),
-        inside=short_files(9_000),
+        inside=short_files(3_000),
     ),
     refused(
         "output: no space for the file of bench",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import bad_inputs
 import fault_cluster
+import fault_eval
 import fault_kills
 import fault_launch
 import fault_ranks
@@ -46,6 +47,7 @@ ALL: dict[str, Group] = {
     "worlds 2 1 2": partial(fault_kills.moved, ranks=(2, 1, 2)),
     "launched, lost ranks": fault_launch.lost,
     "cluster": fault_cluster.two_machines,
+    "random kills of evaluations": fault_eval.killed_at_random,
     "random kills 1": partial(fault_kills.killed_at_random, ranks=1),
     "random kills 2": partial(fault_kills.killed_at_random, ranks=2),
     "random kills of one": partial(fault_kills.killed_at_random, ranks=2, all_of_them=False),

@@ -31,7 +31,7 @@ def test_its_commands_exist(tmp_path):
 
 def report(tau):
     speed = {"tau": tau, "speedup": tau / 2, "speedup_over_transformers": tau}
-    return {"domains": {"code": {"tau": tau}}, "speedups": {"code": speed}, "speed": speed}
+    return {"domains": {"0": {"code": {"tau": tau}}}, "speedups": {"code": speed}, "speed": speed}
 
 
 @pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt(), ValueError("no room")])
