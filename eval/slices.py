@@ -137,13 +137,14 @@ def ranks_formed(records: Records, setting: str) -> RankMatrix | None:
     chosen = _reported(records, setting)
     if not chosen:
         return None
-    counts = torch.zeros(chosen[0].ranks.shape[1], COLUMNS + 2, dtype=torch.int64)
+    counts = torch.zeros(chosen[0].ranks.shape[1], COLUMNS + 3, dtype=torch.int64)
     for record in chosen:
         for k in range(len(counts)):
-            ranks = record.ranks[: max(0, len(record.ranks) - k), k]  # those whose token is still in the text
-            columns = torch.where(ranks < 0, COLUMNS + 1, ranks.clamp(max=COLUMNS))
-            counts[k] += columns.bincount(minlength=COLUMNS + 2)
-    names = [*map(str, range(COLUMNS)), f"{COLUMNS} or later", "not recorded"]
+            rows = max(0, len(record.ranks) - k)  # whose token at this depth is still in the text
+            ranks, unknown = record.ranks[:rows, k], record.log_probs[:rows, k] == -torch.inf
+            columns = torch.where(unknown, COLUMNS + 2, torch.where(ranks < 0, COLUMNS + 1, ranks.clamp(max=COLUMNS)))
+            counts[k] += columns.bincount(minlength=COLUMNS + 3)
+    names = [*map(str, range(COLUMNS)), f"{COLUMNS} or later", "not recorded", "OOV"]
     return _matrix(names, counts)
 
 

@@ -69,15 +69,13 @@ def test_a_prompt_of_one_token_has_no_row_for_its_first_root():
 
 def test_ranks_formed_count_every_token_of_the_text_once_a_depth():
     ranks = [[0, 1], [3, 0], [9, -1], [-1, 0]]  # the last row's second token is past the end
-    matrix = ranks_formed(records_of([], [position_record("a", [1, 2, 3, 4], ranks)]), "0")
+    record = position_record("a", [1, 2, 3, 4], ranks)
+    record.log_probs[2, 1] = -torch.inf  # outside the draft vocabulary
+    matrix = ranks_formed(records_of([], [record]), "0")
     assert matrix.count == [4, 3]
-    assert dict(zip(matrix.columns, matrix.share[0], strict=True)) == dict.fromkeys(matrix.columns, 0) | {
-        "0": 0.25,
-        "3": 0.25,
-        "8 or later": 0.25,
-        "not recorded": 0.25,
-    }
-    assert matrix.share[1][:2] == pytest.approx([1 / 3, 1 / 3]) and matrix.share[1][-1] == pytest.approx(1 / 3)
+    first, second = ({name: share for name, share in zip(matrix.columns, row, strict=True) if share} for row in matrix.share)
+    assert first == {"0": 0.25, "3": 0.25, "8 or later": 0.25, "not recorded": 0.25}
+    assert second == pytest.approx({"0": 1 / 3, "1": 1 / 3, "OOV": 1 / 3})
     assert ranks_formed(records_of([]), "0") is None
     assert ranks_formed(records_of([], [position_record("a", [1], [[0, 0]], choosing=True)]), "0") is None
 
