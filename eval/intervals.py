@@ -46,6 +46,12 @@ def of_difference(tokens: Tensor, rounds: Tensor) -> Interval:
     return _interval(torch.cat((tokens, rounds)), lambda sums: sums[1] / sums[3] - sums[0] / sums[2])
 
 
+def of_share(hits: Tensor, count: Tensor) -> Interval:
+    """Σ hits / Σ count, of [P] each, where the hits may be none: on its own scale, and within 0 and 1."""
+    interval = _interval(torch.stack((hits, count)), lambda sums: sums[0] / sums[1])
+    return Interval(*(None if value is None else min(1.0, max(0.0, value)) for value in interval))  # pyright: ignore[reportArgumentType]
+
+
 def shown(low: float | None, high: float | None, form: str = ".2f") -> str:
     """The interval for people."""
     return TOO_FEW if low is None or high is None else f"{low:{form}} – {high:{form}}"
