@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> None:
     records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name))
     report = report_of(records, _checked_beside(name, records, beside))
     if main_process:
-        _deliver(report, folder, not out, chosen.json)
+        _deliver(records, report, folder, not out, chosen.json)
     ranks.leave()
     if any(divergence.verdict == "bug" for divergence in report.divergences):
         raise SystemExit(1)
@@ -146,7 +146,7 @@ def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
     report = report_of(records, _checked_beside(chosen.source, records, _read_beside(chosen.beside or [])))
     folder = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else source
     measurements.check_folder(folder)
-    _deliver(report, folder, False, chosen.json)
+    _deliver(records, report, folder, False, chosen.json)
 
 
 def _read_beside(folders: list[str]) -> "dict[str, tuple[str, Records]]":
@@ -167,17 +167,17 @@ def _checked_beside(name: str, records: "Records", beside: "dict[str, tuple[str,
     return {name: records for name, (_, records) in beside.items()}
 
 
-def _deliver(report: "Report", folder: Path | None, artifact: bool, as_json: bool) -> None:
+def _deliver(records: "Records", report: "Report", folder: Path | None, artifact: bool, as_json: bool) -> None:
     """Write the files of a report into the folder, and print it. artifact: the folder is one, whose card and tree are written too.
 
     Raises:
         ValueError: a file that cannot be written; the report is printed before.
     """
-    from draftsmith.eval import measurements, output, table
-    from draftsmith.eval import report as reports
+    from draftsmith.eval import measurements, output, page, table
 
-    failures = measurements.write(folder, report, artifact) if folder else []
-    output.deliver(lambda: print(reports.as_json(report)) if as_json else table.print_report(report))
+    content = page.page_content(records, report)
+    failures = measurements.write(folder, report, content, artifact) if folder else []
+    output.deliver(lambda: print(page.content_json(content), end="") if as_json else table.print_report(report))
     if folder and not failures and not as_json:
         output.deliver(lambda: _say_written(folder, artifact))
     if failures:

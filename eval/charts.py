@@ -100,7 +100,7 @@ def _calibration(content: dict[str, Any]) -> str:
 
 
 def _load(content: dict[str, Any]) -> str:
-    load = content["load"]
+    load = content["by_batch"]
     if load is None:
         return ""
 

@@ -28,16 +28,15 @@ TEXT = 300  # tokens of the text that is shown
 DOMAINS, DIVERGENCES, NODES, FACTS = 200, 20, 64, 60  # rows of a table on the page; the JSON report has all
 LONGEST = 120  # characters of a name from outside
 FOLDER = Path(__file__).parent
+MARK = b'<meta name="generator" content="draftsmith eval">'  # in the file, by which an evaluation knows its own page
 
 
-def page_content(records: Records, report: Report, load: dict[str, Any] | None = None) -> dict[str, Any]:
+def page_content(records: Records, report: Report) -> dict[str, Any]:
     """All that the page shows: the report as JSON has it, and under further keys what is computed from the records.
 
     Args:
         records: of the evaluation.
         report: of the same records.
-        load: of the load model: batches, speedup, low, high (lists of the same length) and break_even (a batch, or None); None leaves its
-            panel out.
     """
     setting = report.first_setting
     drawn = ranks_drawn(records, setting)
@@ -58,7 +57,7 @@ def page_content(records: Records, report: Report, load: dict[str, Any] | None =
         "entropy_edges": entropy_edges(records, setting),
         "failures": asdict(failures(records, setting)),
         "text": _text(records, setting),
-        "load": load,
+        "by_batch": report.load.get("by_batch"),
         "prompts": records.header.get("prompts", {}),
     }
     return json.loads(as_json(report)) | json.loads(to_json(extra))
@@ -192,8 +191,8 @@ def html(content: dict[str, Any]) -> str:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The same in short, for a model card."""
-    return _environment(autoescape=False).from_string(_template("page.md.jinja")).render(c=content, DOMAINS=DOMAINS)
+    """Survival, slices and failures as tables, for a model card."""
+    return _environment(autoescape=False).from_string(_template("page.md.jinja")).render(c=content).strip() + "\n"
 
 
 def content_json(content: dict[str, Any]) -> str:

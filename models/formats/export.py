@@ -24,7 +24,13 @@ from draftsmith.models.target import Target
 
 __all__ = ["Exported", "Source", "check_output", "export"]
 
-KEPT = ("recipe.yaml", "run.json", "acceptance.json", "survival.png")  # of an artifact: how it was trained, and what was measured
+KEPT = (
+    "recipe.yaml",
+    "run.json",
+    "acceptance.json",
+    "report.html",
+    "survival.png",
+)  # of an artifact: how it was trained, and what was measured
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 

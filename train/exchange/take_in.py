@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
         drafter.save_pretrained(part)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(part)
-        card.write(part, drafter.method, drafter.config.target, drafter.config.training, None)
+        card.write(part, drafter.method, drafter.config.target, drafter.config.training)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(output, write)
