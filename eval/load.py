@@ -50,7 +50,13 @@ class CostModel:
         self.batches = sorted(batch for batch, context in self._times if context == shortest)
         self.contexts = sorted({context for _, context in self._times if all((batch, context) in self._times for batch in self.batches)})
         self.max_nodes = min(max(times) for times in self._times.values())
-        self._drafting = [_drafting(entry) for entry in record["rounds"] if entry["draft"] and entry["plain"]]
+        # Under pressure of time the largest batches of verifying are left out, and drafting at them says nothing then.
+        timed = (entry for entry in record["rounds"] if entry["draft"] and entry["plain"] and entry["batch"] in self.batches)
+        self._drafting = [_drafting(entry) for entry in timed]
+
+    def nearest(self, batch: int) -> int:
+        """The batch, or the end of those that were measured."""
+        return min(max(batch, self.batches[0]), self.batches[-1])
 
     def plain_seconds(self, batch: float, context: float) -> float:
         """Seconds of a plain round.

@@ -37,7 +37,7 @@ def load_report(records: Records) -> dict[str, Any]:
     report["by_context"] = _by_context(model, rounds, tree) if small else None
     report["chains"] = _chains(model, reported, context) if halves else None
     report["trees"] = _trees(model, choosing, reported, context) if halves else None
-    report["gap"] = gap(choosing, reported, model.relative(_within(model, slots), context), model.max_nodes)._asdict() if halves else None
+    report["gap"] = gap(choosing, reported, model.relative(model.nearest(slots), context), model.max_nodes)._asdict() if halves else None
     report["policy"] = None
     if halves:
         named = {"target": records.header["target"], "drafter": records.header["drafter"], "setting": setting}
@@ -61,10 +61,6 @@ def estimate(records: Records, device: roofline.Hardware, batches: list[int], co
     rounds = rounds_of([request for request in records.requests if request.setting == setting], depth)
     nodes = max(rounds.sizes)
     return roofline.estimate(device, target, rounds.tau, nodes, batches, context, drafter, depth if kv else min(depth, 1))
-
-
-def _within(model: CostModel, batch: int) -> int:
-    return min(max(batch, model.batches[0]), model.batches[-1])
 
 
 def _by_context(model: CostModel, rounds: Rounds, tree: Any) -> list[dict[str, float]]:

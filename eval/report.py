@@ -203,7 +203,7 @@ def round_cost(records: Records) -> tuple[cost.RoundCost, int]:
     if not records.load:
         return cost.relative_round(records.forward, records.drafting), max(records.forward)
     model = CostModel(records.load)
-    return model.relative(records.header["settings"]["slots"], model.contexts[0]), model.max_nodes
+    return model.relative(model.nearest(records.header["settings"]["slots"]), model.contexts[0]), model.max_nodes
 
 
 def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], list[PositionRecord]]:
