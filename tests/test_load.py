@@ -65,7 +65,9 @@ def test_drafting_at_a_batch_whose_verifying_was_left_out_does_not_count():
     record["verify"] = [entry for entry in record["verify"] if entry["batch"] < 8]
     model = CostModel(record)
     assert model.batches == [1, 2] and [model.nearest(batch) for batch in (1, 2, 8)] == [1, 2, 2]
-    assert model.round(2, 5, 4, 100) == pytest.approx((1 + 0.02 * 2 * 4 + 0.4 + 0.05) / 1.05)
+    assert model.round(2, 5, 4, 100) == pytest.approx(
+        (1 + 0.02 * 2 * 4 + 0.4 / 1.05 + 0.05) / 1.05
+    )  # drafting takes the seconds of batch 1
 
 
 def test_a_round_is_drafting_verifying_and_the_rest(model):
