@@ -14,7 +14,9 @@ from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
@@ -65,13 +67,14 @@ def make(kind, tree, heads, answers):
         return DraftModel(relative("llama", 0.005), tree)
     if kind == "planting":
         return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
-    drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
+    makers = {"ngram": Ngram, "suffix": lambda: Suffix(memory=500), "recycling": Recycling, "lookahead": lambda: Lookahead(window=4)}
+    drafter = makers[kind]()
     drafter.tree_spec = tree
     return drafter
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "planting"])
+@pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "planting"])
 def test_output_is_plain_decodings(target, answers, heads, kind, tree):
     seen: Counter[object] = Counter()
     for name, how in HOWS.items():
