@@ -18,9 +18,7 @@ from draftsmith.inference.verify import Verdict
 __all__ = ["Recycling"]
 
 # The paths whose ranks, counted from 1, have a sum of 5 at most: 32 nodes with the root. The better a token's rank, the more follows it.
-TREE = StaticTree.from_paths(
-    [path for depth in range(1, 6) for path in product(range(5), repeat=depth) if sum(path) + depth <= 5]
-)
+TREE = StaticTree.from_paths([path for depth in range(1, 6) for path in product(range(5), repeat=depth) if sum(path) + depth <= 5])
 AT_ONCE = 64  # prompt positions whose logits [64,V] exist at a time
 
 
