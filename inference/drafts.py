@@ -150,10 +150,15 @@ class HostDrafter:
             self._texts[slot] = list(prompt)
 
     def propose(self, round: RoundContext) -> DraftTree:
-        """N is the size of the round's largest tree: 1 where no slot has a draft."""
+        return self.tree_of(round, self.drafts(round.slots, round.depth))
+
+    def drafts(self, slots: list[int], depth: int) -> list[Draft]:
+        """The drafts after the texts of these slots, no deeper than `depth`."""
+        return [self._draft(slot, min(depth, self.max_depth)) for slot in slots]
+
+    def tree_of(self, round: RoundContext, drafts: list[Draft]) -> DraftTree:
+        """The tree of the drafts of a round's slots. N is the size of the largest: 1 where no slot has a draft."""
         texts = [self._texts[slot] for slot in round.slots]
-        depth = min(round.depth, self.max_depth)
-        drafts = [self._draft(slot, depth) for slot in round.slots]
         sizes = [1 + len(draft.tokens) for draft in drafts]
         nodes = max(sizes)
         if nodes == 1:

@@ -16,6 +16,7 @@ from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.recycling import Recycling
@@ -74,6 +75,8 @@ def store(answers):
 
 
 def make(kind, tree, heads, answers, store=None):
+    if kind.startswith("hybrid "):
+        return Hybrid(make(kind.removeprefix("hybrid "), tree, heads, answers), Suffix(memory=500))
     if kind == "medusa":
         heads.tree_spec = tree
         return heads
@@ -88,7 +91,10 @@ def make(kind, tree, heads, answers, store=None):
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "rest", "planting"])
+@pytest.mark.parametrize(
+    "kind",
+    ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "rest", "hybrid medusa", "hybrid draft model", "planting"],
+)
 def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
     seen: Counter[object] = Counter()
     for name, how in HOWS.items():
