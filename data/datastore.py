@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data import conversations
 from draftsmith.data.conversations import Source
 from draftsmith.inference import durable
-from draftsmith.inference.retrieval import FACTS, FORMAT, MAX_MATCH, SUFFIXES, TOKENS, checksum, dtypes
+from draftsmith.inference.retrieval import FACTS, FORMAT, MAX_MATCH, SUFFIXES, TOKENS, checksum, formats
 from draftsmith.models.identity import tokenizer_hash
 from draftsmith.models.rendering import RenderingFailed, render
 
@@ -96,7 +96,7 @@ def build(folder: Path, sequences: Iterable[Sequence[int]], tokenizer: PreTraine
     def write(part: Path) -> None:
         began = time.perf_counter()
         vocab_size = len(tokenizer)
-        kind, _ = dtypes(vocab_size, 0)
+        kind = formats(vocab_size, 0)[0]
         with (part / TOKENS).open("wb") as file:
             for ids in sequences:
                 if not len(ids):
@@ -104,16 +104,16 @@ def build(folder: Path, sequences: Iterable[Sequence[int]], tokenizer: PreTraine
                     continue
                 if not 0 <= min(ids) <= max(ids) < vocab_size:
                     raise ValueError(f"got tokens {min(ids)} to {max(ids)}; expected ids below {vocab_size}, of the tokenizer of {name!r}")
-                file.write((np.asarray([*ids, -1], dtype=np.int64) + 1).astype(kind).tobytes())
+                file.write((np.asarray([*ids, -1], dtype=np.int64) + 1).astype(f"<{kind}").tobytes())
                 built.sequences, built.tokens = built.sequences + 1, built.tokens + len(ids) + 1
         if not built.tokens:
             raise ValueError("got no tokens for a datastore; give files with texts, conversations or records of eval")
-        positions = dtypes(vocab_size, built.tokens)[1]
+        positions = np.dtype(f"<{formats(vocab_size, built.tokens)[1]}")
         needed, free = 2 * built.tokens * positions.itemsize, shutil.disk_usage(part).free
         if needed > free:
             raise OSError(f"{str(folder)!r} needs {needed / 1e9:,.1f} GB more, and {free / 1e9:,.1f} GB are free; give another disk")
         sorting = time.perf_counter()
-        tokens = np.memmap(part / TOKENS, kind, "r")
+        tokens = np.memmap(part / TOKENS, f"<{kind}", "r")
         suffixes, spare = (np.memmap(part / each, positions, "w+", shape=tokens.shape) for each in (SUFFIXES, "spare.bin"))
         sort_suffixes(np.asarray(tokens), suffixes, spare, vocab_size + 1, block)
         suffixes.flush()

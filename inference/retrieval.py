@@ -6,36 +6,38 @@ are looked for. `datastore.json` has the facts, a checksum and the hash of the t
 that a datastore may be larger than memory. data/datastore.py builds one.
 """
 
+import mmap
+import struct
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
-
-from draftsmith.inference import durable
 from draftsmith.inference.drafter import Target
 from draftsmith.inference.drafts import Draft, HostDrafter, merge_continuations
+from draftsmith.inference.durable import sampled_hash
 from draftsmith.inference.expand import DynamicTree, TreeSpec
 from draftsmith.inference.reading import field, read_json
 
-__all__ = ["FACTS", "FORMAT", "MAX_MATCH", "SUFFIXES", "TOKENS", "Datastore", "Rest", "checksum", "dtypes"]
+__all__ = ["FACTS", "FORMAT", "MAX_MATCH", "SUFFIXES", "TOKENS", "Datastore", "Rest", "checksum", "formats"]
 
 FORMAT = 1
 FACTS, TOKENS, SUFFIXES = "datastore.json", "tokens.bin", "suffixes.bin"
 MAX_MATCH = 16  # tokens
 MIN_MATCH = 2
 MOST_OCCURRENCES = 64  # that a draft is made of
+Letter = Literal["H", "I", "Q"]
 TREE = DynamicTree(depth=10, width=4, nodes=32)
 
 
-def dtypes(vocab_size: int, tokens: int) -> tuple[np.dtype, np.dtype]:
-    """The little-endian dtypes of a datastore's tokens and of their positions."""
-    return np.dtype("<u2" if vocab_size < 1 << 16 else "<u4"), np.dtype("<u4" if tokens < 1 << 32 else "<u8")
+def formats(vocab_size: int, tokens: int) -> tuple[Letter, Letter]:
+    """How a datastore's tokens and their positions are written, little-endian: letters of the struct module, which numpy knows too."""
+    return "H" if vocab_size < 1 << 16 else "I", "I" if tokens < 1 << 32 else "Q"
 
 
 def checksum(folder: Path) -> str:
     """Of the sizes and of 64 blocks of both arrays. Damage elsewhere costs acceptance and cannot change an answer: drafts are verified."""
-    return durable.sampled_hash([folder / TOKENS, folder / SUFFIXES])
+    return sampled_hash([folder / TOKENS, folder / SUFFIXES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class Datastore:
         vocab_size: every id is below.
     """
 
-    tokens: np.ndarray
-    suffixes: np.ndarray
+    tokens: memoryview
+    suffixes: memoryview
     vocab_size: int
 
     @classmethod
@@ -70,17 +72,14 @@ class Datastore:
             raise ValueError(
                 f"datastore {str(folder)!r} has tokens of another tokenizer, that of {named!r}; build it with --target of this one"
             )
-        kinds = dtypes(vocab_size, count)
+        kinds = formats(vocab_size, count)
         for name, kind in zip((TOKENS, SUFFIXES), kinds, strict=True):
-            size = (folder / name).stat().st_size if (folder / name).is_file() else 0
-            if size != count * kind.itemsize or not size:
-                raise ValueError(
-                    f"datastore {str(folder)!r}: {name} has {size:,} bytes, expected {count * kind.itemsize:,}; build it again"
-                )
+            size, expected = (folder / name).stat().st_size if (folder / name).is_file() else 0, count * struct.calcsize(kind)
+            if size != expected or not size:
+                raise ValueError(f"datastore {str(folder)!r}: {name} has {size:,} bytes, expected {expected:,}; build it again")
         if checksum(folder) != field(facts, "checksum", str, source):
             raise ValueError(f"datastore {str(folder)!r} is damaged: its checksum differs; build it again, or copy it again")
-        tokens, suffixes = (np.asarray(np.memmap(folder / name, kind, "r")) for name, kind in zip((TOKENS, SUFFIXES), kinds, strict=True))
-        return cls(tokens, suffixes, vocab_size)
+        return cls(_mapped(folder / TOKENS, kinds[0]), _mapped(folder / SUFFIXES, kinds[1]), vocab_size)
 
     def matches(self, text: list[int]) -> tuple[int, int, int]:
         """The longest end of `text` that occurs, at most MAX_MATCH tokens: its length, and the range of suffixes that begin with it.
@@ -103,15 +102,14 @@ class Datastore:
         count = min(high - low, MOST_OCCURRENCES)
         out = []
         for number in range(count):
-            start = int(self.suffixes[low + (high - low) * number // count]) + length
+            start = self.suffixes[low + (high - low) * number // count] + length
             ids = self.tokens[start : start + depth].tolist()
             stop = next((index for index, token in enumerate(ids) if not 0 < token <= self.vocab_size), len(ids))
             out.append([token - 1 for token in ids[:stop]])
         return out
 
     def _at(self, position: int, length: int) -> list[int]:
-        start = int(position)
-        return self.tokens[start : start + length].tolist()
+        return self.tokens[position : position + length].tolist()
 
     def _first(self, pattern: list[int]) -> int:
         return bisect_left(self.suffixes, pattern, key=lambda position: self._at(position, len(pattern)))
@@ -119,6 +117,11 @@ class Datastore:
     def _occurs(self, pattern: list[int]) -> bool:
         low = self._first(pattern)
         return low < len(self.suffixes) and self._at(self.suffixes[low], len(pattern)) == pattern
+
+
+def _mapped(path: Path, kind: Letter) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast(kind)
 
 
 class Rest(HostDrafter):

@@ -1,20 +1,18 @@
 """Suffix decoding with a memory on disk: what earlier requests answered, in this process and in those before it."""
 
+import json
 from itertools import chain
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from draftsmith.inference import durable
 from draftsmith.inference.drafter import Target
+from draftsmith.inference.durable import write_text
 from draftsmith.inference.lookup import END, Suffix
+from draftsmith.inference.reading import field, read_json
 
 __all__ = ["StoredSuffix"]
 
 FORMAT = "draftsmith suffix memory 1"
-MEMORY = 1 << 17  # tokens; in memory each takes about a kilobyte, on disk four bytes
+MEMORY = 1 << 17  # tokens; in memory each takes about a kilobyte, on disk about six bytes
 
 
 class StoredSuffix(Suffix):
@@ -51,26 +49,23 @@ class StoredSuffix(Suffix):
 
     def drop(self, slots: list[int]) -> None:
         super().drop(slots)
-        tokens = torch.tensor(self._finished.tokens, dtype=torch.int32)
-        facts = {"format": FORMAT, "tokenizer_hash": self._tokenizer_hash}
-        durable.replace(self.file, lambda part: save_file({"tokens": tokens}, part, facts))
+        facts = {"format": FORMAT, "tokenizer_hash": self._tokenizer_hash, "tokens": self._finished.tokens}
+        write_text(self.file, json.dumps(facts) + "\n")
 
     def _read(self) -> list[int]:
         where = f"suffix memory {str(self.file)!r}"
         try:
-            with safe_open(self.file, "pt") as content:
-                facts, tokens = content.metadata() or {}, content.get_tensor("tokens")
-        except (SafetensorError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{where} is damaged, or no memory ({reason}); delete it, or give another file") from None
-        if facts.get("format") != FORMAT:
-            raise ValueError(f"{where}: got format {facts.get('format')!r}, expected {FORMAT!r}; give another file")
+            facts = read_json(self.file)
+            written, tokens = field(facts, "format", str, self.file), field(facts, "tokens", list, self.file)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{where} is damaged, or no memory ({error}); delete it, or give another file") from None
+        if written != FORMAT:
+            raise ValueError(f"{where}: got format {written!r}, expected {FORMAT!r}; give another file")
         if facts.get("tokenizer_hash") != self._tokenizer_hash:
             raise ValueError(f"{where} has tokens of another tokenizer than the target's; give another file")
-        ids = tokens.tolist() if tokens.dim() == 1 and tokens.dtype == torch.int32 else [self._vocab]
-        if not all(END <= token < self._vocab for token in ids) or ids[-1:] not in ([], [END]):
+        if not all(type(token) is int and END <= token < self._vocab for token in tokens) or tokens[-1:] not in ([], [END]):
             raise ValueError(f"{where} is damaged: it has no tokens of the target's {self._vocab}; delete it, or give another file")
-        return ids
+        return tokens
 
     def _remember(self, tokens: list[int]) -> None:
         ends = [index for index, token in enumerate(tokens) if token == END]

@@ -1,12 +1,11 @@
 """The memory of suffix decoding on disk, and the choice between a trained drafter and a look-up."""
 
+import json
 import os
 from collections import Counter
 
 import pytest
-import torch
 from decoding_cases import PROMPTS, relative, texts
-from safetensors.torch import load_file, save_file
 from zoo import VOCAB, tiny
 
 from draftsmith.eval import loading
@@ -46,36 +45,36 @@ def test_a_memory_on_disk_is_that_of_one_process(target, plain, tmp_path):
         assert counts[0] == counts[1]
         rounds.append(len(counts[0]))
     assert rounds[1] < rounds[0] / 2 and [file.name for file in tmp_path.iterdir()] == ["memory"]
-    assert load_file(tmp_path / "memory")["tokens"].tolist() == going_on._finished.tokens
+    assert json.loads((tmp_path / "memory").read_text())["tokens"] == going_on._finished.tokens
 
 
 def test_a_smaller_memory_takes_the_last_answers(tmp_path):
-    save_file({"tokens": torch.tensor([1, 2, END, 3, END, 4, 5, 6, END], dtype=torch.int32)}, tmp_path / "memory", facts())
+    (tmp_path / "memory").write_text(facts(tokens=[1, 2, END, 3, END, 4, 5, 6, END]))
     kept = {memory: StoredSuffix(tmp_path / "memory", VOCAB, "hash", memory)._finished.tokens for memory in (9, 8, 6, 4, 3)}
     assert kept == {9: [1, 2, END, 3, END, 4, 5, 6, END], 8: [3, END, 4, 5, 6, END], 6: [3, END, 4, 5, 6, END], 4: [4, 5, 6, END], 3: []}
 
 
-def facts(**changed: str) -> dict[str, str]:
-    return {"format": FORMAT, "tokenizer_hash": "hash"} | changed
+def facts(**changed: object) -> str:
+    return json.dumps({"format": FORMAT, "tokenizer_hash": "hash", "tokens": [1, END]} | changed)
 
 
 def test_what_is_no_memory_is_refused_in_one_line_and_left_as_it_is(tmp_path, target):
-    good = torch.tensor([1, END], dtype=torch.int32)
-    for name, tokens, metadata in (
-        ("tokenizer", good, facts(tokenizer_hash="else")),
-        ("format", good, facts(format="2")),
-        ("large", torch.tensor([VOCAB, END], dtype=torch.int32), facts()),
-        ("negative", torch.tensor([-2, END], dtype=torch.int32), facts()),
-        ("open", torch.tensor([1, 2], dtype=torch.int32), facts()),
-        ("kind", good.float(), facts()),
-        ("shape", good[None], facts()),
-    ):
-        save_file({"tokens": tokens}, tmp_path / name, metadata)
-    save_file({"other": good}, tmp_path / "name", facts())
+    contents = {
+        "tokenizer": facts(tokenizer_hash="else"),
+        "format": facts(format="2"),
+        "large": facts(tokens=[VOCAB, END]),
+        "negative": facts(tokens=[-2, END]),
+        "open": facts(tokens=[1, 2]),
+        "kind": facts(tokens=[1.0, END]),
+        "shape": facts(tokens=[[1, END]]),
+        "name": json.dumps({"other": [1, END]}),
+        "cut": facts()[:-4],
+        "good": facts(),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
     (tmp_path / "text").write_text("my notes")
-    (tmp_path / "cut").write_bytes((tmp_path / "kind").read_bytes()[:-4])
     (tmp_path / "folder").mkdir()
-    save_file({"tokens": good}, tmp_path / "good", facts())
     (tmp_path / "link").symlink_to(tmp_path / "good")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     names = sorted(os.listdir(tmp_path))
