@@ -31,6 +31,14 @@ class Draft:
     parents: list[int] = field(default_factory=list)
     score: float = 0.0
 
+    def accepted(self, text: Sequence[int]) -> int:
+        """How many nodes are accepted where the target continues with `text`."""
+        children = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+        node = depth = 0
+        while depth < len(text) and (node := children.get((node, text[depth]), -1)) > 0:
+            depth += 1
+        return depth
+
 
 def merge_continuations(
     continuations: list[list[int]], tree_spec: TreeSpec, paths: frozenset[Path] | None, budget: int, min_probability: float = 0.0
@@ -150,11 +158,11 @@ class HostDrafter:
             self._texts[slot] = list(prompt)
 
     def propose(self, round: RoundContext) -> DraftTree:
-        return self.tree_of(round, self.drafts(round.slots, round.depth))
+        return self.tree_of(round, [self.draft(slot, round.depth) for slot in round.slots])
 
-    def drafts(self, slots: list[int], depth: int) -> list[Draft]:
-        """The drafts after the texts of these slots, no deeper than `depth`."""
-        return [self._draft(slot, min(depth, self.max_depth)) for slot in slots]
+    def draft(self, slot: int, depth: int) -> Draft:
+        """What `propose` drafts for a slot, at most `depth` levels."""
+        return self._draft(slot, min(depth, self.max_depth))
 
     def tree_of(self, round: RoundContext, drafts: list[Draft]) -> DraftTree:
         """The tree of the drafts of a round's slots. N is the size of the largest: 1 where no slot has a draft."""

@@ -78,7 +78,7 @@ class Hybrid:
         self.trained.start(slots, prompts, out)
 
     def propose(self, round: RoundContext) -> DraftTree:
-        drafts = self.lookup.drafts(round.slots, min(round.depth, self._lookup_depth))
+        drafts = [self.lookup.draft(slot, min(round.depth, self._lookup_depth)) for slot in round.slots]
         expected = sum(draft.score for draft in drafts) * self._kept_score / self._score
         if expected > len(drafts) * self._accepted / self._rounds:
             self._chosen = [draft.score for draft in drafts]

@@ -136,12 +136,39 @@ class _LookupDrafter(HostDrafter):
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
-            self._indices[slot].extend(result.tokens)
+            self.extend(slot, result.tokens)
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """These tokens were committed in the slot."""
+        self._indices[slot].extend(tokens)
 
     def drop(self, slots: list[int]) -> None:
         super().drop(slots)
         for slot in slots:
             self._indices.pop(slot, None)
+
+    def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The tokens that each round commits where the target answers `prompt` with `answer`. No model runs: drafts depend on the text alone.
+
+        It is exact where a round accepts what the answer continues with: greedily, and with noise keyed by position. Nothing is remembered.
+        """
+        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
+        text, committed = NgramIndex(self._orders), list[int]()
+        text.extend(prompt)
+        position = 0
+        while position < len(answer):
+            accepted = self._draft_of(text, self.max_depth).accepted(answer[position:])
+            committed.append(min(accepted + 1, len(answer) - position))
+            text.extend(answer[position : position + committed[-1]])
+            position += committed[-1]
+        return committed
+
+    def _draft(self, slot: int, depth: int) -> Draft:
+        return self._draft_of(self._indices[slot], depth)
+
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
+        """The draft after a text, no deeper than `depth`."""
+        raise NotImplementedError
 
 
 class Ngram(_LookupDrafter):
@@ -171,8 +198,7 @@ class Ngram(_LookupDrafter):
         super().__init__(tree_spec, range(longest, shortest - 1, -1))
         self.factor = factor
 
-    def _draft(self, slot: int, depth: int) -> Draft:
-        text = self._indices[slot]
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
         for order in self._orders:
             occurrences = list(islice(text.occurrences(text.tokens, order), MAX_MERGED if self.tree_spec.width > 1 else 1))
             if occurrences:
@@ -238,8 +264,7 @@ class Suffix(_LookupDrafter):
             self._finished.close()
         super().drop(slots)
 
-    def _draft(self, slot: int, depth: int) -> Draft:
-        text = self._indices[slot]
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
         best = Draft()
         for source in (text, self._finished):
             matches = source.matches(text.tokens, depth)

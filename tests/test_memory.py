@@ -110,7 +110,7 @@ class Spy(Hybrid):
     seen: Counter = Counter()
 
     def propose(self, round):
-        promised = sum(draft.score for draft in self.lookup.drafts(round.slots, min(round.depth, self._lookup_depth)))
+        promised = sum(self.lookup.draft(slot, min(round.depth, self._lookup_depth)).score for slot in round.slots)
         more = promised * self._kept_score / self._score > len(round.slots) * self._accepted / self._rounds
         tree = super().propose(round)
         tree.validate()
