@@ -129,12 +129,14 @@ class HostDrafter:
     Attributes:
         tree_spec: of the trees; another one counts from the next `bind` on.
         depth_limit: greatest depth of a tree spec for this drafter.
+        remembers: whether its drafts depend on earlier requests.
     """
 
     method = ""
     depth_limit = 64
     capturable = False
     taps: tuple[int, ...] = ()
+    remembers = False
 
     def __init__(self, tree_spec: TreeSpec) -> None:
         self.tree_spec = tree_spec

@@ -31,6 +31,7 @@ class Hybrid:
     """
 
     method = "hybrid"
+    remembers = True  # what recent drafts were worth
     capturable = False  # the host chooses
 
     def __init__(self, trained: Any, lookup: HostDrafter | None = None) -> None:

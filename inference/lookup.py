@@ -239,6 +239,7 @@ class Suffix(_LookupDrafter):
             )
         super().__init__(tree_spec, ORDERS)
         self.memory, self.factor, self.offset, self.min_probability = memory, factor, offset, min_probability
+        self.remembers = memory > 0
         self._vocab = -1
         self._finished = NgramIndex(ORDERS)
         self._remember_from: dict[int, int] = {}  # by slot: index of the first token to remember

@@ -37,6 +37,7 @@ class Recycling(HostDrafter):
     """
 
     method = "recycling"
+    remembers = True
 
     def __init__(self, tree_spec: TreeSpec = TREE, successors: int = 8) -> None:
         if successors < 1:
