@@ -106,7 +106,8 @@ def _load(content: dict[str, Any]) -> str:
 
     def draw(axes: Axes) -> None:
         batches = load["batches"]
-        axes.fill_between(batches, load["low"], load["high"], color=ACCENT, alpha=0.2, lw=0)
+        if None not in (*load["low"], *load["high"]):  # too few prompts have no interval
+            axes.fill_between(batches, load["low"], load["high"], color=ACCENT, alpha=0.2, lw=0)
         axes.plot(batches, load["speedup"], color=ACCENT, lw=2.2, marker="o", ms=4)
         axes.axhline(1, color=INK, lw=1)
         if load["break_even"] is not None:

@@ -162,8 +162,8 @@ class RecordStore:
             if not committed:
                 continue
             first = committed[0]
-            for key in (header | first).keys() - set(VOLATILE):
-                if first.get(key) != header.get(key):
+            for key in header | first:  # in the header's order: what is said of a difference does not vary
+                if key not in VOLATILE and first.get(key) != header.get(key):
                     raise ValueError(
                         f"{part}: an evaluation stopped there with another {_difference(key, first, header)}; give its options again to "
                         "finish it, delete the file, or give another --out"

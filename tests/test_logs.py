@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     for name, rows in (("a.jsonl", ROWS[:2]), ("b.jsonl", ROWS[2:])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     both = [word for name in ("a.jsonl", "b.jsonl") for word in ("--prompts", str(folder / name))]
-    common = ["--target", str(folder / "target"), *both, "--max-new-tokens", "24", "--temperature", "0", "--timed", "1"]
+    common = ["--target", str(folder / "target"), *both, "--max-new-tokens", "24", "--temperature", "0", "--timed", "1", "--probe", "0"]
     for name, more in (("target", ["--nodes", "4"]), ("suffix", [])):
         drafter = str(folder / "target") if name == "target" else name
         exit_on_error(acceptance.main, [drafter, *common, *more, "--out", str(folder / f"of {name}"), "--json"])

@@ -163,6 +163,10 @@ def test_what_is_not_lossless_is_written_across_the_page(bugs, lossy, mark):
 def test_the_panel_of_loads_is_there_where_loads_are_known(content):
     assert 'id="load"' in html(content) and "From a batch of" in html(content)
     assert "at every batch shown" in html(content | {"by_batch": LOAD | {"break_even": None}})
+    unknown = [None] * len(LOAD["batches"])
+    assert html(content | {"by_batch": LOAD | {"low": unknown, "high": unknown}}).count("too few prompts") > html(content).count(
+        "too few prompts"
+    )
     without = html(content | {"by_batch": None})
     assert 'id="load"' not in without and "break-even" not in without
 

@@ -18,7 +18,7 @@ def test_its_commands_exist(tmp_path):
         command, *words = stage.words
         seen.append(command)
         if command == "eval":
-            assert acceptance.parser().parse_args(words).prompts == "chat"
+            assert acceptance.parser().parse_args(words).prompts == ["chat"]
         elif command == "train":
             assert recipe.load(EagleRecipe, words[1], words[2:]).features.mode == "offline"
         elif words[0] == "capture":
