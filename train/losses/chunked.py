@@ -17,6 +17,7 @@ from draftsmith.inference.expand import ranked
 from draftsmith.inference.kernels import active
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
+PositionHeads = Callable[[Tensor, Tensor], Tensor]  # hidden [K,m,H], their positions [K,m] -> logits [K,m,V] of K heads
 
 # Elements of one chunk of logits: 32 MiB in fp32, small beside any model and large enough for full speed.
 BUDGET = 1 << 23
@@ -229,6 +230,15 @@ class ChunkedHead:
         ]
         self._chunk: tuple[Tensor, Tensor] | None = None
 
+    def position(self, index: Tensor) -> Tensor:
+        """The rows of the hidden states that `index` [m] means."""
+        return index
+
+    def call(self, x: Tensor, index: Tensor) -> Tensor:
+        """The callable's logits [m,V] of x [m,H], which are the rows `index` [m]."""
+        assert self.function is not None
+        return self.function(x)
+
     def logits(self, index: Tensor, used: Tensor) -> Tensor:
         """`raw` in the dtype of the sums."""
         return self.raw(index, used).to(self.sum_dtype)
@@ -236,15 +246,14 @@ class ChunkedHead:
     def raw(self, index: Tensor, used: Tensor) -> Tensor:
         """Logits [m,V] of positions index [m] in the head's dtype, without a graph; hidden states count as 0 where used [m] is False."""
         # Padding may hold inf or NaN; either times 0 is NaN in the head's gradient.
-        x = torch.where(used[:, None], self.hidden[index], 0)
+        x = torch.where(used[:, None], self.hidden[self.position(index)], 0)
         if self.weight is not None:
             with torch.autocast(x.device.type, enabled=False):
                 raw = x @ self.weight.T
         else:
             with torch.set_grad_enabled(self.needs_grad):
                 x.requires_grad_(self.needs_grad)
-                assert self.function is not None
-                raw = self.function(x)
+                raw = self.call(x, index)
         self._chunk = (x, raw)
         if self.fused and self.function is not None and self.needs_grad:
             # Kernels write gradients over logits, and the backward of a callable may need the logits.
@@ -276,9 +285,30 @@ class ChunkedHead:
         total = self.grads[i]
         assert total is not None
         if i == 0:
-            total.index_add_(0, index, grad.to(total.dtype))
+            total.index_add_(0, self.position(index), grad.to(total.dtype))
         else:
             total.add_(grad)
+
+
+class ChunkedHeads(ChunkedHead):
+    """K heads that read the same hidden states [M,H], and with them what stands at their positions. Index k·M + t is head k at position t.
+
+    The gradients of the hidden states add up in one buffer, and nothing else of the heads outlives a chunk: memory is flat in K.
+    """
+
+    def __init__(self, hidden: Tensor, heads: PositionHeads, count: int) -> None:
+        def first_row(x: Tensor) -> Tensor:
+            return heads(x.expand(count, -1, -1), torch.zeros(count, 1, dtype=torch.int64, device=x.device)).flatten(0, 1)
+
+        super().__init__(hidden, first_row)
+        self.heads, self.count = heads, count
+
+    def position(self, index: Tensor) -> Tensor:
+        return index % len(self.hidden)
+
+    def call(self, x: Tensor, index: Tensor) -> Tensor:
+        shape = self.count, -1
+        return self.heads(x.unflatten(0, shape), self.position(index).unflatten(0, shape)).flatten(0, 1)
 
 
 class _InForward(torch.autograd.Function):
