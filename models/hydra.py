@@ -17,7 +17,6 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
@@ -144,29 +143,20 @@ class HydraModel(PairDrafter):
             self.prefix_embeding_layer = Prefix(config)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Heads pass the hidden state on, and the prefix layer norms it, until they are trained."""
-        if isinstance(module, DecoderLayer):
-            init.zeros_(module.self_attn.o_proj.weight)
-            init.zeros_(module.mlp.down_proj.weight)
-        elif isinstance(module, ResBlock):
-            init.zeros_(module.linear.weight)
-            init.zeros_(module.linear.bias)
-            if isinstance(module.res_connection, nn.Linear):
-                size = len(module.res_connection.weight)
-                init.copy_(module.res_connection.weight, torch.eye(size, module.res_connection.in_features))
-                init.zeros_(module.res_connection.bias)
-        else:
-            super()._init_weights(module)
-
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
-        """Start each own output layer as the target's head, times the scale that the target applies after it."""
-        if not self.config.share_head:
+        """Heads pass the hidden state on to the target's output layer, and the prefix layer norms it, until they are trained."""
+        for module in self.modules():
+            if isinstance(module, ResBlock):
+                module.linear.weight.zero_()
+                if isinstance(module.res_connection, nn.Linear):
+                    nn.init.eye_(module.res_connection.weight)
+            elif isinstance(module, DecoderLayer):
+                module.self_attn.o_proj.weight.zero_()
+                module.mlp.down_proj.get_parameter("weight").zero_()
+        if not self.config.share_head:  # times the scale that the target applies after its head
             for output in self.hydra_lm_head:
                 output.get_parameter("weight").copy_(target.head_weight).mul_(target.head_scale)
-                if self.config.head_bias:
-                    output.get_parameter("bias").zero_()
 
     # The network
 
@@ -195,29 +185,37 @@ class HydraModel(PairDrafter):
         """Head k's hidden state [...,H] from the root state [...,H] and the embeddings [...,k+1,H] of the root and of the k tokens after it."""
         return self.hydra_mlp[k](torch.cat((root, embeddings.flatten(-2).to(root.dtype)), -1))
 
+    def hidden_along(self, root: Tensor, embeddings: Tensor) -> list[Tensor]:
+        """`hidden_of` of all K heads on the same tokens: root [m,H], embeddings [m,K,H] -> K times [m,H]."""
+        return [self.hidden_of(k, root, embeddings[:, : k + 1]) for k in range(self.config.num_heads)]
+
+    def output(self, k: int) -> Tensor | Callable[[Tensor], Tensor]:
+        """Head k's output for the chunked losses: its own weight [V,H], or a callable to logits."""
+        if self.config.share_head:
+            return self._target_logits
+        return self.hydra_lm_head[k] if self.config.head_bias else self.hydra_lm_head[k].get_parameter("weight")
+
+    def _target_logits(self, x: Tensor) -> Tensor:
+        return self.target.logits(x.to(self.target.dtype))
+
     def logits_of(self, k: int, root: Tensor, embeddings: Tensor) -> Tensor:
         """As `hidden_of` -> head k's logits [...,V]."""
-        return self._output(k, self.hidden_of(k, root, embeddings))
+        x = self.hidden_of(k, root, embeddings)
+        return self._target_logits(x) if self.config.share_head else self.hydra_lm_head[k](x)
 
-    def _output(self, k: int, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden.to(self.target.dtype)) if self.config.share_head else self.hydra_lm_head[k](hidden)
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the heads; those of the prefix layer are not among them."""
+        return [parameter for name, parameter in self.named_parameters() if not name.startswith("prefix")]
 
-    def along(self, ids: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """The heads on the tokens of a text, ids [M]: (root states [K,m,H], their positions [K,m]) -> logits [K,m,V] of the K heads.
+    @property
+    def activations(self) -> int:
+        """About how many numbers training keeps of a position until its backward pass.
 
-        Head k at position t reads tokens t+1 … t+1+k. Where they are past the end it reads the last one, and its logits are meaningless.
+        Head k reads k + 2 vectors of H; each of its blocks has one inside SiLU and gives one; the last has a gradient; and K embeddings are
+        read.
         """
-        last, after = len(ids) - 1, torch.arange(1, self.config.num_heads + 1, device=ids.device)
-
-        def heads(root: Tensor, positions: Tensor) -> Tensor:
-            tokens = ids[(positions[..., None] + after).clamp(max=last)]  # [K,m,K]
-            pairs = zip(root, tokens, strict=True)
-            hidden = [self.hidden_of(k, x, self.target.embed(read[:, : k + 1])) for k, (x, read) in enumerate(pairs)]
-            if self.config.share_head:
-                return self._output(0, torch.stack(hidden))
-            return torch.stack([self._output(k, x) for k, x in enumerate(hidden)])
-
-        return heads
+        heads = self.config.num_heads
+        return self.config.hidden_size * (heads * (heads + 3) // 2 + 2 * heads * self.config.num_layers + 2 * heads)
 
     # Drafting
 

@@ -22,8 +22,8 @@ class HydraSection(Section):
         default=False, description="Hydra++: a decoder layer of the target's sizes over its hidden states, which the heads read instead"
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of head k in the loss is decay^k; the paper has 1")
-    loss: str = Field(
-        default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
+    distill: float = Field(
+        default=1.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
     noise: float = Field(
         default=0.0, ge=0, le=1000, description="width of the uniform noise on hidden states, at 512 positions, as EAGLE-1 has it"
@@ -43,6 +43,10 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
 from functools import partial
 from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
@@ -51,7 +55,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import rope_theta
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
-from draftsmith.train.losses.draft import chunked_draft_loss, mix
+from draftsmith.train.losses import blocks
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.losses.heads import head_weights, shifted
 from draftsmith.train.losses.noise import feature_noise
 from draftsmith.train.losses.survival import survival_metrics
@@ -59,43 +64,45 @@ from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: HydraSection, seed: int = 0) -> Loss:
-    """Σ_d n_d · Σ_k decay^k · mean_t loss(p_{t+1+k}, q_k(t)).
+    """Σ_d n_d · Σ_k decay^k · mean_t [distill · KL(p_{t+1+k} ‖ q_k(t)) + (1 − distill) · CE(q_k(t), x_{t+2+k})].
 
-    q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens t+1 … t+1+k. r_t [H] is the
-    target's hidden state h_t, or with `prefix` what a decoder layer makes of h_s, s ≤ t, of the same document. p_s [V] is the target's
+    q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens x_{t+1} … x_{t+1+k}. r_t [H] is
+    the target's hidden state h_t, or with `prefix` what a decoder layer makes of h_s, s ≤ t, of the same document. p_s [V] is the target's
     distribution of the token after position s. The mean of head k in document d is over the supervised tokens that the head predicts there,
     n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
-
-    The loss runs through positions and heads in chunks, which compute their gradients at once, so that memory is flat in K.
     """
-    hidden, ids = target.features(batch).hidden, batch["input_ids"]  # [B,S,H], [B,S]
+    hidden, ids, heads = target.features(batch).hidden, batch["input_ids"], range(section.heads)
     feature = drafter.feature_of(TargetOutput(hidden))
     if drafter.training and section.noise:
         feature = feature + feature_noise(batch, feature, section.noise, seed)
-    root = drafter.root_states(feature, batch["position_ids"], batch["document"])
-    counted, weights = head_weights(batch, section.heads)  # [K,B·S]
-    losses = chunked_draft_loss(
-        root.flatten(0, 1),
-        drafter.along(ids.flatten()),
-        hidden.flatten(0, 1),
-        target.logits,
-        weights,
-        range(1, section.heads + 1),
-        None,
-        section.loss,
-        [section.decay**k for k in range(section.heads)],
-        tokens=shifted(ids, 1),
-    )
+    root = drafter.root_states(feature, batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]
+    counted, weights = head_weights(batch, section.heads)
+    actual, tokens = hidden.flatten(0, 1), torch.stack([shifted(ids, k + 1) for k in range(section.heads + 1)])  # [K+1,B·S]
+
+    def block_loss(root: Tensor, read: slice, own: slice) -> tuple[Tensor, Tensor]:
+        states, outputs = drafter.hidden_along(root, target.embed(tokens[:-1, read].T)), [drafter.output(k) for k in heads]
+        weight, parts = F.pad(weights[:, own], (0, read.stop - own.stop)), []
+        if section.distill > 0:
+            shifts = [k + 1 for k in heads]
+            parts.append((section.distill, chunked_kl_heads(states, outputs, actual[read], target.logits, list(weight), shifts)))
+        if section.distill < 1:
+            labels = tokens[1:, read]
+            parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], labels[k], weight[k]) for k in heads]))
+        total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
+        return total, torch.stack([loss.hits for _, losses in (parts[0], parts[-1]) for loss in losses])
+
+    rows = max(1, blocks.BUDGET // drafter.activations)
+    total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)
+    chains, right = hits.chunk(2)  # [K,B·S]
     weight = supervised_tokens(batch)
     # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
-    rates = losses.hits.sum(1) / counted.sum(1).clamp(min=1) * weight
-    hits = {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}
-    return Loss(losses.sum, weight, survival_metrics(losses.hits, counted.float(), weight) | hits)
+    rates = right.sum(1) / counted.sum(1).clamp(min=1) * weight
+    top1 = {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}
+    return Loss(total, weight, survival_metrics(chains, counted.float(), weight) | top1)
 
 
 def check(recipe: HydraRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    mix(recipe.hydra.loss, "hydra.loss")
     if recipe.train.context_parallel > 1:
         raise ValueError(
             f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "

@@ -8,7 +8,7 @@ Letters: M positions (batch and sequence flattened), m of them in a chunk, V voc
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from draftsmith.inference.expand import ranked
 from draftsmith.inference.kernels import active
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
-PositionHeads = Callable[[Tensor, Tensor], Tensor]  # hidden [K,m,H], their positions [K,m] -> logits [K,m,V] of K heads
 
 # Elements of one chunk of logits: 32 MiB in fp32, small beside any model and large enough for full speed.
 BUDGET = 1 << 23
@@ -222,22 +221,13 @@ class ChunkedHead:
             self.leaves, self.vocab_size = _leaves(head, self.hidden[:1])
         self.sum_dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
         self.fused = active() and self.sum_dtype == torch.float32
-        self.inputs = [hidden, *self.leaves]
+        self.inputs: list[Tensor] = [hidden, *self.leaves]
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
-        self.grads = [
+        self.grads: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=self.sum_dtype, device=t.device) if self.needs_grad and t.requires_grad else None
             for t in self.inputs
         ]
         self._chunk: tuple[Tensor, Tensor] | None = None
-
-    def position(self, index: Tensor) -> Tensor:
-        """The rows of the hidden states that `index` [m] means."""
-        return index
-
-    def call(self, x: Tensor, index: Tensor) -> Tensor:
-        """The callable's logits [m,V] of x [m,H], which are the rows `index` [m]."""
-        assert self.function is not None
-        return self.function(x)
 
     def logits(self, index: Tensor, used: Tensor) -> Tensor:
         """`raw` in the dtype of the sums."""
@@ -246,14 +236,15 @@ class ChunkedHead:
     def raw(self, index: Tensor, used: Tensor) -> Tensor:
         """Logits [m,V] of positions index [m] in the head's dtype, without a graph; hidden states count as 0 where used [m] is False."""
         # Padding may hold inf or NaN; either times 0 is NaN in the head's gradient.
-        x = torch.where(used[:, None], self.hidden[self.position(index)], 0)
+        x = torch.where(used[:, None], self.hidden[index], 0)
         if self.weight is not None:
             with torch.autocast(x.device.type, enabled=False):
                 raw = x @ self.weight.T
         else:
             with torch.set_grad_enabled(self.needs_grad):
                 x.requires_grad_(self.needs_grad)
-                raw = self.call(x, index)
+                assert self.function is not None
+                raw = self.function(x)
         self._chunk = (x, raw)
         if self.fused and self.function is not None and self.needs_grad:
             # Kernels write gradients over logits, and the backward of a callable may need the logits.
@@ -285,37 +276,23 @@ class ChunkedHead:
         total = self.grads[i]
         assert total is not None
         if i == 0:
-            total.index_add_(0, self.position(index), grad.to(total.dtype))
+            total.index_add_(0, index, grad.to(total.dtype))
         else:
             total.add_(grad)
 
 
-class ChunkedHeads(ChunkedHead):
-    """K heads that read the same hidden states [M,H], and with them what stands at their positions. Index k·M + t is head k at position t.
+class Differentiated(Protocol):
+    """Something whose gradients were computed in the forward: of each input, or None."""
 
-    The gradients of the hidden states add up in one buffer, and nothing else of the heads outlives a chunk: memory is flat in K.
-    """
-
-    def __init__(self, hidden: Tensor, heads: PositionHeads, count: int) -> None:
-        def first_row(x: Tensor) -> Tensor:
-            return heads(x.expand(count, -1, -1), torch.zeros(count, 1, dtype=torch.int64, device=x.device)).flatten(0, 1)
-
-        super().__init__(hidden, first_row)
-        self.heads, self.count = heads, count
-
-    def position(self, index: Tensor) -> Tensor:
-        return index % len(self.hidden)
-
-    def call(self, x: Tensor, index: Tensor) -> Tensor:
-        shape = self.count, -1
-        return self.heads(x.unflatten(0, shape), self.position(index).unflatten(0, shape)).flatten(0, 1)
+    inputs: list[Tensor]
+    grads: list[Tensor | None]
 
 
 class _InForward(torch.autograd.Function):
     """Sums [P] of P parts whose gradients were computed in the forward; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, parts: list[ChunkedHead], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, parts: Sequence[Differentiated], *inputs: Tensor) -> Tensor:
         ctx.parts = parts
         return sums.clone()
 
@@ -339,8 +316,11 @@ def summed_in_chunks(parts: list[ChunkedHead], positions: Tensor, rows: int, ste
         for index in positions.split(rows):
             if len(index):
                 sums += step(index)
-    if not any(part.needs_grad for part in parts):
-        return sums
+    return joined(sums, parts) if any(part.needs_grad for part in parts) else sums
+
+
+def joined(sums: Tensor, parts: Sequence["Differentiated"]) -> Tensor:
+    """Sums [P] of P parts whose gradients are known, as part of the graph of their inputs."""
     return _InForward.apply(sums, parts, *(tensor for part in parts for tensor in part.inputs))
 
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,7 @@ from draftsmith.inference.expand import ranked
 from draftsmith.train.losses.chunked import (
     BUDGET,
     ChunkedHead,
-    ChunkedHeads,
     Head,
-    PositionHeads,
     aligned,
     by_row,
     chunk_rows,
@@ -72,7 +70,7 @@ class DraftLosses(NamedTuple):
 
 def chunked_draft_loss(
     hidden: Tensor,
-    head: Head | PositionHeads,
+    head: Head,
     target_hidden: Tensor,
     target_head: Head,
     weights: Tensor,
@@ -91,8 +89,7 @@ def chunked_draft_loss(
     Gradients go to `hidden` and to the head, as in `chunked_cross_entropy`. Softmax and sums are in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden, target_hidden: [K,M,H] and [M,·], with `head` (weight [D,H], or a callable to logits [m,D]) and `target_head`. Or hidden is
-            [M,H], and `head` a callable of K heads that read it.
+        hidden, target_hidden: [K,M,H] and [M,·], with `head` (weight [D,H], or a callable to logits [m,D]) and `target_head`.
         weights: [K,M] ≥ 0. A pair past the last row is dropped; a pair that crosses into another document must have weight 0.
         shifts: K numbers ≥ 0. Row t of step k is compared with the target's row t + shifts[k].
         target_ids: [D] int64, target ids in the order of the draft ids; None where D = V.
@@ -105,11 +102,8 @@ def chunked_draft_loss(
             with top_k, which is infinite.
     """
     shares, terms = _terms(loss)
-    decay = [1.0] * len(weights) if decay is None else decay
-    if hidden.dim() == 2:
-        part = ChunkedHeads(hidden, cast(PositionHeads, head), len(weights))
-    else:
-        part = ChunkedHead(hidden.flatten(0, 1), cast(Head, head))
+    decay = [1.0] * len(hidden) if decay is None else decay
+    part = ChunkedHead(hidden.flatten(0, 1), head)
     with torch.no_grad():
         target = ChunkedHead(target_hidden, target_head)
     _check(hidden, target_hidden, weights, shifts, decay, target_ids, part.vocab_size, target.vocab_size)
@@ -140,7 +134,7 @@ def chunked_draft_loss(
         return (step_sums * factor).sum()[None]
 
     # A chunk holds [m,V] of the target and [K,m,D] of the drafter.
-    wide = max(target.vocab_size, len(weights) * part.vocab_size)
+    wide = max(target.vocab_size, len(hidden) * part.vocab_size)
     size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, budget)
     total = summed_in_chunks([part], rows_to_visit(used.any(0)), size, step)
     return DraftLosses(total[0], sums, by_row(hits, shifts), by_row(overlap, shifts))
@@ -376,15 +370,14 @@ def _check(
     draft_size: int,
     vocab_size: int,
 ) -> None:
-    steps = hidden.shape[:-2] or weights.shape[:1]
-    if not len(weights) == len(shifts) == len(decay) or weights.shape != (*steps, hidden.shape[-2]) or min(shifts, default=-1) < 0:
+    if not len(hidden) == len(shifts) == len(decay) or weights.shape != hidden.shape[:2] or min(shifts, default=-1) < 0:
         raise ValueError(
             f"got hidden {list(hidden.shape)}, weights {list(weights.shape)}, shifts {list(shifts)} and decay {list(decay)}; "
-            "expected [K,M,H] or [M,H], [K,M], and K of each with shifts >= 0"
+            "expected [K,M,H], [K,M], and K of each with shifts >= 0"
         )
-    if len(target_hidden) != hidden.shape[-2] or draft_size != (vocab_size if target_ids is None else len(target_ids)):
+    if len(target_hidden) != hidden.shape[1] or draft_size != (vocab_size if target_ids is None else len(target_ids)):
         raise ValueError(
-            f"got {hidden.shape[-2]} positions and {len(target_hidden)} of the target, a head of {draft_size} tokens, "
+            f"got {hidden.shape[1]} positions and {len(target_hidden)} of the target, a head of {draft_size} tokens, "
             f"{'no' if target_ids is None else len(target_ids)} target ids and V = {vocab_size}; expected as many positions, and a target id "
             "for each token of the head (none where D = V)"
         )
