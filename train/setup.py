@@ -77,7 +77,9 @@ def start_from(drafter: DrafterModel, path: str, target: Target, key: str) -> No
     names = {field.name for field in fields(drafter.config)} - {field.name for field in fields(DrafterConfig)} | {"model_type"}
     differing = sorted(name for name in names if getattr(start.config, name, None) != getattr(drafter.config, name))
     if differing:
-        raise ValueError(f"{key}={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture and sizes")
+        raise ValueError(
+            f"{key}={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture and sizes"
+        )
     drafter.load_state_dict(start.state_dict())
 
 
