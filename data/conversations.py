@@ -92,7 +92,10 @@ def read(source: Source, split: str = "train") -> Iterator[Conversation]:
     if source.path == "stdlib":
         return (Conversation(name, source.domain or "all", text=text) for name, text in stdlib.modules(split))
     files = _files(source.path)
-    examples = _hub_examples(source) if files is None else chain.from_iterable(map(_file_examples, files))
+    if files is None:
+        examples = (_RawExample(where, where, value) for where, value in hub_rows(source))
+    else:
+        examples = chain.from_iterable(map(_file_examples, files))
     return (_conversation(example, source.domain) for example in examples)
 
 
@@ -154,7 +157,7 @@ def _file_examples(path: Path) -> Iterator[_RawExample]:
     kind = _kind(path)
     if kind in (".parquet", ".arrow"):
         for number, value in tables.rows(path, kind):
-            yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", _without_none(value))
+            yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", tables.without_none(value))
     elif kind == ".json":
         yield from _list_examples(path)
     elif kind == ".txt":
@@ -242,14 +245,19 @@ def _scan(text: str, at: int) -> tuple[Any, int, int, str]:
     return value, begin, end, mark
 
 
-def _hub_examples(source: Source) -> Iterator[_RawExample]:
+def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """The rows of a Hub data set, streamed, each with where it is from.
+
+    Raises:
+        ValueError: no such data set, subset or split, or no connection.
+    """
     import datasets
 
     try:
         examples = datasets.load_dataset(source.path, name=source.subset, split=source.split, streaming=True)
     except (ValueError, OSError, RuntimeError) as error:
         raise _hub_error(source, error) from None
-    return (_RawExample(f"{source.path}:{n}", f"{source.path}:{n}", _without_none(value)) for n, value in enumerate(examples, 1))
+    return ((f"{source.path}:{n}", tables.without_none(value)) for n, value in enumerate(examples, 1))
 
 
 def _hub_commit(source: Source) -> str:
@@ -270,13 +278,6 @@ def _hub_error(source: Source, error: BaseException) -> ValueError:
     return ValueError(
         f"no file {source.path!r}, and no {wanted} of a Hub data set of that name ({got}); check the names and the connection"
     )
-
-
-def _without_none(value: Any) -> Any:
-    """An example as it was written: tables give every example each key that any of them has."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _conversation(example: _RawExample, domain: str | None) -> Conversation:

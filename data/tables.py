@@ -39,6 +39,13 @@ def rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
 
 
+def without_none(value: Any) -> Any:
+    """An example as it was written: tables give every example each key that any of them has."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
 def _plain(column: "pa.Array") -> "pa.Array":
     """The column as it is in memory once it is read: a dictionary holds each text once, its rows do not."""
     return getattr(column, "dictionary_decode", lambda: column)()

@@ -27,10 +27,12 @@ from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.terminal import printable
 
 if TYPE_CHECKING:  # --help imports no model library
+    from draftsmith.eval.records import Records
     from draftsmith.eval.report import Report
     from draftsmith.eval.settings import Settings
 
 CHOSEN_TREES = ("best", "largest")
+PROBE_S = 30.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,8 +50,21 @@ def parser() -> argparse.ArgumentParser:
     options.add_adaptive_depth(parser, False)
     options.add_kernels(parser)
     options.add_exact(parser)
+    parser.add_argument(
+        "--probe",
+        type=float,
+        default=PROBE_S,
+        metavar="SECONDS",
+        help=f"time rounds at several batches and contexts for about so long (default {PROBE_S:g}; 0: not)",
+    )
     options.add_json(parser)
     parser.add_argument("--out", help="folder for the measurements, instead of the artifact; any drafter and any tree")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        metavar="FOLDER",
+        help="show what is recorded there, of an earlier artifact, beside this one; repeatable",
+    )
     parser.add_argument("--from", dest="source", metavar="FOLDER", help="report what is recorded in this folder; nothing is decoded")
     return parser
 
@@ -77,6 +92,7 @@ def main(arguments: list[str]) -> None:
     main_process = ranks.state().is_main_process
     if out and main_process:
         measurements.check_folder(out)
+    beside = _read_beside(chosen.beside or [])
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     loading.set_confidence(drafter, chosen.confidence)
@@ -100,14 +116,15 @@ def main(arguments: list[str]) -> None:
         timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
         kernels=chosen.kernels,
+        probe_s=chosen.probe,
         exact=chosen.exact,
     )
     loading.check_rule(settings.rule, drafter)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
     records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name))
-    report = report_of(records)
+    report = report_of(records, _checked_beside(name, records, beside))
     if main_process:
-        _deliver(report, folder, not out, chosen.json)
+        _deliver(records, report, folder, not out, chosen.json)
     ranks.leave()
     if any(divergence.verdict == "bug" for divergence in report.divergences):
         raise SystemExit(1)
@@ -115,31 +132,52 @@ def main(arguments: list[str]) -> None:
 
 def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
     """--from: the report of records, whose files are written again beside them, or into --out."""
-    others = [word for word in arguments if word.startswith("-") and word.partition("=")[0] not in ("--from", "--out", "--json")]
+    others = [
+        word for word in arguments if word.startswith("-") and word.partition("=")[0] not in ("--from", "--out", "--json", "--beside")
+    ]
     if others or chosen.folder:
-        raise ValueError(f"--from takes --json and --out only, got {' '.join(others) or chosen.folder}; leave it out")
+        raise ValueError(f"--from takes --json, --out and --beside only, got {' '.join(others) or chosen.folder}; leave it out")
 
     from draftsmith.eval import measurements, record_store
     from draftsmith.eval.report import report_of
 
     source = Path(os.path.expanduser(chosen.source))
-    report = report_of(record_store.read(source))
+    records = record_store.read(source)
+    report = report_of(records, _checked_beside(chosen.source, records, _read_beside(chosen.beside or [])))
     folder = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else source
     measurements.check_folder(folder)
-    _deliver(report, folder, False, chosen.json)
+    _deliver(records, report, folder, False, chosen.json)
 
 
-def _deliver(report: "Report", folder: Path | None, artifact: bool, as_json: bool) -> None:
+def _read_beside(folders: list[str]) -> "dict[str, tuple[str, Records]]":
+    """The folders of --beside and their records, by name."""
+    from draftsmith.eval import measured
+
+    distinct = list(dict.fromkeys(folders))
+    names = measured.names_of(distinct)
+    return {name: (folder, measured.read(folder, "--beside")) for name, folder in zip(names, distinct, strict=True)}
+
+
+def _checked_beside(name: str, records: "Records", beside: "dict[str, tuple[str, Records]]") -> "dict[str, Records]":
+    """The records of --beside, checked that they may be compared with those of the drafter of this name."""
+    from draftsmith.eval.measured import check_comparable
+
+    for each in beside.values():
+        check_comparable("--beside", (name, records), each)
+    return {name: records for name, (_, records) in beside.items()}
+
+
+def _deliver(records: "Records", report: "Report", folder: Path | None, artifact: bool, as_json: bool) -> None:
     """Write the files of a report into the folder, and print it. artifact: the folder is one, whose card and tree are written too.
 
     Raises:
         ValueError: a file that cannot be written; the report is printed before.
     """
-    from draftsmith.eval import measurements, output, table
-    from draftsmith.eval import report as reports
+    from draftsmith.eval import measurements, output, page, table
 
-    failures = measurements.write(folder, report, artifact) if folder else []
-    output.deliver(lambda: print(reports.as_json(report)) if as_json else table.print_report(report))
+    content = page.page_content(records, report)
+    failures = measurements.write(folder, report, content, artifact) if folder else []
+    output.deliver(lambda: print(page.content_json(content), end="") if as_json else table.print_report(report))
     if folder and not failures and not as_json:
         output.deliver(lambda: _say_written(folder, artifact))
     if failures:

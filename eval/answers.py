@@ -24,12 +24,14 @@ class EncodedPrompt:
         ids: its token ids.
         index: its number among the turns of all prompts, and the noise key of its request.
         turn: its number in its conversation, from 1.
+        continuation: token ids of the answer that a log has to it; none without one.
     """
 
     prompt: Prompt
     ids: list[int]
     index: int
     turn: int = 1
+    continuation: tuple[int, ...] = ()
 
     @property
     def conversation(self) -> int:
@@ -82,11 +84,20 @@ def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -
 
 
 def _encoded(target: Target, prompt: Prompt, index: int, turn: int = 1) -> EncodedPrompt:
-    item = EncodedPrompt(prompt, encode(target, prompt), index, turn)
+    ids, continuation = encode(target, prompt), ()
+    if prompt.continuation:
+        both = encode(target, prompt, prompt.continuation)
+        assert target.tokenizer is not None, "open_models refuses a target without one"
+        if both[: len(ids)] != ids:  # the tokenizer joins the end of the prompt with the answer, which decoding does not
+            both = [*ids, *target.tokenizer.encode(prompt.continuation, add_special_tokens=False)]
+        continuation = tuple(both[len(ids) :])
+    item = EncodedPrompt(prompt, ids, index, turn, continuation)
     if not item.ids:
         raise ValueError(f"prompt {prompt.id!r} has no tokens; leave it out")
-    if max(item.ids) >= target.vocab_size:
-        raise ValueError(f"prompt {prompt.id!r} has token {max(item.ids)}, the target {target.vocab_size} logits; leave it out")
+    if max(*item.ids, *continuation, 0) >= target.vocab_size:
+        raise ValueError(
+            f"prompt {prompt.id!r} has token {max(*item.ids, *continuation, 0)}, the target {target.vocab_size} logits; leave it out"
+        )
     return item
 
 

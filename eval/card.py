@@ -22,7 +22,7 @@ print(tokenizer.decode(target.generate(**prompt, assistant_model=draft, max_new_
 ```"""
 
 
-def write(folder: Path, method: str, target: dict[str, Any] | None, training: dict[str, Any] | None, report: Report | None) -> None:
+def write(folder: Path, method: str, target: dict[str, Any] | None, training: dict[str, Any] | None, measured: str = "") -> None:
     """Write the model card, README.md.
 
     Args:
@@ -30,7 +30,7 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         method: of the drafter. A draft model is a model of transformers too, and its card says how to use it there.
         target: a `TargetIdentity` as a dict.
         training: what the config says of the training: steps, tokens, positions.
-        report: the measured acceptance; without one the card says that nothing is measured yet.
+        measured: the text of `measured`; without one the card says that nothing is measured yet.
     """
     target, training, draft_model = target or {}, training or {}, method == DraftModel.method
     name = printable(str(target.get("name", "")), keep="")
@@ -54,7 +54,7 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         "## Acceptance",
         "",
         BEGIN,
-        *(_measured(report) if report else ["Not measured yet: `draftsmith eval <this folder>` writes the table here."]),
+        measured or "Not measured yet: `draftsmith eval <this folder>` writes the table here.",
         END,
         "",
         "## Use",
@@ -74,8 +74,8 @@ def is_marked(folder: Path) -> bool:
     return not card.exists() or _parts(card) is not None
 
 
-def write_acceptance(folder: Path, report: Report) -> None:
-    """Write the measured acceptance between the marks of the model card; a card without marks stays as it is, a missing one is written.
+def write_acceptance(folder: Path, method: str, measured: str) -> None:
+    """Write the text of `measured` between the marks of the model card; a card without marks stays as it is, a missing one is written.
 
     Raises:
         ValueError: config.json is no JSON object.
@@ -85,9 +85,9 @@ def write_acceptance(folder: Path, report: Report) -> None:
     if not card.exists():
         config = read_json(folder / "config.json")
         entry = config.get("draftsmith", config)
-        write(folder, report.method, entry.get("target"), entry.get("training"), report)
+        write(folder, method, entry.get("target"), entry.get("training"), measured)
     elif parts := _parts(card):
-        durable.write_text(card, f"\n{BEGIN}\n".join((parts[0], "\n".join(_measured(report)))) + f"\n{END}\n{parts[1]}")
+        durable.write_text(card, f"\n{BEGIN}\n".join((parts[0], measured)) + f"\n{END}\n{parts[1]}")
 
 
 def _parts(card: Path) -> tuple[str, str] | None:
@@ -101,9 +101,10 @@ def _parts(card: Path) -> tuple[str, str] | None:
     return (before, after) if begin and end else None
 
 
-def _measured(report: Report) -> list[str]:
+def measured(report: Report, details: str) -> str:
+    """The measured acceptance of a card. details: more tables, see `page.markdown`."""
     settings = report.settings
-    return [
+    lines = [
         f"{settings['prompts']} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {table.size(report)}. "
         "τ is the number of tokens that a round commits on average, the target's own token included. The intervals are over prompts.",
         "",
@@ -113,8 +114,12 @@ def _measured(report: Report) -> list[str]:
         *(f"- {line}" for line in table.speed(report)),
         f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
+        *(f"- {printable(warning, keep='')}." for warning in report.warnings),
         *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
         f"- Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.",
         "",
         "![survival by depth](survival.png)",
+        "",
+        details.strip(),
     ]
+    return "\n".join(lines)

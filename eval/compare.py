@@ -5,15 +5,18 @@
     draftsmith compare tiny-draft runs/student/artifact --expected               # draft models as chains, without decoding a draft
     draftsmith compare --measured measured/suffix runs/mine/artifact             # folders that eval wrote into; nothing is decoded
 
-Differences are to the first drafter, by domain and over all prompts. --measured takes the prompts that all folders have. --expected takes
+Differences are to the first drafter, by domain and over all prompts, with a sign-flip test. --measured takes the prompts that all folders have. --expected takes
 the target's own texts and computes the τ that a chain has on them: exactly for greedy decoding, as an expectation under rejection sampling
 at T > 0 (draftsmith/eval/expected.py). Random draws then add no noise, and a text costs one forward of each model.
 """
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 from draftsmith.eval import options
+from draftsmith.eval.provenance import WEIGHTLESS, budget
 from draftsmith.inference.rule_names import RULES
 
 
@@ -63,7 +66,15 @@ def main(arguments: list[str]) -> None:
         loading.check_rule(rule, drafter)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     settings = Settings(chosen.max_new_tokens, [Sampling(rule=rule, **each) for each in samplings], chosen.slots, chosen.expected)
-    _print(compare_drafters(target, drafters, encoded, skipped, settings), chosen.json)
+    report = compare_drafters(target, drafters, encoded, skipped, settings)
+    report["budgets"] = {name: budget(_artifact(word)) for name, word in zip(drafters, chosen.drafters, strict=True)}
+    _print(report, chosen.json)
+
+
+def _artifact(word: str) -> Path | str | None:
+    """Where a drafter's budget is known: its folder, or the name of one without weights."""
+    folder = Path(os.path.expanduser(word))
+    return word if word in WEIGHTLESS else folder if folder.is_dir() else None
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:

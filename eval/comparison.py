@@ -3,7 +3,7 @@
 Letters: S positions · V target vocabulary · H hidden size. P is the number of prompts, M the number of drafters, n that of new tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from draftsmith.eval.answers import EncodedPrompt, TargetText, decode_all, skipp
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
 from draftsmith.eval.intervals import Interval, of_difference, of_ratio, shown
 from draftsmith.eval.output import cell
+from draftsmith.eval.paired import sign_flip, wins
 from draftsmith.eval.report import greedy
 from draftsmith.eval.settings import label
 from draftsmith.inference.decoder import Decoder
@@ -28,7 +29,8 @@ from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
 AT_ONCE = 64  # positions whose distributions exist at a time, [64,V] for each model
-HEADER = ("domain", "drafter", "T", "τ", "Δτ", "rounds")
+HEADER = ("domain", "drafter", "T", "τ", "rounds")
+DIFFERENCES = ("domain", "drafter", "T", "Δτ", "p", "+ = −")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> Int
 
 
 def summarise(names: Sequence[str], setting: str, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
-    """Rows of the report, one for each drafter at one setting. All but the first have the difference to the first.
+    """Rows of the report, one for each drafter at one setting. All but the first have the difference to the first, the p-value of a sign-flip
+    test, and the prompts that they win, tie and lose.
 
     Args:
         names: of the drafters.
@@ -129,7 +132,10 @@ def summarise(names: Sequence[str], setting: str, tokens: Tensor, rounds: Tensor
             "rounds": float(rounds[number].sum()),
         }
         if number:
-            row["delta"], row["delta_low"], row["delta_high"] = paired_difference(tokens[[0, number]], rounds[0], rounds[number])
+            pair = tokens[[0, number]], rounds[[0, number]]
+            row["delta"], row["delta_low"], row["delta_high"] = paired_difference(pair[0], *pair[1])
+            row["p"] = sign_flip(*pair)
+            row["wins"], row["ties"], row["losses"] = wins(*pair)
         rows.append(row)
     return rows
 
@@ -209,21 +215,61 @@ def print_comparison(report: dict[str, Any]) -> None:
     title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {how}"
     if not all(greedy(row["setting"]) for row in report["rows"]):
         title += f", rule {settings['rule']}"
-    table = Table(title=cell(f"Drafters for {report['target']['name']}: {title}"), title_style="italic", box=box.SIMPLE_HEAD)
-    for name in HEADER if report["domains"] else HEADER[1:]:
-        text = name in ("domain", "drafter")
-        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
-    for row in [*report["domains"], *report["rows"]]:
-        tau = f"{row['tau']:.2f} ({shown(row['low'], row['high'])})"
-        delta = f"{row['delta']:+.2f} ({shown(row['delta_low'], row['delta_high'], '+.2f')})" if "delta" in row else ""
-        rounds = f"{row['rounds']:.1f}" if expected else f"{row['rounds']:.0f}"
-        cells = (cell(row["drafter"]), row["setting"], tau, delta, rounds)
-        table.add_row(*((cell(row.get("domain", "all")), *cells) if report["domains"] else cells))
-    Console().print(table)
-    print("In brackets: 95 % intervals over prompts; those of differences are paired.")
+    console, everything = Console(), [*report["domains"], *report["rows"]]
+    rounds = ".1f" if expected else ".0f"
+    console.print(
+        _table(
+            f"Drafters for {report['target']['name']}: {title}",
+            HEADER,
+            everything,
+            lambda row: (f"{row['tau']:.2f} ({shown(row['low'], row['high'])})", f"{row['rounds']:{rounds}}"),
+        )
+    )
+    console.print(
+        _table(
+            f"Differences to {report['rows'][0]['drafter']}",
+            DIFFERENCES,
+            [row for row in everything if "delta" in row],
+            lambda row: (
+                f"{row['delta']:+.2f} ({shown(row['delta_low'], row['delta_high'], '+.2f')})",
+                f"{row['p']:.3f}" if row["p"] >= 0.001 else "< 0.001",
+                f"{row['wins']} {row['ties']} {row['losses']}",
+            ),
+        )
+    )
+    print("In brackets: 95 % intervals over prompts; those of differences are paired. p: a sign-flip test of Δτ = 0, over prompts.")
+    print("+ = −: prompts on which τ is higher than the first drafter's, the same, and lower.")
     if settings.get("skipped"):
         print(skipped_line(settings["skipped"], settings["positions"]))
     for name, tree in report["trees"].items():
-        print(f"{printable(name, keep='')}: up to {tree['nodes']} nodes a round, {tree['depth']} deep")
+        cost = _budget(report.get("budgets", {}).get(name, {}))
+        print(f"{printable(name, keep='')}: up to {tree['nodes']} nodes a round, {tree['depth']} deep{cost}")
+    for row in report.get("differences", []):
+        values = ", ".join(f"{name} {value}" for name, value in row["values"].items())
+        print(printable(f"not measured in the same way: {row['what']} ({values})", keep=""))
     for setting, same in report["same"].items():
         print(f"T = {setting}: {same} of {settings['prompts']} answers are the same with every drafter")
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]], cells: Callable[[dict[str, Any]], tuple[str, ...]]) -> Table:
+    """A table with `cells` of each row after its domain (where there are several), drafter and setting."""
+    table = Table(title=cell(title), title_style="italic", box=box.SIMPLE_HEAD)
+    several = any("domain" in row for row in rows)
+    for name in header if several else header[1:]:
+        text = name in ("domain", "drafter")
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for row in rows:
+        first = (cell(row.get("domain", "all")),) if several else ()
+        table.add_row(*first, cell(row["drafter"]), row["setting"], *cells(row))
+    return table
+
+
+def _budget(known: dict[str, Any]) -> str:
+    """What a drafter cost to make, as far as it is known."""
+    if known.get("training_tokens") == 0:
+        return "; no training"
+    forms = (("training_tokens", "{:,} training tokens"), ("hours", "{:.2f} h of training"))
+    parts = [form.format(known[key]) for key, form in forms if known.get(key) is not None]
+    if known.get("bytes") is not None:
+        parts.append(f"{known['bytes'] / 1e6:.1f} MB")
+    return "; " + ", ".join(parts) if parts else ""

@@ -15,6 +15,7 @@ import torch
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.models.target import Target
 
@@ -32,7 +33,7 @@ def measure_forward(target: Target, context: int, max_nodes: int, repeats: int =
     sizes = [size for size in SIZES if size < max_nodes] + [max_nodes]
     context = min(context, target.max_positions - 1)
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    with torch.inference_mode(), tree_attention(target.model):
+    with torch.inference_mode(), tree_attention(target.model), packed_weights():
         cache = TreeCache(1, context + max_nodes, target.device)
         chunk = TreeAttention.causal(cache, context)
         target.forward(_tokens(target, context), position_ids=chunk.positions(), cache=cache, tree=chunk)

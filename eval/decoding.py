@@ -88,6 +88,7 @@ def _decode_timed(
                 measured: dict[str, Any] = {
                     "plain_rounds": len(plain.rounds),
                     "plain_verify_s": sum(round.verify_s for round in plain.rounds),
+                    "plain_other_s": sum(round.other_s for round in plain.rounds),
                 }
                 if "transformers" in timed:
                     measured["equals_transformers"] = timed["transformers"].answers[number].tokens == plain.tokens

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, ranks, trees
+from draftsmith.eval import cost, probe, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
-from draftsmith.eval.records import Records
-from draftsmith.eval.report import halves
+from draftsmith.eval.records import PromptRecord, Records
+from draftsmith.eval.report import halves, round_cost
 from draftsmith.eval.settings import Settings
 from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
@@ -68,6 +68,7 @@ def evaluate_drafter(
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
     }
     with (store or RecordStore()).opened(header) as store:
+        store.append_prompts(_prompt_records(target, encoded))
         records = _record_tree(target, drafter, encoded, {prompt.index for prompt in choosing}, settings, store)
         drafter.tree_spec = parse_tree_spec(records.tree["tree"])
         for sampling in settings.samplings:
@@ -76,6 +77,11 @@ def evaluate_drafter(
         if ranks.state().is_main_process:
             store.finish([prompt.prompt.id for prompt in encoded], settings.labels)
         return store.records()
+
+
+def _prompt_records(target: Target, prompts: list[EncodedPrompt]) -> list[PromptRecord]:
+    marks = sanity.templated(target.tokenizer, [prompt.prompt for prompt in prompts])
+    return [PromptRecord(each.prompt.id, each.ids, marks.get(each.prompt.id, ""), bool(each.continuation)) for each in prompts]
 
 
 def _record_tree(
@@ -90,6 +96,8 @@ def _record_tree(
         with _complete_trees(drafter):
             drafting = ranks.agreed(cost.measure_drafting(target, drafter, reported[:4]))
         store.append([{"kind": "cost", "forward": forward, "drafting": drafting}])
+        if settings.probe_s:
+            store.append([{"kind": "load", **ranks.agreed(_load(target, drafter, reported, context, settings))}])
     if settings.choose:
         for sampling in settings.samplings:
             record_positions(target, drafter, prompts, choosing, sampling, settings.max_new_tokens, store)
@@ -103,12 +111,21 @@ def _record_tree(
     return store.records()
 
 
+def _load(target: Target, drafter: Any, prompts: list[list[int]], context: int, settings: Settings) -> dict[str, Any]:
+    """What rounds cost at several batches, that of the evaluation among them, and at this context and four times as much."""
+    contexts = sorted({min(each, target.max_positions - settings.max_nodes - 1) for each in (context, 4 * context)})
+    batches = sorted({settings.slots, *(probe.GPU_BATCHES if target.device.type == "cuda" else probe.BATCHES)})
+    options: dict[str, Any] = {"batches": batches, "kernels": settings.kernels, "seconds": settings.probe_s}
+    return probe.measure(target, drafter, prompts, settings.samplings[0], contexts, settings.max_nodes, **options)
+
+
 def _chosen_paths(records: Records, settings: Settings) -> list[trees.Path]:
     """The draft tree as rank paths, by the positions of the first setting on the prompts that choose."""
     choosing, _ = halves([record for record in records.positions if record.setting == settings.labels[0]])
     if settings.choose == "largest":
         return trees.best_first_paths(choosing, settings.max_nodes - 1)
-    return trees.best_tree(choosing, cost.relative_round(records.forward, records.drafting), settings.max_nodes)
+    relative, most = round_cost(records)
+    return trees.best_tree(choosing, relative, min(settings.max_nodes, most))
 
 
 def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any]:

@@ -46,6 +46,12 @@ def of_difference(tokens: Tensor, rounds: Tensor) -> Interval:
     return _interval(torch.cat((tokens, rounds)), lambda sums: sums[1] / sums[3] - sums[0] / sums[2])
 
 
+def of_share(hits: Tensor, count: Tensor) -> Interval:
+    """Σ hits / Σ count, of [P] each, where the hits may be none: on its own scale, and within 0 and 1."""
+    interval = _interval(torch.stack((hits, count)), lambda sums: sums[0] / sums[1])
+    return Interval(*(None if value is None else min(1.0, max(0.0, value)) for value in interval))  # pyright: ignore[reportArgumentType]
+
+
 def shown(low: float | None, high: float | None, form: str = ".2f") -> str:
     """The interval for people."""
     return TOO_FEW if low is None or high is None else f"{low:{form}} – {high:{form}}"
@@ -62,6 +68,8 @@ def prompts_for(interval: Interval, prompts: int, share: float = 0.03) -> int | 
 def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interval:
     """The interval of a statistic [...] of sums over prompts [C,...]; columns [C,P]."""
     columns = columns.double()
+    # Prompts are drawn by number: in an order of their own, the interval does not depend on that of the file.
+    columns = columns[:, sorted(range(columns.shape[1]), key=columns.T.tolist().__getitem__)]
     estimate, count = statistic(columns.sum(-1)), columns.shape[1]
     if count < FEWEST:
         return Interval(float(estimate), None, None)

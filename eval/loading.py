@@ -20,6 +20,7 @@ from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
+from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair
@@ -68,8 +69,8 @@ def open_models(
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
-        drafters: each is a key of WEIGHTLESS, or the folder or Hub id of a trained drafter or of a causal LM with the target's tokens. A
-            distilled draft model starts with the tree and the confidence of its config.
+        drafters: each is a key of WEIGHTLESS, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
+            (models/FORMATS.md), or of a causal LM with the target's tokens. A distilled draft model starts with the tree and the confidence of its config.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
@@ -84,17 +85,19 @@ def open_models(
                 f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, "
                 "or a Hub id such as name/drafter"
             )
-    trained = {path for path in paths if is_drafter(path)}
-    entries = {path: student_entry(path) for path in paths if path not in trained}
+    imported = {path for path in paths if published.format_of(path)}
+    trained = {path for path in paths if path not in imported and is_drafter(path)}
+    entries = {path: student_entry(path) for path in paths if path not in trained | imported}
     configs = {path: load_config(path) for path in trained}
-    targets = (configs[path].target if path in trained else (entries[path] or {}).get("target") for path in paths)
+    recorded_targets = {path: published.target_of(path) for path in imported} | {path: configs[path].target for path in trained}
+    targets = (recorded_targets[path] if path in recorded_targets else (entries[path] or {}).get("target") for path in paths)
     recorded = next(filter(None, targets), None) or {}
     name = target if target is not None else recorded.get("name") or "tiny"
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None
     for path in paths:
-        if path not in trained:
+        if path in entries:
             check_pair(name, path, revision=revision, trust_remote_code=trust_remote_code)
     settings: dict[str, Any] = {
         "dtype": decoding_dtype if dtype == "auto" else DTYPES[dtype],
@@ -114,6 +117,10 @@ def open_models(
             opened.append(WEIGHTLESS[drafter]())
         elif drafter in trained:
             model = load_drafter(drafter, loaded, dtype=loaded.dtype)
+            pack(model)
+            opened.append(model)
+        elif drafter in imported:
+            model = published.read_published(drafter, loaded, loaded.dtype)
             pack(model)
             opened.append(model)
         else:
@@ -208,10 +215,10 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     return spec
 
 
-def encode(target: Target, prompt: Prompt) -> list[int]:
+def encode(target: Target, prompt: Prompt, answer: str = "") -> list[int]:
     """Token ids of a prompt. A conversation goes through the target's chat template, which writes its own special tokens.
 
-    A target without one continues the prompt's completion, if there is any, else its text.
+    A target without one continues the prompt's completion, if there is any, else its text. `answer` follows.
 
     Raises:
         ValueError: the template does not write this conversation.
@@ -219,7 +226,7 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     tokenizer = target.tokenizer
     assert tokenizer is not None, "open_models refuses a target without one"
     if not prompt.messages or not tokenizer.chat_template:
-        return tokenizer.encode((not tokenizer.chat_template and prompt.completion) or prompt.text)
+        return tokenizer.encode(((not tokenizer.chat_template and prompt.completion) or prompt.text) + answer)
     try:
         template = tokenizer.get_chat_template()
         text, _ = render(template, list(prompt.messages), tokenizer.special_tokens_map, prompt=True)
@@ -228,4 +235,4 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise ValueError(
             f"prompt {prompt.id!r}: the chat template of {target.name!r} does not write it ({reason}); give it as text, or mend the template"
         ) from None
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text + answer, add_special_tokens=False)

@@ -21,7 +21,7 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
 from draftsmith.inference.request import RoundStats
-from draftsmith.inference.sampler import Sampling, gumbel, warp
+from draftsmith.inference.sampler import Sampling, gumbel, penalise, warp
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target
@@ -129,7 +129,7 @@ def first_divergence(
         (states,) = reference_states(target, [text])
     position = torch.tensor([len(text)], device=target.device)
     tokens = plain[index], answer[index]
-    margin, noise = _margin(target, states, *tokens, sampling, request, position)
+    margin, noise = _margin(target, _logits(target, states[:, -1], text, sampling), *tokens, sampling, request, position)
     spread = _spread(states, target.dtype)
     pairs = zip(recorded or (), (plain, answer), tokens, strict=False)
     repeated = [(again, token) for again, given, token in pairs if again.tokens[: index + 1] == given[: index + 1]]
@@ -140,7 +140,7 @@ def first_divergence(
     for again, token in repeated:
         own = again.hidden[: index + 1][-len(centre) :].float().to(centre.device)
         excess = max(excess, (_distance(own, centre[-len(own) :]) / spread[-len(own) :]).max().item())
-        own_best &= _is_best(target, again.hidden[index], token, sampling, request, position)
+        own_best &= _is_best(target, _logits(target, again.hidden[index], text, sampling), token, sampling, request, position)
     return Divergence(name, index, *tokens, margin, noise, excess, own_best)
 
 
@@ -205,11 +205,20 @@ def _spread(states: Tensor, dtype: torch.dtype) -> Tensor:
     return pairs.clamp(min=max(pairs.median().item(), torch.finfo(dtype).eps))
 
 
+def _logits(target: Target, states: Tensor, text: list[int], sampling: Sampling) -> Tensor:
+    """[...,V] float32: the logits of states [...,H] after a text, with its repetition penalty."""
+    logits = target.float32_logits(states)
+    if sampling.repetition_penalty == 1.0:
+        return logits
+    seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    seen[text] = True
+    return penalise(logits, seen, sampling.repetition_penalty)
+
+
 def _margin(
-    target: Target, states: Tensor, plain: int, answer: int, sampling: Sampling, request: int, position: Tensor
+    target: Target, logits: Tensor, plain: int, answer: int, sampling: Sampling, request: int, position: Tensor
 ) -> tuple[float, float]:
-    """The distance of two tokens' scores by the mean of the references, in float32, and how far rounding may move it."""
-    logits = target.float32_logits(states[:, -1])  # [R,V]
+    """The distance of two tokens' scores by the mean of the references' logits [R,V], in float32, and how far rounding may move it."""
     scores = _scores(logits.mean(0), sampling, request, position)
     gap = (scores[plain] - scores[answer]).abs().item()
     if gap == float("inf"):  # one of the two is not in the kept set: what counts is how far its logit is from the set's boundary
@@ -224,9 +233,8 @@ def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * 2.0 ** logits.abs().max().log2().floor().item()
 
 
-def _is_best(target: Target, state: Tensor, token: int, sampling: Sampling, request: int, position: Tensor) -> bool:
-    """Whether `token` is what sampling draws from its own hidden state [H], up to the rounding of the logits."""
-    logits = target.float32_logits(state)
+def _is_best(target: Target, logits: Tensor, token: int, sampling: Sampling, request: int, position: Tensor) -> bool:
+    """Whether `token` is what sampling draws from its own logits [V], up to their rounding."""
     scores = _scores(logits, sampling, request, position)
     best = int(scores.argmax())
     allowed = 2 * _rounding(logits[[best, token]], target.dtype) / (sampling.temperature or 1.0)

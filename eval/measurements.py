@@ -7,15 +7,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from draftsmith.eval import card, plot
+from draftsmith.eval import card, page, plot
 from draftsmith.eval.record_store import BEGINNING, RECORDS, UNFINISHED
-from draftsmith.eval.report import Report, as_json
+from draftsmith.eval.report import Report
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field, read_json
 
-REPORT, PICTURE = "acceptance.json", "survival.png"
-NAMES = (RECORDS, REPORT, PICTURE)
+REPORT, PAGE, PICTURE = "acceptance.json", "report.html", "survival.png"
+NAMES = (RECORDS, REPORT, PAGE, PICTURE)
 CHECKED = (*NAMES, UNFINISHED)
 KEYS = {"target", "method", "settings", "tree", "overall"}  # of a report
 
@@ -44,6 +45,8 @@ def _own(file: Path) -> bool:
             return True
         if file.name == PICTURE:
             return plot.MARK in stream.read(4096)
+        if file.name == PAGE:
+            return page.MARK in stream.read(4096)
         if file.name in (RECORDS, UNFINISHED):
             beginning = stream.read(len(BEGINNING))
             return BEGINNING.startswith(beginning)  # a kill may leave less
@@ -69,23 +72,25 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder}: {reason}; give another folder")
 
 
-def write(folder: Path, report: Report, artifact: bool) -> list[str]:
+def write(folder: Path, report: Report, content: dict[str, Any], artifact: bool) -> list[str]:
     """Write what is made from the records, which are there already. A file that cannot be written does not keep the others from it.
 
     Args:
         folder: an artifact or the folder of --out, which has been checked.
-        report: is stored as JSON, as a picture, and in the model card.
+        report: its tree and its picture are stored.
+        content: of the same report, see `page.page_content`; is stored as JSON, as a page, and in the model card.
         artifact: store the chosen tree in the folder's config, and the table in its model card.
 
     Returns:
         What could not be written, and why.
     """
     files: dict[str, Callable[[Path], object]] = {
-        REPORT: lambda path: durable.write_text(path, as_json(report) + "\n"),
+        REPORT: lambda path: durable.write_text(path, page.content_json(content)),
+        PAGE: lambda path: durable.write_text(path, page.html(content)),
     }
     if artifact:
         files["config.json"] = lambda path: _write_tree(path, report)
-        files["README.md"] = lambda _: card.write_acceptance(folder, report)
+        files["README.md"] = lambda _: card.write_acceptance(folder, report.method, card.measured(report, page.markdown(content)))
     files[PICTURE] = lambda path: durable.replace(path, lambda part: plot.survival(report, part))
     failures = []
     for name, write_file in files.items():

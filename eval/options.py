@@ -22,6 +22,7 @@ RANGES = LIMITS | {
     "max_new_tokens": (1, 1 << 20),
     "limit": (1, 1 << 20),
     "timed": (1, 1 << 20),
+    "probe": (0, 3600),
     "repeats": (1, 1 << 12),
 }
 # Of the numbers that say how tokens are sampled: a value that is off, then the range of the others. float32 can compute with all of them.
@@ -69,7 +70,9 @@ def add_prompts(parser: argparse.ArgumentParser, limit: int | None = None) -> No
     """--prompts, --limit, --max-new-tokens, for commands that measure. limit: the default of --limit; None is all prompts."""
     parser.add_argument(
         "--prompts",
-        help=".jsonl file with `prompt` (or `turns`, `messages`) and `domain`; or chat: 42 prompts of seven tasks (default: Python, for `tiny`)",
+        action="append",
+        help=".jsonl or .parquet file with `prompt` (or `turns`, `messages`) and `domain`, with answers if it is a log; chat: 42 prompts of seven "
+        "tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: Python, for `tiny`)",
     )
     parser.add_argument("--limit", type=int, default=limit, help=f"prompts of each domain (default {limit or 'all'})")
     add_max_new_tokens(parser, 96)

@@ -1,4 +1,4 @@
-"""Position records: the drafter runs along the target's own answers, from every position at once.
+"""Position records: the drafter runs along the target's own answers, or along those that a log has, from every position at once.
 
 Under greedy decoding and where noise is keyed by position the answer does not depend on the drafter, so that these records say what any tree
 of top-ranked tokens accepts.
@@ -40,12 +40,14 @@ def record_positions(
     with Bar(f"the target's own answers at T={setting}", len(share)) as bar:
         for number, batch in enumerate(batches(share, TOGETHER)):
             if any((setting, prompt.prompt.id) not in done for prompt in batch):
-                ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
+                unanswered = [prompt for prompt in batch if not prompt.continuation]
+                ids, indices = [prompt.ids for prompt in unanswered], [prompt.index for prompt in unanswered]
                 answers = decoder.generate(ids, sampling, max_new_tokens, requests=indices)
-                new = [
-                    _record(target, drafter, prompt, answer.tokens, setting, prompt.index in choosing)
-                    for prompt, answer in zip(batch, answers, strict=True)
-                ]
+                texts = {prompt.index: answer.tokens for prompt, answer in zip(unanswered, answers, strict=True)}
+                new = []
+                for prompt in batch:
+                    text = texts.get(prompt.index) or list(prompt.continuation[:max_new_tokens])
+                    new.append(_record(target, drafter, prompt, text, setting, prompt.index in choosing))
                 store.append_positions(new, target.tokenizer)
             bar.update(min(len(share), (number + 1) * TOGETHER))
 

@@ -15,7 +15,18 @@ from typing import Any
 
 from draftsmith.data.text_files import lines, parse
 from draftsmith.eval import ranks
-from draftsmith.eval.records import PositionRecord, Records, RequestRecord, position_line, position_of, request_line, request_of
+from draftsmith.eval.records import (
+    PositionRecord,
+    PromptRecord,
+    Records,
+    RequestRecord,
+    position_line,
+    position_of,
+    prompt_line,
+    prompt_of,
+    request_line,
+    request_of,
+)
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field
 
@@ -23,7 +34,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "pieces", "positions", "tree", "request")
+ORDER = ("header", "cost", "load", "pieces", "prompt", "positions", "tree", "request")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -77,7 +88,7 @@ class RecordStore:
         """Keep lines that belong together; after a kill all of them are there, or none.
 
         Args:
-            new: `request_line`, `position_line`, or lines of the kinds cost and tree.
+            new: `request_line`, `position_line`, or lines of the kinds cost, load and tree.
             tokens: token ids in them, whose texts are kept too.
             tokenizer: decodes them.
         """
@@ -89,6 +100,11 @@ class RecordStore:
         self.lines += batch
         if self._file is not None:
             self._write(batch)
+
+    def append_prompts(self, prompts: list[PromptRecord]) -> None:
+        """Keep the prompts, unless an earlier run kept them."""
+        if not any(line["kind"] == "prompt" for line in self.lines):
+            self.append(map(prompt_line, prompts))
 
     def append_requests(self, requests: list[RequestRecord], tokenizer: Any) -> None:
         """Keep the requests of a batch."""
@@ -129,8 +145,8 @@ class RecordStore:
         rank = {prompt: number for number, prompt in enumerate(prompts)}
 
         def key(line: dict[str, Any]) -> tuple[int, int, int]:
-            named = "prompt" in line
-            return ORDER.index(line["kind"]), settings.index(line["setting"]) if named else 0, rank[line["prompt"]] if named else 0
+            setting = settings.index(line["setting"]) if "setting" in line else 0
+            return ORDER.index(line["kind"]), setting, rank[line["prompt"]] if "prompt" in line else 0
 
         ordered = sorted([pieces, *(line for line in self.lines if line["kind"] != "pieces")], key=key)
         durable.write_text(self.folder / RECORDS, "".join(_text(line) for line in ordered))
@@ -225,10 +241,15 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                 for name in ("forward", "drafting"):
                     values = {int(size): float(seconds) for size, seconds in field(line, name, dict, where).items()}
                     setattr(records, name, values)
+            case "load":
+                records.load = {name: value for name, value in line.items() if name != "kind"}
             case "tree":
                 records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
             case "pieces":
                 records.pieces |= {int(token): str(text) for token, text in field(line, "pieces", dict, where).items()}
+            case "prompt":
+                prompt = prompt_of(line, where)
+                records.prompts[prompt.prompt] = prompt
             case "positions":
                 records.positions.append(position_of(line, where))
             case "request":

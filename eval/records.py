@@ -79,6 +79,23 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """A prompt as the target reads it.
+
+    Attributes:
+        prompt: its id.
+        ids: its tokens.
+        templated: the mark of a chat template in its words, to which the template is then applied again; "" where there is none.
+        logged: whether a log has the answer, along which its positions are recorded instead of the target's own.
+    """
+
+    prompt: str
+    ids: list[int]
+    templated: str = ""
+    logged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One prompt, answered plainly and with the drafter under one sampling setting.
 
@@ -103,6 +120,7 @@ class RequestRecord:
         prefill_s: seconds until the first round with the drafter; None where that was not measured alone.
         plain_rounds: rounds of plain decoding whose verifying was timed.
         plain_verify_s: their seconds of verifying.
+        plain_other_s: and of everything else.
     """
 
     prompt: str
@@ -124,6 +142,7 @@ class RequestRecord:
     prefill_s: float | None = None
     plain_rounds: int = 0
     plain_verify_s: float = 0.0
+    plain_other_s: float = 0.0
 
     @property
     def timed(self) -> bool:
@@ -177,23 +196,32 @@ class Records:
             not fit the target's context), prompts (file, count, hash), machine, versions.
         forward: seconds of a target forward over N nodes, by N.
         drafting: seconds of drafting a chain, by its depth K.
+        load: what rounds cost at several loads, see `probe.measure`; {} where that was not measured.
         tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
         positions: position records; none where no tree was chosen.
         requests: by setting, in the order of the prompts.
-        pieces: the text of each token that a record names.
+        pieces: the text of each token that a record names, but for prompts.
+        prompts: by id.
     """
 
     header: dict[str, Any]
     forward: dict[int, float] = field(default_factory=dict)
     drafting: dict[int, float] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     positions: list[PositionRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
+    prompts: dict[str, PromptRecord] = field(default_factory=dict)
 
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
         return [self.pieces.get(token, "�") for token in tokens]
+
+
+def prompt_line(record: PromptRecord) -> dict[str, Any]:
+    """The prompt as JSON."""
+    return {"kind": "prompt"} | asdict(record)
 
 
 def request_line(record: RequestRecord) -> dict[str, Any]:
@@ -222,6 +250,16 @@ def position_line(record: PositionRecord) -> dict[str, Any]:
     }
 
 
+def prompt_of(line: dict[str, Any], source: str) -> PromptRecord:
+    """The prompt of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    kinds: dict[str, Any] = {"prompt": str, "ids": list, "templated": str, "logged": bool}
+    return PromptRecord(**{name: entry(line, name, kind, source) for name, kind in kinds.items()})
+
+
 def request_of(line: dict[str, Any], source: str) -> RequestRecord:
     """The request of a JSON line.
 
@@ -234,7 +272,7 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
     kinds |= dict.fromkeys(("turn", "prompt_tokens", "plain_tokens", "batch", "plain_rounds"), int)
     kinds |= {"seconds": dict, "batch_tokens": dict, "equals_transformers": (bool, type(None)), "prefill_s": (float, type(None))}
     fields = {name: entry(line, name, kind, source) for name, kind in kinds.items()}
-    fields["plain_verify_s"] = float(entry(line, "plain_verify_s", float, source))
+    fields |= {name: float(entry(line, name, float, source)) for name in ("plain_verify_s", "plain_other_s")}
     try:
         fields["rounds"] = [Round(*each) for each in rounds]
         if divergence is not None:

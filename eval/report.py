@@ -7,14 +7,20 @@ Letters: K draft depth · N tree nodes with the root. P is the number of prompts
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from draftsmith.eval import cost, intervals, trees
+from draftsmith.eval.baselines import Reference, references
+from draftsmith.eval.load import CostModel
+from draftsmith.eval.load_report import load_report
 from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.sanity import Degenerate, degenerate, lines
+from draftsmith.eval.service import service
+from draftsmith.eval.settings import greedy
 from draftsmith.eval.speed import speed, speedups
 from draftsmith.inference.rule_names import RULES
 
@@ -64,6 +70,11 @@ class Report:
         speedups: the same by domain, where prompts were timed one at a time.
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
+        references: the drafter beside ceilings and baselines, at each setting.
+        degenerate: by setting, answers that repeat themselves, and τ without them.
+        warnings: sentences on prompts and answers of which the numbers say too much.
+        load: predictions for other loads, see `load_report`; {} without a probe.
+        service: what a service would see, see `service.service`.
     """
 
     target: dict[str, str]
@@ -88,6 +99,11 @@ class Report:
     speedups: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    references: list[Reference] = field(default_factory=list)
+    degenerate: dict[str, Degenerate] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    load: dict[str, Any] = field(default_factory=dict)
+    service: dict[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -105,8 +121,8 @@ class Report:
         return next(iter(self.overall))
 
 
-def report_of(records: Records) -> Report:
-    """The report of a finished evaluation."""
+def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> Report:
+    """The report of a finished evaluation. beside: other evaluations by name, for `baselines.references`."""
     header, requests = records.header, records.requests
     reported = {request.prompt for request in requests}
     report = Report(
@@ -143,12 +159,10 @@ def report_of(records: Records) -> Report:
         for domain in dict.fromkeys(request.domain for request in first if request.timed):
             report.speedups[domain] = speedups([request for request in first if request.domain == domain])
     report.by_nodes = _by_nodes(records, labels[0])
+    report.references = references(records, beside)
+    report.degenerate, report.warnings = degenerate(records), lines(records)
+    report.load, report.service = load_report(records), service(records, labels[0])
     return report
-
-
-def greedy(setting: str) -> bool:
-    """Whether the setting of this label is greedy decoding."""
-    return float(setting.split()[0]) == 0
 
 
 def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
@@ -175,13 +189,21 @@ def _by_nodes(records: Records, setting: str) -> list[dict[str, float]]:
     choosing, reported = halves(positions)
     if not choosing or not reported:
         return []
-    round_cost = cost.relative_round(records.forward, records.drafting)
+    relative, most = round_cost(records)
     rows = []
-    for nodes, paths in trees.best_tree_by_nodes(choosing, round_cost, max(records.forward)).items():
+    for nodes, paths in trees.best_tree_by_nodes(choosing, relative, most).items():
         depth = max(map(len, paths))
-        tau, relative_cost = trees.tau(reported, paths), round_cost(len(paths) + 1, depth)
+        tau, relative_cost = trees.tau(reported, paths), relative(len(paths) + 1, depth)
         rows.append({"nodes": nodes, "depth": depth, "tau": tau, "relative_cost": relative_cost, "tau_over_cost": tau / relative_cost})
     return rows
+
+
+def round_cost(records: Records) -> tuple[cost.RoundCost, int]:
+    """The relative cost of a round at the evaluation's own load, and up to how many nodes it is known. Without a probe it is that of one slot."""
+    if not records.load:
+        return cost.relative_round(records.forward, records.drafting), max(records.forward)
+    model = CostModel(records.load)
+    return model.relative(model.nearest(records.header["settings"]["slots"]), model.contexts[0]), model.max_nodes
 
 
 def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], list[PositionRecord]]:

@@ -21,6 +21,7 @@ class Settings:
         timed: how many prompts of each domain are timed; None is all. The others are decoded several at a time, for τ and losslessness.
         adaptive_depth: draft only as deep as pays.
         kernels: decode with Triton kernels.
+        probe_s: about how many seconds the probe of other loads may take (eval/probe.py); 0 leaves it out.
         exact: nodes of each forward, for rounds in which rounding cannot make answers diverge (`inference/exact.py`); None for ordinary rounds.
     """
 
@@ -32,6 +33,7 @@ class Settings:
     timed: int | None = None
     adaptive_depth: bool = False
     kernels: bool = False
+    probe_s: float = 0.0
     exact: int | None = None
 
     @property
@@ -50,3 +52,8 @@ def label(sampling: Sampling) -> str:
     defaults = {each.name: each.default for each in fields(Sampling)}
     others = [f"{name}={getattr(sampling, name):g}" for name in FILTERS if getattr(sampling, name) != defaults[name]]
     return " ".join((f"{sampling.temperature:g}", *others))
+
+
+def greedy(setting: str) -> bool:
+    """Whether the setting of this label is greedy decoding."""
+    return float(setting.split()[0]) == 0

@@ -35,8 +35,8 @@ def speedups(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 def speed(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """The report's `speed`.
 
-    c is verifying seconds of a mean round over those of a mean plain round, where prompts were timed alone: rounds differ in size (a look-up
-    may propose nothing), so only means say what they cost.
+    Where prompts were timed alone, c, drafting and rest are the parts of a mean round over a mean plain round: rounds differ in size (a look-up
+    may propose nothing), so only means say what they cost. predicted_speedup is τ over their sum; what it lacks is prefill.
     """
     batches = [request for request in requests if request.seconds]
     rounds = [each for request in requests if request.timed for each in request.rounds]
@@ -53,10 +53,9 @@ def speed(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     if "ordinary" in rates:
         entries["cost_of_exact"] = rates["ordinary"] / rates["plain"]
     if all(each.batch == 1 for each in batches):
-        drafting, verifying = (sum(getattr(each, key) for each in rounds) for key in ("draft_s", "verify_s"))
-        plain = sum(each.plain_verify_s for each in batches) / sum(each.plain_rounds for each in batches)
-        entries["c"] = verifying / len(rounds) / plain
-        entries["drafting"] = drafting / len(rounds) / plain
-        entries["predicted_speedup"] = tau / (entries["c"] + entries["drafting"])
+        plain = sum(each.plain_verify_s + each.plain_other_s for each in batches) / sum(each.plain_rounds for each in batches)
+        for name, part in (("c", "verify_s"), ("drafting", "draft_s"), ("rest", "other_s")):
+            entries[name] = sum(getattr(each, part) for each in rounds) / len(rounds) / plain
+        entries["predicted_speedup"] = tau / (entries["c"] + entries["drafting"] + entries["rest"])
         entries["realised_fraction"] = entries["speedup"] / entries["predicted_speedup"]
     return entries

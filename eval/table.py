@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval import load_report
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
@@ -13,6 +14,7 @@ from draftsmith.inference.terminal import printable
 MOST_COLUMNS = 40  # of a domain on a narrow terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
+REFERENCE_HEADER = ("drafter", "T", "τ", "95 % interval", "Δτ")
 SPEED_HEADER = ("domain", "timed", "speedup", "95 % interval", "over transformers")
 
 
@@ -41,6 +43,15 @@ def speed_rows(report: Report) -> list[tuple[str, ...]]:
         interval = shown(s["speedup_low"], s["speedup_high"])
         over = f"{s['speedup_over_transformers']:.2f}" if "speedup_over_transformers" in s else ""
         cells.append((printable(domain, keep=""), f"{s['timed']:.0f}", f"{s['speedup']:.2f}", interval, over))
+    return cells
+
+
+def reference_rows(report: Report) -> list[tuple[str, ...]]:
+    """The drafter, perfect drafters, drafters without weights and earlier artifacts; columns as in REFERENCE_HEADER."""
+    cells = []
+    for each in report.references:
+        delta = "" if each.delta is None else f"{each.delta:+.2f} ({shown(each.delta_low, each.delta_high, '+.2f')})"
+        cells.append((printable(each.name, keep=""), each.setting, f"{each.tau:.2f}", shown(each.low, each.high), delta))
     return cells
 
 
@@ -85,9 +96,9 @@ def speed(report: Report) -> list[str]:
     if report.settings["timed"]:
         lines[0] += f"   ({s['timed']:.0f} timed prompts)"
     if "c" in s:
-        lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}")
+        lines.append(f"a round, in plain rounds: verifying c = {s['c']:.2f}, drafting {s['drafting']:.2f}, rest {s['rest']:.2f}")
         lines.append(
-            f"predicted speedup τ / (c + drafting) {s['predicted_speedup']:.2f}; measured {s['speedup']:.2f}, {s['realised_fraction']:.0%} of it"
+            f"predicted speedup τ / (c + drafting + rest) {s['predicted_speedup']:.2f}; measured {s['speedup']:.2f}, {s['realised_fraction']:.0%} of it"
         )
     rates = f"{s['drafted_tokens_per_s']:.0f} tokens/s with the drafter, {s['plain_tokens_per_s']:.0f} without"
     if "cost_of_exact" in s:
@@ -157,13 +168,19 @@ def print_report(report: Report) -> None:
         print(skipped_line(report.skipped, report.settings["positions"]))
     if report.speedups:
         _print_table(console, f"Speedup at T={report.first_setting}", SPEED_HEADER, speed_rows(report))
+    if report.references:
+        _print_table(console, "Ceilings and baselines", REFERENCE_HEADER, reference_rows(report))
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
         print("No draft tree pays on this machine with this drafter: every τ/cost is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
+    for line in (*load_report.lines(report.load), *load_report.service_lines(report.service)):
+        print(line)
     print(f"{precision(report)}.")
+    for warning in report.warnings:
+        print(f"{printable(warning, keep='')}.")
     print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.")
 
 
@@ -172,7 +189,7 @@ def _print_table(console: Console, title: str, header: tuple[str, ...], cells: l
     for column, name in enumerate(header):
         # Only the last column may be cut short: a temperature carries its label.
         width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(header) - 1 else None
-        table.add_column(name, justify="left" if name == "domain" else "right", no_wrap=True, min_width=width)
+        table.add_column(name, justify="left" if name in ("domain", "drafter") else "right", no_wrap=True, min_width=width)
     for row in cells:
         table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
     console.print(table)

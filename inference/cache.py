@@ -66,6 +66,12 @@ class TreeCache(Cache):
         self.full_buffers = False
         self.select(range(rows))
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one position of one row, over the layers that are allocated."""
+        buffers = (buffer for store in self._stores.values() for buffer in (store.keys, store.values))
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.itemsize for buffer in buffers)
+
     def __bool__(self) -> bool:
         return True  # len() counts transformers' own layers, of which there are none
 

@@ -133,6 +133,14 @@ class Draft:
     parents: list[int] = field(default_factory=list)
     score: float = 0.0
 
+    def accepted(self, text: Sequence[int]) -> int:
+        """How many nodes are accepted where the target continues with `text`."""
+        children = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+        node = depth = 0
+        while depth < len(text) and (node := children.get((node, text[depth]), -1)) > 0:
+            depth += 1
+        return depth
+
 
 def merge_continuations(
     continuations: list[list[int]], tree_spec: TreeSpec, paths: frozenset[Path] | None, budget: int, min_probability: float = 0.0
@@ -215,8 +223,7 @@ class _LookupDrafter:
     def propose(self, round: RoundContext) -> DraftTree:
         """N is the size of the round's largest tree: 1 where no slot has a draft."""
         texts = [self._texts[slot] for slot in round.slots]
-        depth = min(round.depth, self.max_depth)
-        drafts = [self._draft(text, depth) for text in texts]
+        drafts = [self.draft(slot, round.depth) for slot in round.slots]
         sizes = [1 + len(draft.tokens) for draft in drafts]
         nodes = max(sizes)
         if nodes == 1:
@@ -235,11 +242,35 @@ class _LookupDrafter:
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
-            self._texts[slot].extend(result.tokens)
+            self.extend(slot, result.tokens)
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """These tokens were committed in the slot."""
+        self._texts[slot].extend(tokens)
+
+    def draft(self, slot: int, depth: int) -> Draft:
+        """What `propose` drafts for a slot, at most `depth` levels."""
+        return self._draft(self._texts[slot], min(depth, self.max_depth))
 
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
             self._texts.pop(slot, None)
+
+    def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The tokens that each round commits where the target answers `prompt` with `answer`. No model runs: drafts depend on the text alone.
+
+        It is exact where a round accepts what the answer continues with: greedily, and with noise keyed by position. Nothing is remembered.
+        """
+        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
+        text, committed = NgramIndex(self._orders), list[int]()
+        text.extend(prompt)
+        position = 0
+        while position < len(answer):
+            accepted = self._draft(text, self.max_depth).accepted(answer[position:])
+            committed.append(min(accepted + 1, len(answer) - position))
+            text.extend(answer[position : position + committed[-1]])
+            position += committed[-1]
+        return committed
 
     def _draft(self, text: NgramIndex, depth: int) -> Draft:
         raise NotImplementedError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.sampler import Sampling, penalise
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 
@@ -124,13 +124,13 @@ class History:
             self._tokens.pop(slot, None)
 
     def _penalise(self, seen: Tensor, tree: DraftTree, scores: Tensor) -> Tensor:
-        """seen [B,V], scores [B,N,V] -> [B,N,V], the rule of RepetitionPenaltyLogitsProcessor (Keskar et al. 2019, §4.1)."""
+        """The tokens that each row has seen [B,V], scores [B,N,V] -> [B,N,V], penalised for these and for each node's ancestors."""
         # In place of a node that is no ancestor the root is marked, which every node has in its history.
         line = torch.where(tree.visible(), tree.tokens[:, None, :], tree.tokens[:, :1, None])  # [B,N,N]
         real = torch.arange(line.shape[1], device=line.device) < tree.size[:, None]
         seen, line, real = (tensor.to(scores.device) for tensor in (seen, line, real))
         marked = seen[:, None].expand_as(scores).scatter(2, line, True) & real[:, :, None]
-        return torch.where(marked, torch.where(scores < 0, scores * self._penalty, scores / self._penalty), scores)
+        return penalise(scores, marked, self._penalty)
 
     def _process(self, slots: list[int], tree: DraftTree, scores: Tensor) -> None:
         """Run the processors on scores [B,N,V], in place: the nodes of one row and depth have histories of one length."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.inference.rule_names import DEFAULT_RULE, RULES, Rule
 
-__all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "philox", "sample", "uniform", "warp"]
+__all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "penalise", "philox", "sample", "uniform", "warp"]
 
 _MASK = 0xFFFFFFFF
 # Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.2.
@@ -84,6 +84,12 @@ class Sampling:
     @property
     def lossless(self) -> bool:
         return self.greedy or RULES[self.rule].lossless
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """logits [...,V] with the repetition penalty on the tokens that are seen [...,V]: the rule of RepetitionPenaltyLogitsProcessor (Keskar et al.
+    2019, §4.1)."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -14,7 +14,7 @@ from draftsmith.inference.tree_limits import LIMITS
 from draftsmith.models.identity import TargetIdentity
 from draftsmith.models.model_files import check_config, model_file, resolve_path
 
-__all__ = ["DEEPEST", "check_settings", "check_tree", "raw_config", "student_entry"]
+__all__ = ["DEEPEST", "check_notes", "check_settings", "check_tree", "raw_config", "student_entry"]
 
 DEEPEST = LIMITS["depth"][1]  # most heads or steps of a drafter
 _LARGEST = 1 << 31  # of any size
@@ -65,7 +65,7 @@ def check_settings(raw: dict[str, Any], config_class: type[PretrainedConfig], so
     if any(type(tap) is not int or tap < 0 for tap in taps):
         raise ValueError(f"{source}: `taps` should be layer numbers, got {str(taps)[:60]}; correct it or restore the file")
     check_tree(raw.get("tree"), f"{source}: `tree`")
-    _check_notes(raw, source)
+    check_notes(raw, source)
 
 
 def check_tree(tree: Any, name: str) -> None:
@@ -102,11 +102,11 @@ def student_entry(path: str) -> dict[str, Any] | None:
     confidence = field(entry, "confidence", float, inner)
     if not 0 <= confidence < 1:
         raise ValueError(f"{inner}: `confidence` is {confidence}; expected a probability less than 1: correct it or restore the file")
-    _check_notes(entry, inner)
+    check_notes(entry, inner)
     return entry
 
 
-def _check_notes(raw: dict[str, Any], source: str) -> None:
+def check_notes(raw: dict[str, Any], source: str) -> None:
     """Check the entries `target` and `training`, which drafters and students both have."""
     target = field(raw, "target", (dict, type(None)), source)
     for key in TargetIdentity.__dataclass_fields__ if target else ():

@@ -16,12 +16,12 @@ from typing import Any
 from bad_inputs import BadInput, both, changed, nothing, written
 
 SHORT = "--prompts prompts.jsonl --max-new-tokens 4 --temperature 0"
-EVAL, SUFFIX = f"eval medusa/artifact {SHORT}", f"eval suffix --target target {SHORT}"
+EVAL, SUFFIX = f"eval medusa/artifact {SHORT} --probe 0", f"eval suffix --target target {SHORT} --probe 0"
 COMPARE = f"compare suffix ngram --target target {SHORT}"
 BENCH = "bench --target target --drafter suffix --prompts prompts.jsonl --max-new-tokens 4 --repeats 1 --limit 1"
 GENERATE = ["generate", "--target", "target", "--max-new-tokens", "4"]
 ARTIFACT = "medusa/artifact"
-MEASURED = ("acceptance.json", "records.jsonl", "survival.png")
+MEASURED = ("acceptance.json", "records.jsonl", "report.html", "survival.png")
 WRITTEN = tuple(f"{ARTIFACT}/{name}" for name in (*MEASURED, "README.md", "config.json"))
 HEADER = '{"kind": "header", "format": 1, "target": {}, "drafter": {}, "settings": {}, "skipped": {}}\n'
 CLEAN = r"(?s)\A(?!.*[\x00-\x08\x0b-\x1f\x7f-\x9f])"  # no control character but newline and tab is anywhere in the output
@@ -163,7 +163,7 @@ LINKS = [
         "links: a file of the student's artifact",
         lambda folder: moved("student/artifact/config.json", "blobs/config.json", link=True)(folder),
         "config.json is a link",
-        f"eval student/artifact {SHORT}",
+        f"eval student/artifact {SHORT} --probe 0",
     ),
     refused(
         "links: acceptance.json of --out",
@@ -256,7 +256,7 @@ TERMINAL = [
         "terminal: an artifact's path in the report",
         moved(ARTIFACT, "medusa/\x1b[31mred"),
         CLEAN + r".*Written to .*x1b\[31mred",
-        ["eval", "medusa/\x1b[31mred", *SHORT.split()],
+        ["eval", "medusa/\x1b[31mred", *SHORT.split(), "--probe", "0"],
         writes=("medusa/\x1b[[]31mred/*",),
     ),
     done(
@@ -692,9 +692,22 @@ MEASURED_BEFORE = [
     refused("measured: --timed 0", nothing, "--timed 0: expected 1 to", f"{SUFFIX} --timed 0"),
 ]
 HOME = [
-    done("home: --prompts", nothing, "sums", "eval suffix --target target --prompts ~/prompts.jsonl --max-new-tokens 4", inside=at_home),
-    done("home: --target", nothing, "sums", f"eval suffix --target ~/target {SHORT}", inside=at_home),
-    done("home: the drafter", nothing, "Written to ", f"eval ~/medusa/artifact {SHORT}", writes=(*WRITTEN, ".cache/*"), inside=at_home),
+    done(
+        "home: --prompts",
+        nothing,
+        "sums",
+        "eval suffix --target target --prompts ~/prompts.jsonl --max-new-tokens 4 --probe 0",
+        inside=at_home,
+    ),
+    done("home: --target", nothing, "sums", f"eval suffix --target ~/target {SHORT} --probe 0", inside=at_home),
+    done(
+        "home: the drafter",
+        nothing,
+        "Written to ",
+        f"eval ~/medusa/artifact {SHORT} --probe 0",
+        writes=(*WRITTEN, ".cache/*"),
+        inside=at_home,
+    ),
     done("home: --drafter of generate", nothing, r"\w", [*GENERATE, "--drafter", "~/medusa/artifact", "x"], inside=at_home),
     done("home: --out", nothing, "Written to ", f"{SUFFIX} --out ~/out", writes=("out/*", ".cache/*"), inside=at_home),
     done("home: --out of bench", nothing, "prompts", f"{BENCH} --out ~/speed.json", writes=("speed.json",), inside=at_home),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 
+from draftsmith.eval import acceptance
 from draftsmith.inference import machine
 
 if interpreted.INTERPRETED and find_spec("triton"):
@@ -41,6 +42,12 @@ def _compiled_anew(request):
 def _denormals():
     """Commands flush them for good (`machine.threads`), also where a test calls one in this process."""
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_probe_of_loads(monkeypatch):
+    """It takes its time by the clock: tests of the command ask for it."""
+    monkeypatch.setattr(acceptance, "PROBE_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

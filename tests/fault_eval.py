@@ -12,7 +12,7 @@ from fault_forks import Row, Run
 
 from draftsmith.eval import acceptance
 
-WORDS = "ngram --target target --prompts prompts.jsonl --max-new-tokens 16 --timed 1 --dtype float32 --out"
+WORDS = "ngram --target target --prompts prompts.jsonl --max-new-tokens 16 --timed 1 --dtype float32 --probe 0 --out"
 
 
 def evaluation(folder: Path, out: str, rank: int) -> None:
@@ -25,7 +25,7 @@ def untimed(out: Path) -> list[dict]:
     """The lines of the records without seconds."""
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     for line in lines:
-        for name in ("seconds", "prefill_s", "plain_verify_s", "forward", "drafting"):
+        for name in ("seconds", "prefill_s", "plain_verify_s", "plain_other_s", "forward", "drafting"):
             line.pop(name, None)
         if line["kind"] == "request":
             line["rounds"] = [each[:3] for each in line["rounds"]]
@@ -44,18 +44,18 @@ def killed_at_random(folder: Path, trials: int = 20) -> Iterator[Row]:
     expected = untimed(folder / "undisturbed")
     assert sum(line["kind"] == "request" for line in expected) == 2 * len(rows)
     for number in range(trials):
-        moments, out = [draw.uniform(0, undisturbed.seconds) for _ in range(draw.randint(1, 3))], f"out-{number}"
+        waits, out = [draw.uniform(0, undisturbed.seconds) for _ in range(draw.randint(1, 3))], f"out-{number}"
         recorded = []
-        for moment in moments:
+        for wait in waits:
             going = Run(partial(evaluation, folder, out), folder / "run")
-            time.sleep(moment)
+            time.sleep(wait)
             going.kill(0)
             going.end()
             part = folder / out / "records.part.jsonl"
             recorded.append(part.read_bytes().count(b'"kind": "request"') if part.is_file() else 0)
         again = Run(partial(evaluation, folder, out), folder / "run").end()
         row.trial(
-            f"killed after {', '.join(f'{moment:.2f} s' for moment in moments)}",
+            f"killed after {', '.join(f'{wait:.2f} s' for wait in waits)}",
             gone_on=again.codes == [0],
             nothing_lost=recorded == sorted(recorded) or (folder / out / "records.jsonl").is_file(),
             the_same_records=again.codes == [0] and untimed(folder / out) == expected,

@@ -97,8 +97,11 @@ def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
     config = json.loads((artifact / "config.json").read_text())
     assert config["tree"] == report["tree"]
     chain = [word for word in words if word not in ("--nodes", "8")]
-    exit_on_error(acceptance.main, [*chain, "--tree", "chain"])
-    assert len(json.loads(capsys.readouterr().out)["tree"]) == 2
+    exit_on_error(acceptance.main, [*chain, "--tree", "chain", "--probe", "2", "--out", str(workspace / "chain")])
+    chained = json.loads(capsys.readouterr().out)
+    assert len(chained["tree"]) == 2 and 1 in chained["load"]["by_batch"]["batches"] and chained["load"]["check"]["batch"] == 1
+    exit_on_error(acceptance.main, ["--from", str(workspace / "chain"), "--json"])
+    assert json.loads(capsys.readouterr().out) == chained
     assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
 
@@ -284,7 +287,10 @@ def test_a_new_method_appears_without_a_list(monkeypatch, tmp_path):
 
 def test_wrong_words_are_one_line():
     for words, says in (
-        (("evaluate",), "error: no command 'evaluate'; expected one of train, eval, bench, compare, data, plan, sweep, generate"),
+        (
+            ("evaluate",),
+            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, generate",
+        ),
         (("evl",), "did you mean 'eval'?"),
         (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, medusa, target; did you mean 'medusa'?"),
         (

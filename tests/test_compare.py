@@ -150,6 +150,8 @@ def test_differences_are_paired_by_prompt():
     assert high - low < 0.4 * sum(widths) ** 0.5  # prompts differ far more than the two drafters on one prompt
     (a, b) = summarise(["a", "b"], "1", tokens.expand(2, -1), torch.stack((rounds, better)))
     assert (b["delta"], b["delta_low"], b["delta_high"]) == (delta, low, high) and "delta" not in a
+    counts = int((better < rounds).sum()), int((better == rounds).sum()), 0
+    assert b["p"] < 0.001 and (b["wins"], b["ties"], b["losses"]) == counts and "p" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
     assert paired_difference(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
@@ -228,7 +230,7 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
     assert written["draftsmith"]["tree"] == report["tree"]
     assert written | {"draftsmith": written["draftsmith"] | {"tree": [[0], [0, 0], [1]]}} == config
     new = contents(own).keys() - before[1].keys()
-    assert new == {"README.md", "acceptance.json", "records.jsonl", "survival.png"}
+    assert new == {"README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png"}
     assert json.loads((own / "acceptance.json").read_text()) == report
     text = (own / "README.md").read_text()
     assert text.startswith(
@@ -240,14 +242,14 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
 def test_the_snippet_of_the_card_runs(student, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(SHIPPED["tiny"].parents[1])
     entry = json.loads((student / "config.json").read_text())["draftsmith"]
-    card.write(tmp_path, DraftModel.method, entry["target"], entry["training"], None)
+    card.write(tmp_path, DraftModel.method, entry["target"], entry["training"])
     text = (tmp_path / "README.md").read_text()
     assert "Not measured yet" in text
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     assert code.count("\n") == 5
     exec(code.replace("<this folder>", str(student)).replace("max_new_tokens=100", "max_new_tokens=8"), {})
     assert capsys.readouterr().out.startswith("def parse_")
-    card.write(tmp_path, "medusa", entry["target"], None, None)
+    card.write(tmp_path, "medusa", entry["target"], None)
     text = (tmp_path / "README.md").read_text()
     assert "library_name: draftsmith\n" in text and "# medusa drafter for tiny" in text and "python" not in text
 

@@ -1,6 +1,7 @@
 """The judgement of answers that diverge in half precision: planted bugs are called bugs, differences of rounding never are."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,22 @@ def test_a_token_that_its_own_hidden_state_does_not_give_is_a_bug():
     wrong = Recorded([*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB, *plain.tokens[10:]], plain.hidden)
     divergence = first_divergence(target, "p", prompt, plain.tokens, wrong.tokens, Sampling(), 0, (plain, wrong))
     assert divergence.index == 9 and divergence.excess < 3 and not divergence.own_best and divergence.verdict == "bug"
+
+
+def test_a_tie_under_a_repetition_penalty_is_a_tie():
+    target = Target.wrap(tiny("llama"))
+    with torch.no_grad():  # tokens 7 and 8 always have equal logits
+        target.head_weight[8] = target.head_weight[7]
+        target.head_weight[7:9] *= 50
+    sampling = Sampling(repetition_penalty=4.0)
+    for prompt in ([i, j] for i in range(9, 48) for j in range(9, 48)):
+        (plain,) = lossless.decode_recorded(target, None, [prompt], [0], sampling, 1)
+        (other,) = lossless.decode_recorded(target, None, [prompt], [0], Sampling(), 1)
+        if plain.tokens == [7] and other.tokens[0] in prompt:  # which is best without the penalty
+            break
+    tie = replace(plain, tokens=[8])
+    assert first_divergence(target, "p", prompt, [7], [8], sampling, 0, (plain, tie)).verdict == "tie"
+    assert first_divergence(target, "p", prompt, [7], [8], Sampling(), 0, (plain, tie)).verdict == "bug"
 
 
 def test_answers_that_do_not_repeat_are_judged_by_the_margin():

@@ -124,7 +124,7 @@ def test_untimed_prompts_have_the_rounds_of_timed_ones(target, folder, capsys):
     table.print_report(sample)
     printed = capsys.readouterr().out
     assert "skipped, since prompt and answer exceed the target's 128 positions: chat 3" in printed and "(2 timed prompts)" in printed
-    assert table.speed_markdown(sample).count("\n") == 4 and "| chat | 1 |" in "\n".join(card._measured(sample))
+    assert table.speed_markdown(sample).count("\n") == 4 and "| chat | 1 |" in card.measured(sample, "")
 
 
 def test_a_wrong_untimed_answer_is_a_bug(target, folder, monkeypatch):
@@ -211,7 +211,11 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
     assert [decoded["domains"][3][key] for key in ("delta", "delta_low", "delta_high")] == pytest.approx(expected) and expected[0] != 0
     exit_on_error(compare.main, ["--measured", *folders])
     printed = capsys.readouterr().out
-    assert printed.count("code") == 2 and "suffix: up to 32 nodes a round" in printed and "answers are the same" not in printed
+    assert (
+        printed.count("code") == 3
+        and "suffix: up to 32 nodes a round, 16 deep; no training" in printed
+        and "answers are the same" not in printed
+    )
     for words, says in (
         ([folders[0], str(folder / "target")], "no records.jsonl in"),
         ([folders[0], folders[0]], "got a folder twice"),

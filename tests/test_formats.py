@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.inference.drafter import NodeOutput
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
-from draftsmith.models import formats, vocab
+from draftsmith.models import vocab
 from draftsmith.models.drafter import new_drafter
-from draftsmith.models.formats import read_eagle, write_eagle
+from draftsmith.models.formats.eagle import read_eagle, write_eagle
 from draftsmith.models.target import Target
 
 V, D, H, L, K = 61, 40, 32, 8, 4
@@ -581,7 +581,10 @@ LINES = {
         ],
     ),
     "3.1": ({"fc_norm": True, "norm_output": True}, ["SafeAILab: has neither fc_norm nor", "llama.cpp: has neither"]),
-    "narrow": ({"draft_size": 16}, [f"{engine}: reads an embedding" for engine in formats.ENGINES]),
+    "narrow": (
+        {"draft_size": 16},
+        [f"{engine}: reads an embedding" for engine in ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab", "llama.cpp")],
+    ),
     "eagle1": ({"version": 1}, ["TensorRT-LLM: loads no EAGLE-1", "llama.cpp: loads no EAGLE-1"]),
 }
 
@@ -634,7 +637,7 @@ def test_what_cannot_be_written(target, tmp_path):
     assert os.listdir(tmp_path) == ["ours"]
 
 
-@pytest.mark.parametrize("broken", ["models.formats.save_file", "inference.durable.os.fsync", "inference.durable.Path.replace"])
+@pytest.mark.parametrize("broken", ["models.formats.eagle.save_file", "inference.durable.os.fsync", "inference.durable.Path.replace"])
 def test_a_failed_write_leaves_what_was_there(broken, folder, target, tmp_path, monkeypatch):
     copy = shutil.copytree(folder, tmp_path / "copy")
 

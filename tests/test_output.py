@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from draftsmith.data import prompts
-from draftsmith.eval import card, measurements, output, plot, record_store, table
+from draftsmith.eval import card, measurements, output, page, plot, record_store, table
 from draftsmith.eval import report as reports
 from draftsmith.eval.report import Acceptance, Report
 from draftsmith.inference import durable
@@ -53,7 +53,11 @@ DERIVED = tuple(name for name in measurements.NAMES if name != record_store.RECO
 def write(artifact):
     """What an evaluation of one round writes, in the end."""
     (artifact / record_store.RECORDS).write_bytes(record_store.BEGINNING)
-    return measurements.write(artifact, report(), artifact=True)
+    content = {name: {} for name in measurements.KEYS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "html", lambda _: page.MARK.decode())
+        patch.setattr(page, "markdown", lambda _: "details")
+        return measurements.write(artifact, report(), content, artifact=True)
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def artifact(tmp_path):
     folder = tmp_path / "artifact"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "medusa", "tree": [[0], [0, 0]], "more": 5}))
-    card.write(folder, "medusa", {"name": "somebody/target"}, {"steps": 3, "tokens": 4000, "positions": 64}, None)
+    card.write(folder, "medusa", {"name": "somebody/target"}, {"steps": 3, "tokens": 4000, "positions": 64})
     return folder
 
 
@@ -129,14 +133,14 @@ def test_the_card_is_written_between_its_marks(artifact):
     file = artifact / "README.md"
     file.write_text(file.read_text().replace("## Use", "## Mine\n\nby hand\n\n## Use"))
     assert "Not measured yet" in file.read_text()
-    card.write_acceptance(artifact, report("sums"))
+    card.write_acceptance(artifact, "medusa", card.measured(report("sums"), "details"))
     text = file.read_text()
     assert "by hand" in text and "| sums | 0 | 1.50 |" in text and "Not measured yet" not in text
-    card.write_acceptance(artifact, report("verbs"))
+    card.write_acceptance(artifact, "medusa", card.measured(report("verbs"), "details"))
     assert file.read_text() == text.replace("| sums ", "| verbs ")
     file.unlink()
     assert card.is_marked(artifact)
-    card.write_acceptance(artifact, report("sums"))
+    card.write_acceptance(artifact, "medusa", card.measured(report("sums"), "details"))
     assert "| sums | 0 | 1.50 |" in file.read_text() and card.is_marked(artifact)
 
 
@@ -144,7 +148,7 @@ def test_the_card_is_written_between_its_marks(artifact):
 def test_a_card_without_marks_stays(artifact, content):
     (artifact / "README.md").write_bytes(content)
     assert not card.is_marked(artifact)
-    card.write_acceptance(artifact, report())
+    card.write_acceptance(artifact, "medusa", card.measured(report(), "details"))
     assert (artifact / "README.md").read_bytes() == content
 
 

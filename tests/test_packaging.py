@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("train", "models", "data", "recipes", "eval", "inference")
-NESTED = ("train/losses", "train/engine", "train/plan", "train/sweep", "train/benchmarks", "eval/benchmarks", "inference/kernels")
+NESTED = (
+    "train/losses",
+    "train/engine",
+    "train/plan",
+    "train/sweep",
+    "train/benchmarks",
+    "train/exchange",
+    "models/formats",
+    "eval/benchmarks",
+    "inference/kernels",
+)
 PACKAGES = tuple(sorted((*FOLDERS, *NESTED), key=lambda folder: (FOLDERS.index(folder.split("/")[0]), (*FOLDERS, *NESTED).index(folder))))
 
 
@@ -64,6 +74,7 @@ def run_from_wheel(wheel, folder, script, *arguments):
 def test_the_wheel_is_complete_and_resolves_the_target_offline(wheel, tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {f"draftsmith/{file.relative_to(ROOT)}" for package in PACKAGES for file in (ROOT / package).glob("*.py")}
+    wanted |= {f"draftsmith/eval/{name}" for name in ("page.html.jinja", "page.md.jinja", "report.schema.json")}
     wanted |= {f"draftsmith/recipes/{file.name}" for ending in ("*.yaml", "*.jinja") for file in (ROOT / "recipes").glob(ending)}
     wanted |= {
         f"draftsmith/models/{folder}/{file.name}" for folder in ("tiny", "tiny_draft") for file in (ROOT / "models" / folder).iterdir()

@@ -23,7 +23,7 @@ from draftsmith.data.features import FeatureStore
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.drafter import load_drafter, new_drafter
-from draftsmith.models.formats import read_eagle
+from draftsmith.models.formats.eagle import read_eagle
 from draftsmith.models.target import Target
 from draftsmith.train.benchmarks import peers, peers_medusa, peers_samples, peers_table
 from draftsmith.train.engine.optimizer import new_optimizer

@@ -49,8 +49,9 @@ def untimed(line):
             "seconds": sorted(line["seconds"]),
             "prefill_s": 0,
             "plain_verify_s": 0,
+            "plain_other_s": 0,
         }
-    return {} if line["kind"] == "cost" else line
+    return {} if line["kind"] in ("cost", "load") else line
 
 
 def lines(folder):

@@ -24,9 +24,13 @@ COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
     "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
+    "gate": ("draftsmith.eval.gate", "judge an evaluation before a rollout: bounds on τ and speedup, exit status 0, 1 or 2"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
     "plan": ("draftsmith.train.plan.command", "say what a recipe needs, memory and time, before anything is loaded"),
     "sweep": ("draftsmith.train.sweep.command", "search recipe values by successive halving: short runs of all, long ones of the best"),
+    "export": ("draftsmith.train.exchange.export", "write a drafter into the folder that a serving engine loads, checked"),
+    "import": ("draftsmith.train.exchange.take_in", "make an artifact of a published drafter"),
+    "check": ("draftsmith.train.exchange.check", "say what is wrong with a drafter's folder"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }
 HELP = ("-h", "--help", "help")

@@ -103,6 +103,7 @@ from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.eagle import EagleModel
+from draftsmith.models.formats.published import format_of, read_published
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
@@ -268,12 +269,12 @@ def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size:
 
 
 def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
-    """Copy the weights of another EAGLE drafter of this target, with its head re-indexed to this drafter's vocabulary.
+    """Copy the weights of another EAGLE drafter of this target, ours or a published one, its head re-indexed to this drafter's vocabulary.
 
     Raises:
         ValueError: the other one has another architecture, or reads other taps.
     """
-    start = load_drafter(path, target)
+    start = read_published(path, target) if format_of(path) else load_drafter(path, target)
     differing = [
         name
         for name in (

@@ -19,7 +19,7 @@ from draftsmith.train.engine import checkpoint
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, changeable_keys, save
 
-MEASURED = ("README.md", "acceptance.json", "records.jsonl", "survival.png")  # README.md, the sign of completeness, first
+MEASURED = ("README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png")  # README.md, the sign of completeness, first
 
 
 def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:
@@ -63,7 +63,7 @@ def publish(
         write(part, training)
         assert target.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
         target.tokenizer.save_pretrained(part)
-        card.write(part, method, made_for, training, None)
+        card.write(part, method, made_for, training)
 
     folder, new = replace_artifact(recipe, write_all)
     state = f"trained for {steps} steps" if new else "there already"

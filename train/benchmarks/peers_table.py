@@ -21,7 +21,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import load_drafter
-from draftsmith.models.formats import read_eagle
+from draftsmith.models.formats.eagle import read_eagle
 from draftsmith.models.target import Target
 
 CHAIN, TREE = ("chain", 4, None, None), ("dynamic", 4, 4, 16)  # kind, depth, width and nodes

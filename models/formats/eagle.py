@@ -22,20 +22,14 @@ from torch import Tensor
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
 from draftsmith.models.eagle import NORMS, EagleConfig, EagleModel
+from draftsmith.models.formats.engines import eagle_limits, scales_embedding
+from draftsmith.models.formats.layouts import EAGLE1, EMBEDDING, MIDLAYER, NUMBERED, Layout
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target, check_folder, check_loaded
 from draftsmith.models.target_defaults import usual_taps
 from draftsmith.models.weights import check_finite
 
-ENGINES = ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab", "llama.cpp")
-
-# Tensor names are those of EagleModel, but for the first layer of a one-layer EAGLE-3, which is `midlayer.`; with several layers it must be
-# `layers.0.`, or engines do not load it. Further layers have one norm before attention, under two names: vLLM reads it as input_layernorm,
-# SGLang and TensorRT-LLM as hidden_norm.
-FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
-NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
-EMBEDDING, BIAS = "embed_tokens.weight", "fc.bias"
-EXTRA = {1: (EMBEDDING, BIAS), 3: (EMBEDDING,)}  # tensors that the file has and EagleModel has not
+BIAS = "fc.bias"
 
 # Keys of config.json -> fields of EagleConfig.
 SIZES = {"hidden_size": "draft_size", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
@@ -57,16 +51,16 @@ IGNORED = frozenset(  # they do not change what is proposed
 ARCHITECTURES = {1: ["LlamaForCausalLMEagle", "LlamaForCausalLM"], 3: ["LlamaForCausalLMEagle3"]}
 VERSIONS = {"LlamaForCausalLMEagle3": 3, "Eagle3LlamaForCausalLM": 3, "Eagle3DraftModel": 3, "LlamaForCausalLMEagle": 1}
 VERSIONS |= {"EagleLlamaForCausalLM": 1, "LlamaForCausalLM": 0}
-NOT_TAPPED = ("gemma3", "gemma3_text", "glm4_moe", "qwen2_moe")  # targets that vLLM captures no taps of
 
 
-def write_eagle(drafter: EagleModel, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+def write_eagle(drafter: EagleModel, folder: Path, dtype: torch.dtype | None = None, library: bool = False) -> list[str]:
     """Write the folder that engines load, with the target's embedding.
 
     Args:
         drafter: attached to its target.
         folder: created, or its two files replaced.
         dtype: of the weights; None keeps the drafter's.
+        library: write the names and the config of the speculators library, which vLLM serves without further arguments.
 
     Returns:
         One line for each engine that does not serve the drafter, serves it only with a setting, or differs a little: "engine: why".
@@ -82,16 +76,24 @@ def write_eagle(drafter: EagleModel, folder: Path, dtype: torch.dtype | None = N
     if (folder / CONFIG).exists() and re.search(rf'"model_type": "({"|".join(methods())})"', (folder / CONFIG).read_text()):
         raise ValueError(f"{folder} holds a drafter in another format; export to another folder")
     dtype = dtype or drafter.fc.weight.dtype
-    state = drafter.state_dict()
-    names = _names(state, config, MIDLAYER if config.num_layers == 1 else FIRST_LAYER)
-    tensors = {name: state[ours] for name, ours in names.items()}
-    tensors[EMBEDDING] = _embedding(target, 0, target.vocab_size)
+    layout = layout_of(config, config.num_layers == 1 and not library)
+    tensors = stored_tensors(drafter, layout, dtype)
+    raw = _speculators(_config(config, target, dtype), target, drafter.max_depth) if library else _config(config, target, dtype)
+    _write(folder, tensors, json.dumps(raw, indent=2) + "\n")
+    by_engine: dict[str, list[str]] = {}
+    for limit in eagle_limits(config, target):
+        by_engine.setdefault(limit.engine, []).append(limit.why)
+    return [f"{engine}: {'; '.join(why)}" for engine, why in by_engine.items()]
+
+
+def stored_tensors(drafter: EagleModel, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a file by its own names, with the target's embedding, on the CPU."""
+    config, state = drafter.config, drafter.state_dict()
+    state[EMBEDDING] = _embedding(drafter.target, 0, config.vocab_size)
     if config.version == 1:  # without it the bias is random in SGLang and SafeAILab's code
-        tensors[BIAS] = torch.zeros(config.draft_size)
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
-    _write(folder, tensors, json.dumps(_config(config, target, dtype), indent=2) + "\n")
-    return _limits(config, target)
+        state[BIAS] = torch.zeros(config.draft_size)
+    kinds = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in state.items()}
+    return {stored: state[name].to("cpu", kinds[name], copy=True).contiguous() for stored, name in layout.table(state).items()}
 
 
 def read_eagle(folder: Path, target: Target) -> EagleModel:
@@ -129,32 +131,28 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
     return drafter.eval()
 
 
-def _names(ours: Iterable[str], config: EagleConfig, first: str) -> dict[str, str]:
-    """Names in the file -> names in EagleModel (`ours`). `first`: the first layer's prefix in the file. A norm may have two names."""
-    if config.version == 1:
-        return {name: name for name in ours}
-    names = {first + name.removeprefix(FIRST_LAYER) if name.startswith(FIRST_LAYER) else name: name for name in ours}
-    norms = [name for name in ours if name.endswith(NORM) and not name.startswith(FIRST_LAYER)]
-    return names | {name.removesuffix(NORM) + SECOND_NORM: name for name in norms}
+def layout_of(config: EagleConfig, midlayer: bool) -> Layout:
+    """How the file names the tensors. `midlayer`: whether the first layer of EAGLE-3 has this name."""
+    return EAGLE1 if config.version == 1 else MIDLAYER if midlayer else NUMBERED
 
 
 def _read_tensors(folder: str, tensors: dict[str, Tensor], drafter: EagleModel, target: Target) -> dict[str, Tensor]:
     """The state dict of EagleModel. Raises ValueError for tensors that are missing, unexpected, misshapen or contradictory."""
     config, expected = drafter.config, drafter.state_dict()
-    names = _names(expected, config, MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST_LAYER)
+    layout = layout_of(config, any(name.startswith("midlayer.") for name in tensors))
+    names = layout.table(expected)
     present = {names[name] for name in tensors if name in names}
     shapes = {name: expected[ours].shape for name, ours in names.items()}
     shapes |= {EMBEDDING: torch.Size((target.vocab_size, target.hidden_size)), BIAS: torch.Size((config.draft_size,))}
-    # A norm with two names is missing only once.
-    missing = [name for name, ours in names.items() if ours not in present and name.endswith(SECOND_NORM) == ours.endswith(SECOND_NORM)]
-    unexpected = set(tensors) - set(names) - set(EXTRA[config.version])
+    missing = [layout.theirs(name)[0] for name in expected if name not in present]  # a norm with two names is missing only once
+    unexpected = set(tensors) - set(names) - set(layout.optional)
     misshapen = [(name, tensors[name].shape, shapes[name]) for name in set(tensors) - unexpected if tensors[name].shape != shapes[name]]
     check_loaded(folder, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": misshapen})
     if BIAS in tensors and bool(tensors[BIAS].any()):
         raise ValueError("fc.bias is not zero: engines drop it, and our fc has none; train without one")
     if EMBEDDING in tensors:
         _check_embedding(tensors[EMBEDDING], target)
-    elif _scales(target):
+    elif scales_embedding(target):
         raise ValueError(f"{EMBEDDING} is missing, and target {target.name!r} scales its own: which one was trained with is unknown")
     state: dict[str, Tensor] = {}
     for name, ours in names.items():
@@ -168,11 +166,6 @@ def _embedding(target: Target, start: int, stop: int) -> Tensor:
     """The embeddings of tokens start..stop−1 as drafters read them: scaled where the target's module scales them (Gemma)."""
     device = target.model.get_input_embeddings().get_parameter("weight").device
     return target.embed(torch.arange(start, min(stop, target.vocab_size), device=device))
-
-
-def _scales(target: Target) -> bool:
-    """Whether the target scales its embeddings."""
-    return not torch.equal(_embedding(target, 0, 64), target.model.get_input_embeddings().get_parameter("weight")[:64])
 
 
 def _check_embedding(stored: Tensor, target: Target) -> None:
@@ -205,6 +198,29 @@ def _config(config: EagleConfig, target: Target, dtype: torch.dtype) -> dict[str
         if config.draft_size != target.hidden_size:
             raw["target_hidden_size"] = target.hidden_size
     return raw
+
+
+def _speculators(raw: dict[str, Any], target: Target, depth: int) -> dict[str, Any]:
+    """The config.json that speculators 0.9 writes, from that of the other engines."""
+    inner = ("model_type", "hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "vocab_size", "rope_parameters")
+    inner += (*(key for key in SIZES if key not in ("vocab_size",)), "bos_token_id", "eos_token_id", "pad_token_id")
+    own = ("draft_vocab_size", TAPS, COUNT, *NORMS, "tie_word_embeddings", "torch_dtype", "target_hidden_size")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": target.name, "architectures": list(target.model.config.architectures or [])}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        **{key: raw[key] for key in own if key in raw},
+        "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": {key: raw[key] for key in inner},
+    }
 
 
 def _flat(raw: dict[str, Any]) -> dict[str, Any]:
@@ -299,33 +315,6 @@ def _rope_theta(flat: dict[str, Any]) -> float:
     if len(thetas) > 1:
         raise ValueError(f"config.json has {len(thetas)} values of rope_theta, {sorted(thetas)}; expected one")
     return thetas.pop() if thetas else 10000.0
-
-
-def _limits(config: EagleConfig, target: Target) -> list[str]:
-    """One line for each engine that does not serve this drafter as it is."""
-    three, taps, usual = config.version == 3, list(config.taps or ()), list(usual_taps(target.num_layers))
-    kind, every_engine = getattr(target.config, "model_type", ""), " ".join(ENGINES)
-    cap = "its soft-capping" if target.head_scale == 1 else f"its scale {target.head_scale:.4g}"
-    probe = torch.full((1, 2, target.hidden_size), 100.0, device=target.head_weight.device, dtype=target.dtype)
-    bare = three or torch.allclose(target.logits(probe), target.head(probe), rtol=0.01)
-    rules = (
-        (not three, "TensorRT-LLM llama.cpp", "loads no EAGLE-1"),
-        (not bare, "vLLM SGLang SafeAILab", f"applies the target's head without {cap}: equal first choices, other probabilities"),
-        (config.draft_size != target.hidden_size, every_engine, "reads an embedding as wide as the drafter, ours is the target's"),
-        (three and config.num_layers > 1, "SafeAILab llama.cpp", f"has one layer, not {config.num_layers}"),
-        (config.head_dim != config.draft_size / config.num_heads, "SafeAILab", f"has no head_dim, here {config.head_dim}"),
-        (three and taps != usual, "SafeAILab", f"reads the outputs of layers {usual}, not {taps}"),
-        (three and taps != usual, "TensorRT-LLM", f"needs eagle3_layers_to_capture: {taps} in its YAML"),
-        (three and len(taps) == 1, "SGLang TensorRT-LLM", "leaves fc out with one tap"),
-        (three and len(taps) != 3, "llama.cpp", f"reads three taps, not {len(taps)}"),
-        (config.fc_norm or config.norm_output, "SafeAILab llama.cpp", "has neither fc_norm nor norm_output"),
-        (config.norm_before_fc, "SGLang TensorRT-LLM SafeAILab llama.cpp", "has no norm_before_fc"),
-        (config.norm_before_residual, "SGLang TensorRT-LLM SafeAILab", "has no norm_before_residual"),
-        (three and kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets"),
-        (_scales(target), "SGLang TensorRT-LLM", "shares the target's embedding without its scaling"),
-    )
-    reasons = {engine: [why for holds, engines, why in rules if holds and engine in engines.split()] for engine in ENGINES}
-    return [f"{engine}: {'; '.join(why)}" for engine, why in reasons.items() if why]
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:

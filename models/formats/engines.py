@@ -1,0 +1,178 @@
+"""Which drafter goes to which engine: one table, what each engine takes from the target, and what it cannot compute.
+
+"run": the engine itself ran such a folder on a CPU and proposed the same tokens as here. "read": the folder follows the rules in the source of the
+engine's loader, which needs a GPU.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.medusa import MedusaModel
+from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import usual_taps
+
+__all__ = ["ENGINES", "ROWS", "Limit", "Row", "check_row", "eagle_limits", "family_of", "scales_embedding", "serving"]
+
+# What --to takes -> the engine's name.
+ENGINES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tgi": "TGI",
+    "tensorrt-llm": "TensorRT-LLM",
+    "speculators": "speculators",
+    "eagle": "SafeAILab",
+    "transformers": "transformers",
+    "gguf": "llama.cpp",
+}
+FAMILIES = {"medusa": "Medusa", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
+
+
+class Row(NamedTuple):
+    """A family in an engine.
+
+    Attributes:
+        shared: what the engine takes from the target; everything else is in the folder.
+        proof: run or read.
+        serve: how to start it, with {target}, {folder} and {depth}.
+    """
+
+    shared: str
+    proof: str
+    serve: str
+
+
+_VLLM = 'vllm serve {{target}} --speculative-config \'{{{{"method":"{}","model":"{{folder}}","num_speculative_tokens":{{depth}}}}}}\''
+_SGLANG = (
+    "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "
+    "--speculative-num-steps {{depth}} --speculative-eagle-topk 1 --speculative-num-draft-tokens {{nodes}}"
+)
+_TENSORRT = "trtllm-serve {target} --extra_llm_api_options {folder}/tensorrt-llm.yaml"
+
+ROWS: dict[tuple[str, str], Row] = {
+    ("medusa", "vllm"): Row("nothing", "run", _VLLM.format("medusa")),
+    ("medusa", "tgi"): Row(
+        "the head, where all heads share it", "read", "text-generation-launcher --model-id {folder} --speculate {depth}"
+    ),
+    ("medusa", "tensorrt-llm"): Row(
+        "nothing",
+        "read",
+        "examples/medusa/convert_checkpoint.py --model_dir {target} --medusa_model_dir {folder} --num_medusa_heads {depth}",
+    ),
+    ("eagle1", "vllm"): Row("the head", "run", _VLLM.format("eagle")),
+    ("eagle1", "sglang"): Row("the embedding and the head", "read", _SGLANG.format("EAGLE")),
+    ("eagle1", "eagle"): Row(
+        "the head", "run", "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{folder}', use_eagle3=False)"
+    ),
+    ("eagle3", "vllm"): Row("nothing", "run", _VLLM.format("eagle3")),
+    ("eagle3", "sglang"): Row("the embedding", "read", _SGLANG.format("EAGLE3")),
+    ("eagle3", "tensorrt-llm"): Row("the embedding", "read", _TENSORRT),
+    ("eagle3", "speculators"): Row("nothing", "run", "vllm serve {folder}"),
+    ("eagle3", "eagle"): Row("nothing", "run", "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{folder}')"),
+    ("eagle3", "gguf"): Row(
+        "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}"
+    ),
+    ("student", "vllm"): Row("nothing", "run", _VLLM.format("draft_model")),
+    ("student", "sglang"): Row("nothing", "read", _SGLANG.format("STANDALONE")),
+    ("student", "tensorrt-llm"): Row("nothing", "read", _TENSORRT),
+    ("student", "transformers"): Row(
+        "nothing", "run", "target.generate(**prompt, assistant_model=AutoModelForCausalLM.from_pretrained('{folder}'))"
+    ),
+    ("student", "gguf"): Row(
+        "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-simple --spec-draft-n-max {depth}"
+    ),
+}
+# Why a pair has no row, where more can be said than that.
+_REASONS = {
+    ("medusa", "sglang"): "it has no Medusa",
+    ("medusa", "speculators"): "it has no Medusa",
+    ("medusa", "gguf"): "llama.cpp has no Medusa",
+    ("medusa", "transformers"): "its assistant is a causal LM",
+    ("medusa", "eagle"): "the authors' code of EAGLE has no Medusa",
+    ("eagle1", "tensorrt-llm"): "its PyTorch backend refuses EAGLE-1 checkpoints",
+    ("eagle1", "speculators"): "how it writes EAGLE-1 is not known here; its own `speculators convert` reads the folder for `eagle`",
+    ("eagle1", "gguf"): "llama.cpp has EAGLE-3 alone",
+    ("eagle1", "transformers"): "its assistant is a causal LM",
+    ("eagle3", "transformers"): "its assistant is a causal LM",
+    ("student", "speculators"): "it trains heads; vLLM serves a draft model as it is",
+}
+NOT_TAPPED = ("gemma3", "gemma3_text", "glm4_moe", "qwen2_moe")  # targets that vLLM captures no taps of
+# Words in a path by which vLLM overrides the method, whatever --speculative-config says, for methods but EAGLE's.
+OVERRIDING = ("eagle-", "eagle3", "dflash", "dspark")
+
+
+class Limit(NamedTuple):
+    """What an engine does otherwise with a drafter; `refused`: it proposes other tokens, or loads nothing."""
+
+    engine: str
+    why: str
+    refused: bool
+
+
+def family_of(drafter: Any) -> str:
+    """medusa, eagle1, eagle3; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    if isinstance(drafter, EagleModel):
+        return f"eagle{drafter.config.version}"
+    return "medusa" if isinstance(drafter, MedusaModel) else "student"
+
+
+def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
+    """The row of the table.
+
+    Raises:
+        ValueError: the engine does not serve this drafter; the line says why, and which engines do.
+    """
+    refusing = {limit.engine for limit in limits if limit.refused}
+    left = [each for each, name in ENGINES.items() if (family, each) in ROWS and name not in refusing]
+    nearest = f"nearest: --to {', '.join(left)}" if left else "no engine does; it runs here alone"
+    name, about = ENGINES[engine], FAMILIES[family]
+    if (family, engine) not in ROWS:
+        reason = _REASONS.get((family, engine), "it has no such drafter")
+        raise ValueError(f"--to {engine}: {name} does not serve {about} ({reason}); {nearest}")
+    if why := [limit.why for limit in limits if limit.refused and limit.engine == name]:
+        raise ValueError(f"--to {engine}: {name} would not draft as this drafter does: it {'; '.join(why)}; {nearest}")
+    return ROWS[family, engine]
+
+
+def serving(row: Row, target: str, folder: str, depth: int) -> str:
+    """The line that starts the engine."""
+    return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
+
+
+def scales_embedding(target: Target) -> bool:
+    """Whether the target scales its embeddings (Gemma)."""
+    weight = target.model.get_input_embeddings().get_parameter("weight")[:64]
+    return not torch.equal(target.embed(torch.arange(len(weight), device=weight.device)), weight)
+
+
+def eagle_limits(config: EagleConfig, target: Target) -> list[Limit]:
+    """What engines do otherwise with an EAGLE drafter, in the order of the engines."""
+    three, taps, usual = config.version == 3, list(config.taps or ()), list(usual_taps(target.num_layers))
+    kind = getattr(target.config, "model_type", "")
+    engines = ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab", "llama.cpp")
+    cap = "its soft-capping" if target.head_scale == 1 else f"its scale {target.head_scale:.4g}"
+    probe = torch.full((1, 2, target.hidden_size), 100.0, device=target.head_weight.device, dtype=target.dtype)
+    bare = three or torch.allclose(target.logits(probe), target.head(probe), rtol=0.01)
+    rules = (
+        (not three, "TensorRT-LLM llama.cpp", "loads no EAGLE-1", True),
+        (not bare, "vLLM SGLang SafeAILab", f"applies the target's head without {cap}: equal first choices, other probabilities", False),
+        (
+            config.draft_size != target.hidden_size,
+            " ".join(engines),
+            "reads an embedding as wide as the drafter, ours is the target's",
+            True,
+        ),
+        (three and config.num_layers > 1, "SafeAILab llama.cpp", f"has one layer, not {config.num_layers}", True),
+        (config.head_dim != config.draft_size / config.num_heads, "SafeAILab", f"has no head_dim, here {config.head_dim}", True),
+        (three and taps != usual, "SafeAILab", f"reads the outputs of layers {usual}, not {taps}", True),
+        (three and taps != usual, "TensorRT-LLM", f"needs eagle3_layers_to_capture: {taps} in its YAML", False),
+        (three and len(taps) == 1, "SGLang TensorRT-LLM", "leaves fc out with one tap", True),
+        (three and len(taps) != 3, "llama.cpp", f"reads three taps, not {len(taps)}", True),
+        (config.fc_norm or config.norm_output, "SafeAILab llama.cpp", "has neither fc_norm nor norm_output", True),
+        (config.norm_before_fc, "SGLang TensorRT-LLM SafeAILab llama.cpp", "has no norm_before_fc", True),
+        (config.norm_before_residual, "SGLang TensorRT-LLM SafeAILab", "has no norm_before_residual", True),
+        (three and kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets", True),
+        (scales_embedding(target), "SGLang TensorRT-LLM", "shares the target's embedding without its scaling", True),
+    )
+    return [Limit(engine, why, refused) for engine in engines for holds, names, why, refused in rules if holds and engine in names.split()]

@@ -1,0 +1,185 @@
+"""Write a drafter into the folder that an engine loads: complete and checked, or not at all."""
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import yaml
+from transformers import PreTrainedModel
+
+from draftsmith.inference import durable
+from draftsmith.models.eagle import EagleModel
+from draftsmith.models.formats import gguf_file
+from draftsmith.models.formats.eagle import write_eagle
+from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, eagle_limits, family_of, serving
+from draftsmith.models.formats.medusa import write_medusa
+from draftsmith.models.formats.note import NOTE, licence_of, write_note
+from draftsmith.models.formats.rules import path_faults
+from draftsmith.models.formats.student import fitted, write_student
+from draftsmith.models.formats.verify import differences, faults, tolerance_of
+from draftsmith.models.target import Target
+
+__all__ = ["Exported", "Source", "check_output", "export"]
+
+KEPT = (
+    "recipe.yaml",
+    "run.json",
+    "acceptance.json",
+    "report.html",
+    "survival.png",
+)  # of an artifact: how it was trained, and what was measured
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+class Source(NamedTuple):
+    """What is exported.
+
+    Attributes:
+        drafter: a drafter in float32, attached to `target`; for a draft model the transformers model.
+        target: in float32; its decoder layers are not needed.
+        folder: of the artifact, None for one on the Hub.
+        made_for: the `TargetIdentity` as a dict.
+        tree: the draft tree as in a config.
+        depth: tokens of a chain, which the serving command names.
+        steps: the deepest that it can draft.
+        training: notes on the training.
+        confidence: of a draft model.
+    """
+
+    drafter: Any
+    target: Target
+    folder: Path | None
+    made_for: dict[str, Any] | None
+    tree: Any
+    depth: int
+    steps: int
+    training: dict[str, Any] | None
+    confidence: float = 0.0
+
+
+class Exported(NamedTuple):
+    """A complete folder, what the engine does a little otherwise, and how to start it."""
+
+    folder: Path
+    notes: list[str]
+    serve: str
+
+
+def check_output(folder: Path) -> None:
+    """Check that a folder may be written.
+
+    Raises:
+        ValueError: a link, a file, or a folder with content that no export wrote.
+    """
+    if folder.is_symlink():
+        raise ValueError(f"--output {folder} is a link; nothing is written through links: name the folder itself")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; name a folder")
+    if folder.is_dir() and os.listdir(folder) and not (folder / NOTE).is_file():
+        raise ValueError(f"--output {folder} has content that no export wrote; name another folder, or empty it")
+
+
+def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exported:
+    """Write, check, and only then put in its place.
+
+    Args:
+        source: what to export.
+        engine: a key of `ENGINES`.
+        folder: as `check_output`; an earlier export is replaced.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: a drafter that the engine does not serve, with those that do; a path that vLLM misreads; or a folder that did not pass
+            its own check, which is then not there.
+        OSError: the disk; what was there stays.
+    """
+    family, target = family_of(source.drafter), source.target
+    limits = eagle_limits(source.drafter.config, target) if isinstance(source.drafter, EagleModel) else []
+    row = check_row(family, engine, limits)
+    folder = folder.absolute()
+    check_output(folder)
+    if engine == "vllm" and (wrong := [what for _, what in path_faults(family, folder)]):
+        raise ValueError(f"--output {folder}: {wrong[0]}")
+    if engine == "gguf":
+        gguf_file.check_tokenizer(target.tokenizer)
+
+    def write(part: Path) -> None:
+        ours = _write_format(source, family, engine, part, folder, dtype)
+        _write_beside(source, engine, family, part, _card(source, family, engine, folder, row))
+        said = faults(part, target, [engine])
+        said += differences(part, engine, family, ours, target, tolerance_of(target, dtype))
+        if said:
+            raise ValueError(f"the export failed its own check, and was not written: {'; '.join(said)}")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    durable.replace_folder(folder, write)
+    return Exported(folder, _notes(limits, engine), serving(row, target.name, str(folder), source.depth))
+
+
+def _notes(limits: list[Limit], engine: str) -> list[str]:
+    return [f"{limit.engine} {limit.why}" for limit in limits if limit.engine == ENGINES[engine] and not limit.refused]
+
+
+def _write_format(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype) -> Any:
+    """Write weights and config; returns the drafter with its weights rounded to `dtype`, in float32."""
+    target = source.target
+    if family == "student":
+        model: PreTrainedModel = source.drafter
+        assert target.tokenizer is not None, "students are refused where tokenizers cannot be compared"
+        if engine == "gguf":
+            written = copy.deepcopy(fitted(model, target.vocab_size)).to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            gguf_file.write_llama(written, target.tokenizer, part, dtype)
+        else:
+            entry = {"target": source.made_for, "tree": source.tree, "confidence": source.confidence, "training": source.training}
+            written = write_student(model, target.tokenizer, part, target.vocab_size, entry, source.depth, dtype)
+        if engine == "tensorrt-llm":
+            _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": str(folder)})
+        return cast(Any, written).float()
+    drafter = source.drafter
+    if family == "medusa":
+        write_medusa(drafter, part, engine, dtype)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(part)
+    elif engine == "gguf":
+        gguf_file.write_eagle3(drafter, part, dtype)
+    else:
+        write_eagle(drafter, part, dtype, library=engine == "speculators")
+    if engine == "tensorrt-llm" and family == "eagle3":
+        settings = {"decoding_type": "Eagle3", "max_draft_len": source.depth, "speculative_model": str(folder)}
+        _write_yaml(part, settings | {"eagle3_layers_to_capture": list(drafter.taps)})
+    return drafter.to(dtype).float()
+
+
+def _write_yaml(part: Path, settings: dict[str, Any]) -> None:
+    """TensorRT-LLM's settings, which its folder has no place for."""
+    durable.write_text(part / "tensorrt-llm.yaml", yaml.safe_dump({"speculative_config": settings}, sort_keys=False))
+
+
+def _write_beside(source: Source, engine: str, family: str, part: Path, card: str) -> None:
+    """The model card, the recipe, licences, and the note with hashes of all of them."""
+    for name in KEPT if source.folder else ():
+        assert source.folder is not None
+        if (source.folder / name).is_file():
+            shutil.copyfile(source.folder / name, part / name)
+    target_folder = Path(source.target.name)
+    licences = {"target": licence_of(target_folder), "drafter": licence_of(source.folder) if source.folder else ""}
+    for origin, prefix in ((target_folder, "target-"), (source.folder, "")):
+        for file in [file for pattern in LICENCES for file in origin.glob(pattern)] if origin and origin.is_dir() else []:
+            if file.is_file():
+                shutil.copyfile(file, part / (prefix + file.name))
+    durable.write_text(part / "README.md", card)
+    drafter = {"target": source.made_for, "tree": source.tree, "training": source.training}
+    drafter |= {"confidence": source.confidence} if family == "student" else {"depth": source.steps}
+    write_note(part, engine, family, drafter, source.folder, licences)
+
+
+def _card(source: Source, family: str, engine: str, folder: Path, row: Row) -> str:
+    """The artifact's card, and how to serve this folder."""
+    card = source.folder / "README.md" if source.folder else None
+    text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+    serve = serving(row, source.target.name, "<this folder>", source.depth)
+    checked = "was run with folders like this one" if row.proof == "run" else "was not run: the folder follows the rules in its source"
+    return f"{text.rstrip()}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"

@@ -1,0 +1,143 @@
+"""Drafters in other people's folders and on the Hub: EAGLE-1 and -3, Medusa, speculators', read into our own models.
+
+Only safetensors are read. A folder that `draftsmith export` wrote brings its tree and its target's identity along, in draftsmith.json.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+
+from draftsmith.inference.expand import parse_tree_spec
+from draftsmith.models.artifact import raw_config
+from draftsmith.models.drafter import DrafterModel, methods
+from draftsmith.models.formats.eagle import VERSIONS, read_eagle
+from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
+from draftsmith.models.formats.note import NOTE, read_note
+from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
+from draftsmith.models.weights import WEIGHTS, headers
+
+__all__ = ["MARKS", "check_files", "format_of", "folder_of", "open_tensors", "read_published", "target_of"]
+
+# A key of a config.json -> a family that has no architecture here.
+MARKS = {"hydra_num_heads": "Hydra heads", "n_predict": "an MLP speculator", "dflash_config": "a DFlash drafter"}
+PICKLES = (".bin", ".pt", ".pth")
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
+    "torch.load('{0}', map_location='cpu', weights_only=True).items()}}, '{1}', {{'format': 'pt'}})\""
+)
+
+
+def format_of(path: str) -> str:
+    """eagle or medusa for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
+
+    Raises:
+        FileNotFoundError: no config.json.
+        ValueError: a drafter of a kind that is not known here, or a damaged config.
+    """
+    source = resolve_path(path)
+    raw, _ = raw_config(source)
+    names = raw.get("architectures") or []
+    for key, about in MARKS.items():
+        if key in raw:
+            raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected EAGLE or Medusa")
+    if raw.get("speculators_model_type") or any(VERSIONS.get(name) for name in names):
+        return "eagle"
+    ours = {"target", "tree", "share_head"} & raw.keys()
+    medusa = raw.get("model_type") == "medusa" or "MedusaModel" in names or any(key in raw for key in HEADS[:2])
+    if medusa and (not ours or any(key in raw for key in (*HEADS[:2], *BLOCKS[:2]))):
+        return "medusa"
+    # SafeAILab's own trainer calls its heads Llamas, others call them anything. They have an fc, and no model around it.
+    if os.path.isdir(source) and raw.get("model_type") not in methods() and (Path(source) / WEIGHTS).is_file():
+        return "eagle" if "fc.weight" in headers(source) else ""
+    return ""
+
+
+def target_of(path: str) -> dict[str, Any]:
+    """What a published folder says of its target: a `TargetIdentity` as a dict, or its name alone; {} where it says nothing."""
+    source = resolve_path(path)
+    note = read_note(Path(source)) if os.path.isdir(source) else {}
+    if note.get("target"):
+        return note["target"]
+    raw, _ = raw_config(source)
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    name = raw.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return {"name": name} if isinstance(name, str) and name else {}
+
+
+def folder_of(path: str) -> Path:
+    """The local folder; of a Hub id its config and safetensors are downloaded, and nothing else."""
+    source = resolve_path(path)
+    if os.path.isdir(source):
+        return Path(source)
+    return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json", NOTE]))
+
+
+def check_files(folder: Path) -> None:
+    """Check that a folder has safetensors of its own.
+
+    Raises:
+        ValueError: pickles alone, with the command that converts them; or a link that leads out of the folder.
+        FileNotFoundError: no weights at all.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    root = folder.resolve()
+    inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache links into blobs
+    for file in files:
+        if not any(file.resolve().is_relative_to(parent) for parent in inside):
+            raise ValueError(f"{file} is a link out of its folder; copy the file there")
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if not files and pickles:
+        name = "medusa_lm_head.safetensors" if "medusa" in pickles[0] else WEIGHTS
+        raise ValueError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which are never loaded; where you trust them convert them: "
+            + _CONVERT.format(folder / pickles[0], folder / name)
+        )
+    if not files:
+        raise FileNotFoundError(f"no safetensors in {folder}; copy the complete folder")
+
+
+def open_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors. Raises as `check_files`."""
+    check_files(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def read_published(path: str, target: Target, dtype: torch.dtype | None = None) -> DrafterModel:
+    """A published drafter as a model of ours, attached to `target`, in eval mode.
+
+    Args:
+        path: folder or Hub id, for which `format_of` names a format.
+        target: what it drafts for.
+        dtype: of the weights; None keeps the file's.
+
+    Raises:
+        FileNotFoundError, ValueError: as the readers of formats; or a folder that draftsmith.json says is for another target.
+    """
+    kind, folder = format_of(path), folder_of(path)
+    if not kind:
+        raise ValueError(f"{path!r} is no published EAGLE or Medusa drafter; expected one of the layouts in models/FORMATS.md")
+    note = read_note(folder)
+    if note.get("target") and (warning := check_same(TargetIdentity.from_dict(note["target"]), target.identity)):
+        warnings.warn(warning, stacklevel=2)
+    check_files(folder)
+    drafter: DrafterModel = read_medusa(folder, open_tensors(folder), target) if kind == "medusa" else read_eagle(folder, target)
+    if kind == "eagle" and note.get("depth"):
+        drafter.config.steps = note["depth"]
+    if note.get("tree"):
+        if parse_tree_spec(note["tree"]).max_depth > drafter.depth_limit:
+            raise ValueError(f"{folder / NOTE}: `tree` is deeper than the {drafter.depth_limit} steps of the drafter; correct it")
+        drafter.config.tree = note["tree"]
+    if note.get("target"):
+        drafter.config.target = note["target"]
+    drafter.config.training = note.get("training")
+    if dtype is not None:
+        drafter.to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return drafter

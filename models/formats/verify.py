@@ -1,0 +1,168 @@
+"""Whether a drafter's folder is right: the rules of its engines, and the logits of a second reading beside those of our own model.
+
+Letters: S positions · V target vocabulary · L target layers · K draft steps.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.drafter import TargetOutput
+from draftsmith.models.artifact import raw_config
+from draftsmith.models.drafter import methods
+from draftsmith.models.formats import plain, rules
+from draftsmith.models.formats.engines import ENGINES, ROWS, eagle_limits
+from draftsmith.models.formats.gguf_file import FILE
+from draftsmith.models.formats.note import changed_files, read_note
+from draftsmith.models.formats.published import check_files, format_of, read_published
+from draftsmith.models.target import Target
+
+__all__ = ["EXACT", "differences", "faults", "tolerance_of"]
+
+EXACT, ROUNDED = 1e-4, 3e-2  # of the largest logit: sums in another order, and weights rounded to half precision
+LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
+
+
+def faults(folder: Path, target: Target, engines: list[str] | None = None) -> list[str]:
+    """One line for each thing that is wrong with a folder, "engines: what"; none where nothing is.
+
+    Args:
+        folder: of a published drafter, a draft model, or a GGUF file called model.gguf.
+        target: what it drafts for; its decoder layers are not needed.
+        engines: keys of `ENGINES`; None is the one that draftsmith.json names, else all that serve such a drafter.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing can be said of the folder: no config.json, a damaged file, a family that is unknown here.
+    """
+    note = read_note(folder)
+    lines = [f"all: {name} is not what was exported: another file, or a copy cut off" for name in changed_files(folder, note)]
+    if (folder / FILE).is_file():
+        return lines + _gguf(folder, target)
+    kind = format_of(str(folder))
+    raw, _ = raw_config(str(folder))
+    if not kind and raw.get("model_type") in methods():
+        raise ValueError(
+            f"{folder} is an artifact of Draftsmith's own, which it loads as it is; for engines: draftsmith export {folder} --to …"
+        )
+    try:
+        check_files(folder)
+    except (ValueError, FileNotFoundError) as error:
+        return [*lines, f"all: {error}"]
+    _, tensors = plain.read_folder(folder)
+    family = {"medusa": "medusa", "eagle": f"eagle{_version(raw, tensors)}"}.get(kind, "student")
+    wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
+    lines += _said(rules.path_faults(family, folder.resolve()), wanted)
+    if family == "student":
+        return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted)
+    if family == "medusa":
+        lines += _said(rules.medusa_faults(raw, tensors, target, folder), wanted)
+    else:
+        lines += _said(rules.eagle_faults(int(family[-1]), raw, tensors, target, folder), wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            drafter = read_published(str(folder), target)
+    except ValueError as error:
+        return lines or [f"all: {error}"]
+    if family != "medusa":
+        named = {ENGINES[engine]: engine for engine in wanted}
+        limits = [limit for limit in eagle_limits(drafter.config, target) if limit.refused and limit.engine in named]
+        lines += [f"{limit.engine}: it {limit.why}" for limit in limits]
+    if lines:
+        return lines
+    tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
+    return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+
+
+def tolerance_of(target: Target, dtype: torch.dtype) -> float:
+    """How far logits may differ for a folder in `dtype`: by more where the target's own weights, in float32 here, are rounded in it."""
+    weight = target.head_weight
+    return EXACT if torch.equal(weight.to(dtype).float(), weight.float()) else ROUNDED
+
+
+def differences(folder: Path, engine: str, family: str, ours: Any, target: Target, tolerance: float) -> list[str]:
+    """Where the second reading of a folder gives other logits than our model on random inputs; [] where it gives the same.
+
+    Args:
+        folder: of the export.
+        engine, family: of `ROWS`; engines read other taps.
+        ours: the drafter in float32, attached to `target`; for a draft model the transformers model.
+        target: in float32.
+        tolerance: of the largest logit.
+    """
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(
+        min(target.vocab_size, len(_rows(ours)) if family == "student" else target.vocab_size), (LENGTH,), generator=random
+    )
+    if family == "student":
+        with torch.no_grad():
+            expected = ours(tokens[None]).logits[0].float()
+        return _compare("position", {0: expected}, {0: _student(folder, engine, tokens)}, tolerance)
+    hidden = torch.randn(LENGTH, target.hidden_size, generator=random)
+    states = torch.randn(target.num_layers + 1, LENGTH, target.hidden_size, generator=random)
+    taps = torch.stack([states[tap + 1] for tap in ours.taps], 1)[None] if ours.taps else None
+    features = ours.position_features(tokens, TargetOutput(hidden[None], taps))
+    logits = ours.position_logits(features, torch.arange(1, LENGTH))
+    config, tensors = plain.gguf_content(folder / FILE) if engine == "gguf" else plain.read_folder(folder)
+    embedding = target.embed(torch.arange(target.vocab_size)).float()
+    inputs = plain.Inputs(tokens, states, hidden, embedding, lambda x: target.logits(x).float())
+    if family == "medusa":
+        rows = plain.medusa_logits(config, tensors, inputs)
+        return _compare("root", dict(enumerate(logits)), {root: rows[root] for root in range(LENGTH - 1)}, tolerance)
+    read = plain.tapped(engine, config, folder, target.num_layers) if family == "eagle3" else []
+    second = plain.eagle_logits(config, tensors, inputs, read, min(STEPS, logits.shape[1]), gguf=engine == "gguf")
+    return _compare("root, step", {at: logits[at[0] - 1, at[1]] for at in second}, second, tolerance)
+
+
+def _compare(word: str, expected: dict[Any, Tensor], got: dict[Any, Tensor], tolerance: float) -> list[str]:
+    for at, row in got.items():
+        ours = expected[at].detach().float()
+        if ours.shape != row.shape or not torch.equal(ours.isfinite(), row.isfinite()):
+            return [f"it drafts among other tokens than our model reads from it, at {word} {at}"]
+        left, right = ours[ours.isfinite()], row[row.isfinite()]
+        gap, size = float((left - right).abs().max()), float(left.abs().max())
+        if gap > tolerance * max(size, 1e-6):
+            return [f"its logits differ from our model's by {gap:.2g} of {size:.2g}, at {word} {at}"]
+    return []
+
+
+def _student(folder: Path, engine: str, tokens: Tensor) -> Tensor:
+    """The logits [S,V] of a draft model as written: of a Llama in plain torch, of others by transformers, read from the disk anew."""
+    if engine == "gguf":
+        return plain.llama_logits(*plain.gguf_content(folder / FILE), tokens, True)
+    config, tensors = plain.read_folder(folder)
+    simple = config["model_type"] == "llama" and (config.get("rope_parameters") or {}).get("rope_type", "default") == "default"
+    if simple and not (config.get("attention_bias") or config.get("mlp_bias")):
+        return plain.llama_logits(config, tensors, tokens, False)
+    model = Target.load(str(folder), dtype=torch.float32).model
+    with torch.no_grad():
+        return model(tokens[None]).logits[0]
+
+
+def _rows(model: Any) -> Tensor:
+    return model.get_input_embeddings().weight
+
+
+def _version(raw: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+    """1 or 3, where the names of architectures do not say it by the tensors."""
+    text = json.dumps(raw.get("architectures")).lower()
+    return 3 if "eagle3" in text or "lm_head.weight" in tensors or "norm.weight" in tensors else 1
+
+
+def _said(listed: Iterator[rules.Fault], engines: list[str]) -> list[str]:
+    """Lines for those of the engines that a fault concerns."""
+    lines = []
+    for names, what in listed:
+        if hit := [ENGINES[engine] for engine in names.split() if engine in engines]:
+            lines.append(f"{', '.join(hit)}: {what}")
+    return lines
+
+
+def _gguf(folder: Path, target: Target) -> list[str]:
+    entries, tensors = plain.gguf_content(folder / FILE)
+    return _said(rules.gguf_faults(entries, tensors, target), ["gguf"])

@@ -1,0 +1,337 @@
+"""Each trap that the rules of engines name: our export does not fall into it, and check says so of a folder that does."""
+
+import json
+import re
+
+import pytest
+import torch
+from commands import failing
+from export_cases import IDS, D, H, L, V, edited, save_drafter, save_target
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.models.formats import verify
+from draftsmith.models.formats.engines import ENGINES, ROWS
+from draftsmith.models.target import Target
+from draftsmith.train.exchange import check as command
+from draftsmith.train.exchange import export
+
+BASES = {
+    "medusa": ("medusa", "vllm"),
+    "medusa for tgi": ("medusa", "tgi"),
+    "shared": ("medusa that shares the head", "vllm"),
+    "eagle1": ("eagle1", "vllm"),
+    "eagle3": ("eagle3", "vllm"),
+    "all tokens": ("eagle3 of all tokens", "vllm"),
+    "other taps": ("eagle3 with other taps", "vllm"),
+    "two taps": ("eagle3 with two taps", "vllm"),
+    "two layers": ("eagle3 of two layers", "vllm"),
+    "3.1": ("eagle3.1", "vllm"),
+    "speculators": ("eagle3", "speculators"),
+    "student": ("student", "transformers"),
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    root = tmp_path_factory.mktemp("workshop")
+    target = Target.load(str(save_target(root / "target")), dtype=torch.float32)
+    for base, (name, engine) in BASES.items():
+        if not (root / name).exists():
+            save_drafter(name, target, root / name)
+        given = [str(root / name), "--to", engine, "--output", str(root / "out" / base), "--target", str(root / "target")]
+        export.main(given)
+    return root
+
+
+@pytest.fixture(scope="module")
+def target(workshop):
+    return Target.load(str(workshop / "target"), dtype=torch.float32, layers=False)
+
+
+def having(**changes):
+    return lambda config, tensors: config.update(changes)
+
+
+def lacking(*names):
+    return lambda config, tensors: [(config if name in config else tensors).pop(name) for name in names]
+
+
+def renamed(start, to):
+    def change(config, tensors):
+        for name in [name for name in tensors if name.startswith(start)]:
+            tensors[to + name.removeprefix(start)] = tensors.pop(name)
+
+    return change
+
+
+def put(name, made):
+    return lambda config, tensors: tensors.update({name: made(tensors)})
+
+
+def nested(**changes):
+    return lambda config, tensors: config["eagle_config"].update(changes)
+
+
+def both(*changes):
+    return lambda config, tensors: [change(config, tensors) for change in changes]
+
+
+# By name: the export, the engine, what is spoilt, and what is said of it.
+TRAPS = {
+    # Medusa
+    "hidden size left out": ("medusa", "vllm", lacking("hidden_size"), "hidden_size missing, which is 4096"),
+    "vocabulary left out": ("medusa", "vllm", lacking("vocab_size"), "vocab_size missing, which is 32001"),
+    "biases dropped": ("medusa", "vllm", lacking("medusa_fc_bias"), "dropped without a word"),
+    "biases said, none there": (
+        "medusa",
+        "vllm",
+        lambda c, t: [t.pop(name) for name in list(t) if name.endswith("bias")],
+        "biases of the blocks are missing",
+    ),
+    "heads without output layers": ("medusa", "vllm", lacking(*(f"{k}.1.weight" for k in range(3))), "accepts nothing"),
+    "shared head not said": ("shared", "vllm", lacking("original_lm_head"), "output layers of 3 heads are missing"),
+    "shared head not there": ("shared", "vllm", lacking("lm_head.weight"), "the target's head is not used"),
+    "two counts of heads": ("medusa", "vllm", having(num_heads=2), "counts heads twice"),
+    "fewer heads than said": ("medusa", "vllm", having(medusa_num_heads=4), "tensors are missing: 3.0.linear"),
+    "smaller vocabulary": ("medusa", "vllm", having(truncated_vocab_size=40), "truncated_vocab_size, which vLLM 0.32 cannot read"),
+    "token map": ("medusa", "vllm", having(token_map="x.pt"), "token_map"),
+    "unknown architecture": ("medusa", "vllm", having(architectures=["Medusa"]), "vLLM knows MedusaModel alone"),
+    "architectures for TGI": ("medusa for tgi", "tgi", having(architectures=["MedusaModel"]), "leave it out"),
+    "TGI without layers": ("medusa for tgi", "tgi", lacking("medusa_num_layers"), "lacks medusa_num_layers"),
+    "TGI without a target": ("medusa for tgi", "tgi", lacking("base_model_name_or_path"), "lacks base_model_name_or_path"),
+    "TensorRT-LLM's count": ("medusa", "tensorrt-llm", having(), "lacks num_medusa_heads"),
+    "TensorRT-LLM's heads": ("shared", "tensorrt-llm", having(num_medusa_heads=3), "an output layer of its own"),
+    "tensors nobody reads": ("medusa", "vllm", put("9.extra", lambda t: torch.ones(1)), "read by nothing: 9.extra"),
+    # EAGLE-1
+    "bias left out": ("eagle1", "eagle", lacking("bias"), "lacks bias, so that fc gets a random one"),
+    "bias true": ("eagle1", "vllm", having(bias=True), "q, k and v biases that it leaves uninitialised"),
+    "a bias that is dropped": ("eagle1", "vllm", put("fc.bias", lambda t: torch.ones(H)), "fc.bias is not zero, and is dropped"),
+    "no bias in the file": ("eagle1", "sglang", lacking("fc.bias"), "left random; write zeros"),
+    "one architecture": ("eagle1", "vllm", having(architectures=["LlamaForCausalLMEagle"]), "are refused; write"),
+    "an input norm": ("eagle1", "vllm", put("layers.0.input_layernorm.weight", lambda t: torch.ones(H)), "EAGLE-1's first layer has none"),
+    # EAGLE-3
+    "no map": ("eagle3", "vllm", lacking("d2t", "t2d"), f"draft_vocab_size is {D} of {V} and d2t is missing: it loads and accepts nothing"),
+    "absolute map": ("eagle3", "vllm", put("d2t", lambda t: t["d2t"] + torch.arange(D)), "d2t holds target ids"),
+    "map out of range": ("eagle3", "vllm", both(put("d2t", lambda t: t["d2t"] + V), lacking("t2d")), "expected different ids in 0"),
+    "map of another run": ("eagle3", "vllm", put("t2d", lambda t: t["t2d"].roll(1)), "d2t and t2d disagree"),
+    "map not ascending": (
+        "eagle3",
+        "vllm",
+        put("d2t", lambda t: (t["d2t"] + torch.arange(D)).flip(0) - torch.arange(D)),
+        "not in ascending order",
+    ),
+    "a map of all tokens": ("all tokens", "vllm", put("d2t", lambda t: torch.zeros(V, dtype=torch.int64)), "although the draft vocabulary"),
+    "target_hidden_size null": ("eagle3", "vllm", having(target_hidden_size=None), "target_hidden_size is null"),
+    "no embedding": (
+        "eagle3",
+        "eagle",
+        both(having(target_hidden_size=H), lacking("embed_tokens.weight")),
+        "the target's embedding is not loaded",
+    ),
+    "random embedding": ("eagle3", "vllm", put("embed_tokens.weight", lambda t: torch.randn(V, H)), "random numbers?"),
+    "no head": ("eagle3", "sglang", lacking("lm_head.weight"), "lm_head.weight is missing, and is left random"),
+    "no fc": ("eagle3", "vllm", lacking("fc.weight"), "fc.weight is missing: vLLM does not notice"),
+    "a prefix": ("eagle3", "vllm", renamed("midlayer.", "model.midlayer."), "names begin with model."),
+    "other names of the layer": ("eagle3", "eagle", renamed("midlayer.", "layers.0."), "is not read; name it midlayer."),
+    "midlayer in speculators": ("speculators", "speculators", renamed("layers.0.", "midlayer."), "makes a fresh one without a word"),
+    "residual unsaid": ("speculators", "speculators", lacking("norm_before_residual"), "vLLM takes true, speculators false"),
+    "rope nowhere": ("eagle3", "vllm", lacking("rope_theta", "rope_parameters"), "names no rope_theta: 10000 is taken"),
+    "rope once": ("eagle3", "vllm", lacking("rope_theta"), "at the top level and in rope_parameters"),
+    "short context": ("eagle3", "sglang", having(max_position_embeddings=64), "less than the target's context 96"),
+    "taps of outputs at the top": ("eagle3", "vllm", having(**{IDS: [1, 3, 4]}), "expected these one less"),
+    "no taps at the top": ("other taps", "vllm", lacking(IDS), re.escape("write [1, 4, 7]")),
+    "no nested taps": ("other taps", "sglang", lacking("eagle_config"), re.escape("layers [2, 4, 5] are read; write [0, 3, 6]")),
+    "nested inputs": ("other taps", "sglang", nested(**{IDS: [1, 4, 7]}), "expected these one less"),
+    "taps not ascending": ("other taps", "vllm", both(having(**{IDS: [7, 4, 1]}), lacking("eagle_config")), "they are sorted"),
+    "a tap twice": ("two taps", "vllm", both(having(**{IDS: [1, 1]}), lacking("eagle_config")), "none may be given twice"),
+    "no such tap": ("other taps", "vllm", both(having(**{IDS: [1, 4, L + 1]}), lacking("eagle_config")), f"layers of 0..{L}"),
+    "two taps uncounted": ("two taps", "vllm", lacking("eagle_config", "num_aux_hidden_states"), "num_aux_hidden_states should be 2"),
+    "fc of other taps": ("eagle3", "vllm", both(having(**{IDS: [2, 4]}), lacking("eagle_config")), "fc.weight reads 96 numbers"),
+    "another architecture": ("eagle3", "vllm", having(architectures=["LlamaForCausalLMEagle3B"]), "architectures .* are refused"),
+    "a norm of one name": ("two layers", "sglang", lacking("layers.1.hidden_norm.weight"), "hidden_norm.weight is missing, and is left"),
+    "a norm of the other name": ("two layers", "vllm", lacking("layers.1.input_layernorm.weight"), "input_layernorm.weight is missing"),
+    "3.1 unsaid": ("3.1", "vllm", having(fc_norm=False), "fc_norm is False and fc_norm.0.weight is there"),
+    "3.1 without its norm": ("3.1", "vllm", lacking("fc_norm.0.weight"), "fc_norm.0.weight is missing"),
+    "3.1 in SafeAILab's code": ("3.1", "eagle", having(), "it has neither fc_norm nor norm_output"),
+    # Draft models
+    "another vocabulary": ("student", "vllm", having(vocab_size=V - 1), f"vocab_size is {V - 1}, the target's {V}"),
+    "θ in one place": ("student", "transformers", lacking("rope_theta"), "transformers 4 takes 10000"),
+    "dtype in one place": ("student", "transformers", lacking("torch_dtype"), "transformers 4 loads float32"),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap_is_seen_and_ours_is_not_in_it(workshop, target, trap, tmp_path):
+    base, engine, change, words = TRAPS[trap]
+    copy = edited(workshop / "out" / base, tmp_path / "copy", change)
+    lines = verify.faults(copy, target, [engine])
+    assert any(re.search(words, line) for line in lines), lines
+    assert all(line.startswith(("all: ", ENGINES[engine])) or ENGINES[engine] in line.split(":")[0] for line in lines)
+    name, written_for = BASES[base]
+    untouched = verify.faults(workshop / "out" / base, target)  # for the engine that it was written for
+    assert untouched == []
+    if (name.split(" ")[0].split(".")[0], engine) in ROWS and engine == written_for:
+        assert not any(re.search(words, line) for line in verify.faults(workshop / "out" / base, target, [engine]))
+
+
+def test_many_traps_are_tried():
+    assert len(TRAPS) > 55 and {engine for _, engine, _, _ in TRAPS.values()} >= {
+        "vllm",
+        "sglang",
+        "tgi",
+        "tensorrt-llm",
+        "speculators",
+        "eagle",
+    }
+
+
+def test_the_settings_of_a_student_that_draft_otherwise(workshop, target, tmp_path):
+    for name, key, words in (
+        ("generation_config.json", "assistant_confidence_threshold", "a threshold of 0.4 is taken"),
+        ("generation_config.json", "num_assistant_tokens", "20 tokens is taken"),
+    ):
+        copy = edited(workshop / "out" / "student", tmp_path / "copy", having())
+        content = json.loads((copy / name).read_text())
+        del content[key]
+        (copy / name).write_text(json.dumps(content))
+        assert any(words in line for line in verify.faults(copy, target, ["transformers"]))
+    copy = edited(workshop / "out" / "student", tmp_path / "copy", having())
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "TokenizersBackend"}))
+    assert any("transformers 4 refuses" in line for line in verify.faults(copy, target, ["transformers"]))
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    assert any("no tokenizer beside" in line for line in verify.faults(copy, target, ["vllm"]))
+
+
+def test_files_with_other_names_and_pickles(workshop, target, tmp_path):
+    copy = edited(workshop / "out" / "medusa for tgi", tmp_path / "copy", having())
+    (copy / "medusa_lm_head.safetensors").rename(copy / "model.safetensors")
+    assert any("the only file that is read" in line for line in verify.faults(copy, target, ["tgi"]))
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    assert any("no tokenizer beside the heads" in line for line in verify.faults(copy, target, ["tgi"]))
+    torch.save(load_file(copy / "model.safetensors"), copy / "medusa_lm_head.pt")
+    (copy / "model.safetensors").unlink()
+    (line,) = verify.faults(copy, target, ["vllm"])
+    assert "only pickled weights" in line and "weights_only=True" in line and "medusa_lm_head.safetensors" in line
+
+
+def test_the_command_that_converts_a_pickle_works(workshop, tmp_path):
+    import shlex
+    import subprocess
+    import sys
+
+    copy = edited(workshop / "out" / "eagle1", tmp_path / "copy", having())
+    tensors = load_file(copy / "model.safetensors")
+    torch.save(tensors, copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    (line,) = verify.faults(copy, Target.load(str(workshop / "target"), layers=False), ["vllm"])
+    words = shlex.split(line[line.index("python -c") :])
+    subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
+    again = load_file(copy / "model.safetensors")
+    assert tensors.keys() == again.keys() and all(torch.equal(tensors[name], again[name]) for name in tensors)
+
+
+def test_a_path_that_vllm_misreads(workshop, target, tmp_path):
+    for base in ("medusa", "student"):
+        copy = edited(workshop / "out" / base, tmp_path / "an-eagle3-folder" / base, having())
+        assert any("takes another method" in line for line in verify.faults(copy, target, ["vllm"]))
+
+
+def test_few_layers_have_no_usual_taps(tmp_path):
+    sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    short = Target.wrap(LlamaForCausalLM(LlamaConfig(vocab_size=V, max_position_embeddings=96, **sizes)))
+    from draftsmith.models.formats.rules import eagle_faults
+
+    lines = [what for _, what in eagle_faults(3, {"architectures": ["LlamaForCausalLMEagle3"]}, {}, short, tmp_path)]
+    assert any("not three of a target of 6" in line for line in lines)
+
+
+def spoilt(gguf_folder, place, entries, tensors=()):
+    """A copy of a GGUF file with other entries, or with other numbers in some tensors."""
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(gguf_folder / "model.gguf")
+    kind = reader.fields["general.architecture"].contents()
+    place.mkdir()
+    writer = gguf.GGUFWriter(place / "model.gguf", entries.get("general.architecture", kind))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            value = entries.get(name, field.contents())
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, value, field.types[0], sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, dict(tensors).get(tensor.name, lambda data: data)(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return place
+
+
+def test_traps_of_gguf(workshop, target, tmp_path):
+    pytest.importorskip("gguf")
+    for name in ("eagle3", "student"):
+        given = [str(workshop / name), "--to", "gguf", "--output", str(tmp_path / name), "--target", str(workshop / "target")]
+        export.main(given)
+        assert verify.faults(tmp_path / name, target) == []
+        assert verify.faults(spoilt(tmp_path / name, tmp_path / f"{name}-same", {}), target) == []
+    tokens = [f"t{i}" for i in range(V)]
+    cases = [
+        ("student", {"tokenizer.ggml.tokens": tokens}, (), "token 5 is 't5', the target's .*: it serves without drafts"),
+        ("student", {"tokenizer.ggml.tokens": tokens + ["x"]}, (), "llama.cpp accepts that, and then aborts"),
+        ("student", {"tokenizer.ggml.tokens": tokens[: V - 129]}, (), "more than 128 fewer"),
+        ("student", {"general.architecture": "gpt2"}, (), "expected llama or eagle3"),
+        ("eagle3", {"eagle3.target_layers": [1, 2]}, (), "expected three layers"),
+        ("eagle3", {"eagle3.target_layers": [1, 2, L + 1]}, (), "expected three layers"),
+        ("eagle3", {"eagle3.target_hidden_size": 64}, (), "target_hidden_size is 64"),
+        ("eagle3", {}, [("d2t", lambda data: data - list(range(D)))], "here it holds target ids, no offsets"),
+    ]
+    for number, (name, entries, tensors, words) in enumerate(cases):
+        lines = verify.faults(spoilt(tmp_path / name, tmp_path / f"case-{number}", entries, tensors), target)
+        assert any(re.search(words, line) for line in lines), (words, lines)
+
+
+def test_a_folder_that_is_no_longer_what_was_exported(workshop, target, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(workshop / "out" / "eagle3", tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["norm.weight"] *= 2
+    save_file(tensors, copy / "model.safetensors")
+    assert verify.faults(copy, target) == ["all: model.safetensors is not what was exported: another file, or a copy cut off"]
+    (copy / "model.safetensors").unlink()
+    assert verify.faults(copy, target)[0].startswith("all: model.safetensors is not what")
+
+
+def test_the_logits_of_another_drafter_are_seen(workshop, target):
+    """`differences` is what stands between an export and a wrong name, tap, order or map: each must move the logits."""
+    from draftsmith.models.formats.published import read_published
+
+    for base, (name, engine) in BASES.items():
+        if base in ("student", "shared"):
+            continue
+        folder = workshop / "out" / base
+        ours = read_published(str(folder), target)
+        with torch.no_grad():
+            next(iter(ours.parameters())).mul_(1.01)
+        family = "medusa" if name.startswith("medusa") else name[:6]
+        assert verify.differences(folder, engine, family, ours, target, verify.EXACT), base
+
+
+def test_the_command(workshop, tmp_path, capsys):
+    given = [str(workshop / "out" / "eagle3"), "--target", str(workshop / "target")]
+    capsys.readouterr()
+    command.main(given)
+    assert "nothing wrong was seen" in capsys.readouterr().out
+    copy = edited(workshop / "out" / "eagle3", tmp_path / "copy", both(lacking("d2t", "t2d"), having(target_hidden_size=None)))
+    with pytest.raises(SystemExit) as exit:
+        command.main([str(copy), "--target", str(workshop / "target"), "--engine", "vllm"])
+    lines = capsys.readouterr().out.splitlines()
+    assert exit.value.code == 1 and len(lines) == 2 and all(line.startswith("vLLM: ") for line in lines)
+    ours = failing(capsys, command.main, [workshop / "eagle3", "--target", workshop / "target"])
+    assert "artifact of Draftsmith's own" in ours
+    (tmp_path / "hydra").mkdir()
+    (tmp_path / "hydra" / "config.json").write_text('{"hydra_num_heads": 4}')
+    assert "holds Hydra heads" in failing(capsys, command.main, [tmp_path / "hydra", "--target", workshop / "target"])

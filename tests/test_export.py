@@ -1,0 +1,270 @@
+"""Exports: each drafter into each engine's folder, checked by a second reading, or refused with the engines that take it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import failing
+from export_cases import DRAFTERS, IDS, K, L, V, family, save_drafter, save_target
+from safetensors.torch import load_file
+
+from draftsmith.models.formats import engines, layouts, plain, verify
+from draftsmith.models.formats.engines import ENGINES, ROWS
+from draftsmith.models.target import Target
+from draftsmith.train.exchange import export as command
+
+pytest.importorskip("gguf")
+# (drafter, engine) that the table has, and that these settings take away.
+LEFT_OUT = {
+    ("eagle1 of two layers", "nothing"),
+    *((name, "eagle") for name in DRAFTERS if name not in ("eagle1", "eagle1 of two layers", "eagle3", "eagle3 of all tokens")),
+    *((name, "gguf") for name in ("eagle3 with two taps", "eagle3 of two layers", "eagle3.1", "eagle3 of speculators")),
+    *(("eagle3 of speculators", engine) for engine in ("sglang", "tensorrt-llm")),
+}
+GOOD = [(name, engine) for name in DRAFTERS for engine in ENGINES if (family(name), engine) in ROWS and (name, engine) not in LEFT_OUT]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder with the target and all artifacts."""
+    root = tmp_path_factory.mktemp("workshop")
+    target = Target.load(str(save_target(root / "target")))
+    for name in DRAFTERS:
+        save_drafter(name, target, root / name)
+    return root
+
+
+def run(workshop, name, engine, output, *more):
+    command.main([str(workshop / name), "--to", engine, "--output", str(output), "--target", str(workshop / "target"), *more])
+    return output
+
+
+@pytest.mark.parametrize("name, engine", GOOD)
+def test_each_drafter_is_exported_to_each_engine(workshop, name, engine, tmp_path, capsys):
+    folder = run(workshop, name, engine, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "checked" in said and f"serve: {ROWS[family(name), engine].serve.split('{')[0].split()[0]}" in said
+    note = json.loads((folder / "draftsmith.json").read_text())
+    assert note["engine"] == engine and note["family"] == family(name) and note["licences"] == {"target": "mit", "drafter": "apache-2.0"}
+    assert len(note["source"]) == 64 and note["files"].keys() == {
+        str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and file.name != "draftsmith.json"
+    }
+    assert (folder / "target-LICENSE").read_text() == "Do as you like.\n"
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0") and "## Serve" in card
+
+
+def test_every_row_of_the_table_is_tried_and_every_gap_is_refused():
+    assert {(family(name), engine) for name, engine in GOOD} == set(ROWS) and len(GOOD) > 40
+
+
+REFUSED = [
+    ("medusa", "sglang", "SGLang does not serve Medusa.*nearest: --to vllm, tgi, tensorrt-llm"),
+    ("medusa", "gguf", "llama.cpp does not serve Medusa"),
+    ("medusa", "transformers", "its assistant is a causal LM"),
+    ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
+    ("eagle1", "tgi", "TGI does not serve EAGLE-1"),
+    ("eagle3.1", "gguf", "llama.cpp would not draft as this drafter does: it has neither fc_norm.*nearest: --to vllm, sglang"),
+    ("eagle3 with two taps", "gguf", "reads three taps, not 2"),
+    ("eagle3 with other taps", "eagle", r"reads the outputs of layers \[1, 3, 4\], not \[0, 3, 6\]"),
+    ("eagle3 of speculators", "sglang", "has no norm_before_fc; has no norm_before_residual; nearest: --to vllm, speculators"),
+    ("student", "speculators", "nearest: --to vllm, sglang"),
+    ("student", "tgi", "TGI does not serve a draft model"),
+]
+
+
+@pytest.mark.parametrize("name, engine, words", REFUSED)
+def test_what_an_engine_does_not_serve_is_refused_with_what_does(workshop, name, engine, words, tmp_path, capsys):
+    words_given = [workshop / name, "--to", engine, "--output", tmp_path / "out", "--target", workshop / "target"]
+    line = failing(capsys, command.main, words_given)
+    import re
+
+    assert re.search(words, line) and os.listdir(tmp_path) == []
+
+
+def test_the_shared_head_of_medusa_goes_where_each_engine_looks(workshop, tmp_path):
+    head = load_file(workshop / "target" / "model.safetensors")["lm_head.weight"]
+    for engine, names in (("vllm", ["lm_head.weight"]), ("tgi", []), ("tensorrt-llm", [f"{k}.1.weight" for k in range(3)])):
+        folder = run(workshop, "medusa that shares the head", engine, tmp_path / engine)
+        tensors = load_file(folder / "medusa_lm_head.safetensors")
+        assert sorted(name for name in tensors if "linear" not in name) == names
+        assert all(torch.equal(tensors[name], head) for name in names)
+        config = json.loads((folder / "config.json").read_text())
+        assert config.get("original_lm_head", False) == (engine == "vllm") and config["medusa_fc_bias"] and "architectures" not in config
+        assert ("num_medusa_heads" in config) == (engine == "tensorrt-llm") and config["hidden_size"] == 32
+    folder = run(workshop, "medusa that shares, two blocks", "tgi", tmp_path / "two")
+    assert "1.2.weight" in load_file(folder / "medusa_lm_head.safetensors")
+
+
+def test_taps_are_translated_for_each_engine(workshop, tmp_path):
+    outputs = [0, 3, 6]
+    for engine in ("vllm", "sglang", "tensorrt-llm", "speculators", "gguf"):
+        folder = run(workshop, "eagle3 with other taps", engine, tmp_path / engine)
+        if engine == "gguf":
+            config, _ = plain.gguf_content(folder / "model.gguf")
+            assert config["eagle3.target_layers"] == [1, 4, 7]
+        else:
+            config = json.loads((folder / "config.json").read_text())
+            assert config[IDS] == [1, 4, 7]
+            assert engine == "speculators" or config["eagle_config"][IDS] == outputs
+        assert plain.tapped(engine, config, folder, L) == [1, 4, 7]
+    settings = yaml.safe_load((tmp_path / "tensorrt-llm" / "tensorrt-llm.yaml").read_text())["speculative_config"]
+    assert settings == {
+        "decoding_type": "Eagle3",
+        "max_draft_len": K,
+        "speculative_model": str(tmp_path / "tensorrt-llm"),
+        "eagle3_layers_to_capture": outputs,
+    }
+
+
+def test_the_speculators_folder_is_what_the_library_writes(workshop, tmp_path):
+    folder = run(workshop, "eagle3", "speculators", tmp_path / "out")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert not any(name.startswith("midlayer.") for name in tensors) and "layers.0.hidden_norm.weight" in tensors
+    assert config["architectures"] == ["Eagle3DraftModel"] and config["speculators_model_type"] == "eagle3"
+    assert config["norm_before_residual"] is False and "model_type" not in config
+    assert config["speculators_config"]["verifier"] == {"name_or_path": str(workshop / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == K
+    assert config["transformer_layer_config"]["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_a_student_has_what_older_readers_need(workshop, tmp_path):
+    folder = run(workshop, "student with more rows", "transformers", tmp_path / "out")
+    config, generation = (json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json"))
+    assert config["rope_theta"] == 10000.0 and config["rope_scaling"] is None and config["torch_dtype"] == "float32"
+    assert generation["num_assistant_tokens"] == K and generation["assistant_confidence_threshold"] == 0.0
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["vocab_size"] == V and all(
+        len(t) == V for n, t in load_file(folder / "model.safetensors").items() if "embed" in n or "head" in n
+    )
+
+
+def test_a_student_that_lacks_tokens_reads_and_proposes_as_here():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from draftsmith.models.formats.student import fitted
+
+    for tied in (False, True):
+        torch.manual_seed(2)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": tied}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)).eval()
+        padded = fitted(model, 23)
+        ids = torch.tensor([[3, 22, 5, 19, 20, 1]])
+        with torch.no_grad():
+            ours, theirs = model(ids.clamp(max=19)).logits, padded(ids).logits
+        assert torch.equal(ours, theirs[..., :20]) and torch.equal(theirs[..., 20:], theirs[..., 19:20].expand(-1, -1, 3))
+        assert model.config.vocab_size == 20 and padded.config.vocab_size == 23
+
+
+def test_the_dtype_is_the_targets_unless_another_is_named(workshop, tmp_path):
+    assert load_file(run(workshop, "medusa", "vllm", tmp_path / "a") / "medusa_lm_head.safetensors")["0.1.weight"].dtype == torch.float32
+    half = run(workshop, "medusa", "vllm", tmp_path / "b", "--dtype", "bfloat16")
+    assert load_file(half / "medusa_lm_head.safetensors")["0.1.weight"].dtype == torch.bfloat16
+    for name in ("eagle3", "eagle1", "student"):  # what is rounded is compared with our own, rounded
+        run(workshop, name, "vllm", tmp_path / name, "--dtype", "bfloat16")
+    run(workshop, "eagle3", "gguf", tmp_path / "g", "--dtype", "bfloat16")
+
+
+def test_nothing_is_written_over_other_content_or_through_links(workshop, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("dear")
+    (tmp_path / "link").symlink_to(mine)
+    for output, words in ((mine, "no export wrote"), (tmp_path / "link", "is a link"), (mine / "letter.txt", "is a file")):
+        given = [workshop / "medusa", "--to", "vllm", "--output", output, "--target", workshop / "target"]
+        assert words in failing(capsys, command.main, given)
+    assert os.listdir(mine) == ["letter.txt"]
+    folder = run(workshop, "medusa", "vllm", tmp_path / "out")
+    (folder / "left.txt").write_text("")
+    run(workshop, "eagle3", "vllm", folder)  # an earlier export is replaced
+    assert (folder / "model.safetensors").is_file() and not (folder / "left.txt").exists()
+
+
+def test_a_failed_write_leaves_the_earlier_export(workshop, tmp_path, monkeypatch):
+    folder = run(workshop, "medusa", "vllm", tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    for broken in ("models.formats.eagle.save_file", "inference.durable.os.fsync"):
+        monkeypatch.setattr(f"draftsmith.{broken}", full)
+        with pytest.raises(OSError):
+            run(workshop, "eagle3", "vllm", folder)
+        monkeypatch.undo()
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("word", ["eagle3", "eagle-", "DFlash", "dspark"])
+def test_a_path_that_vllm_misreads_is_refused(workshop, word, tmp_path, capsys):
+    output = tmp_path / f"my-{word}x"
+    given = [workshop / "medusa", "--to", "vllm", "--output", output, "--target", workshop / "target"]
+    assert "takes another method" in failing(capsys, command.main, given) and not output.exists()
+    run(workshop, "eagle3", "vllm", output)  # the method of EAGLE is not overridden
+
+
+def test_an_export_that_fails_its_own_check_is_not_there(workshop, tmp_path, capsys, monkeypatch):
+    wrong = layouts.Layout((("0.0.linear.{rest}", ("1.0.linear.{rest}",)), ("1.0.linear.{rest}", ("0.0.linear.{rest}",)), layouts._SAME))
+    monkeypatch.setattr("draftsmith.models.formats.medusa.MEDUSA", wrong)
+    given = [workshop / "medusa", "--to", "vllm", "--output", tmp_path / "out", "--target", workshop / "target"]
+    line = failing(capsys, command.main, given)
+    assert "failed its own check" in line and "logits differ" in line and os.listdir(tmp_path) == []
+
+
+def test_a_gguf_whose_rope_is_not_interleaved_is_seen(workshop, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("draftsmith.models.formats.gguf_file.rotated", lambda rows, heads: rows)
+    for name in ("student", "eagle3"):
+        given = [workshop / name, "--to", "gguf", "--output", tmp_path / "out", "--target", workshop / "target"]
+        assert "logits differ" in failing(capsys, command.main, given)
+
+
+def test_tokenizers_that_llama_cpp_may_split_otherwise_are_refused(workshop, tmp_path, capsys):
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    from draftsmith.models.formats.gguf_file import check_student, check_tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(workshop / "target")
+    assert check_tokenizer(tokenizer)["pre"] == "gpt-2"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    assert check_tokenizer(tokenizer)["pre"] == "smollm"
+    for other in (pre_tokenizers.Whitespace(), pre_tokenizers.Sequence([pre_tokenizers.Split("x", "isolated"), byte_level])):
+        tokenizer.backend_tokenizer.pre_tokenizer = other
+        with pytest.raises(ValueError, match="only byte-level BPE split as"):
+            check_tokenizer(tokenizer)
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        check_tokenizer(None)
+    from random_targets import random_model
+
+    with pytest.raises(ValueError, match="only plain Llamas .* model_type qwen3"):
+        check_student(random_model("qwen3"))
+
+
+def test_layouts_are_read_both_ways():
+    cases = {
+        layouts.MIDLAYER: {"layers.0.mlp.up_proj.weight": "midlayer.mlp.up_proj.weight", "fc.weight": "fc.weight"},
+        layouts.medusa_blocks(2): {"1.0.linear.bias": "blocks.1.layers.0.bias", "3.2.weight": "lm_heads.3.weight"},
+        layouts.GGUF_LLAMA: {"model.layers.11.self_attn.q_proj.weight": "blk.11.attn_q.weight", "model.norm.weight": "output_norm.weight"},
+        layouts.GGUF_EAGLE3: {"layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight", "d2t": "d2t", "norm.weight": "output_norm.weight"},
+    }
+    for layout, names in cases.items():
+        for ours, theirs in names.items():
+            assert layout.theirs(ours) == (theirs,) and layout.ours(theirs) == ours
+    assert layouts.MIDLAYER.ours("layers.0.mlp.up_proj.weight") is None
+    two = layouts.NUMBERED.theirs("layers.1.input_layernorm.weight")
+    assert two == ("layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight")
+    assert {layouts.NUMBERED.ours(name) for name in two} == {"layers.1.input_layernorm.weight"}
+    assert layouts.NUMBERED.theirs("layers.0.input_layernorm.weight") == ("layers.0.input_layernorm.weight",)
+
+
+def test_the_second_reading_shares_nothing_with_what_it_judges():
+    text = Path(plain.__file__).read_text()
+    assert "draftsmith." not in text.split('"""', 2)[2]
+    assert engines.serving(ROWS["eagle3", "vllm"], "t", "f", 4).endswith(
+        """--speculative-config '{"method":"eagle3","model":"f","num_speculative_tokens":4}'"""
+    )
+    assert verify.EXACT < 1e-3

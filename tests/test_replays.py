@@ -1,0 +1,137 @@
+"""Replays against real decoding: look-ups at any depth, dynamic trees of heads, and trees by tensors against a slow reference."""
+
+import pytest
+import torch
+from zoo import tiny
+
+from draftsmith.eval import replay, trees
+from draftsmith.eval.records import PositionRecord, rank_of
+from draftsmith.inference.adaptive import AdaptiveDepth
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+COUNT = 28
+SETTINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.7, top_k=6, seed=3)}
+
+
+class FixedDepth(AdaptiveDepth):
+    def __init__(self, fixed):
+        super().__init__()
+        self.fixed = fixed
+
+    def depth(self, slots):
+        return self.fixed
+
+    def learn(self, slots, results, seconds):
+        pass
+
+
+def repetitive(target, prompts=4):
+    """Prompts that repeat themselves, so that look-ups match."""
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for length in range(6, 6 + prompts):
+        part = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
+        made.append(part + part[: length // 2] + part)
+    return made
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.wrap(tiny("llama"))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("make", [lambda: Ngram(StaticTree.chain(6)), lambda: Ngram(DynamicTree(5, 3, 12)), Suffix])
+def test_look_ups_are_replayed_as_they_decode(target, setting, make):
+    sampling, prompts = SETTINGS[setting], repetitive(target)
+    plain = Decoder(target).generate(prompts, sampling, COUNT, ())
+    texts = {str(i): (prompt, answer.tokens) for i, (prompt, answer) in enumerate(zip(prompts, plain, strict=True))}
+    seen = set()
+    for depth in (1, 5):
+        out = Decoder(target, make(), adaptive=FixedDepth(depth)).generate(prompts, sampling, COUNT, ())
+        replayed = replay.lookup_rounds(make(), target, texts, depth)
+        rounds = [each for answer in out for each in answer.rounds]
+        assert replayed.rounds.tolist() == [len(answer.rounds) for answer in out]
+        assert replayed.tokens.tolist() == [COUNT] * len(prompts) and replayed.depth == depth
+        assert replayed.sizes == {size: sum(each.size == size for each in rounds) for size in {each.size for each in rounds}}
+        seen |= {each.accepted for each in rounds}
+    assert len(seen) >= 4 if setting == "greedy" else len(seen) >= 2
+
+
+@pytest.fixture(scope="module")
+def heads(target):
+    drafter = new_drafter("medusa", target, num_heads=4)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # heads that are right now and then
+        for k in range(4):
+            weight = drafter.output_weight(k)
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    return drafter
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(3, 2, 8), DynamicTree(4, 3, 12), DynamicTree(2, 4, 5), DynamicTree(4, 1, 5)])
+def test_dynamic_trees_of_heads_are_replayed_as_they_decode(target, heads, tree):
+    prompts = repetitive(target, 3)
+    answers = [answer.tokens for answer in Decoder(target).generate(prompts, Sampling(), COUNT, ())]
+    ranks, chances = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor(prompt + answer)
+        with torch.inference_mode():
+            features = heads.position_features(ids, target.forward(ids[None]))
+            roots = torch.arange(len(prompt) - 1, len(ids) - 1)
+            logits = heads.position_logits(features, roots)  # [S,K,D]
+        own = torch.full(logits.shape[:2], -1)
+        for k in range(4):
+            inside = roots + k + 1 < len(ids)
+            own[inside, k] = rank_of(logits[inside, k], ids[roots[inside] + k + 1], 32)[0]
+        ranks.append(own)
+        chances.append(logits.float().log_softmax(-1).topk(4, -1).values)
+    replayed = replay.dynamic_rounds(ranks, chances, tree)
+    heads.tree_spec = tree
+    out = Decoder(target, heads).generate(prompts, Sampling(), COUNT, ())
+    assert [answer.tokens for answer in out] == answers
+    assert replayed.rounds.tolist() == [len(answer.rounds) for answer in out] and replayed.rounds.sum() < 3 * COUNT
+    assert set(replayed.sizes) == {tree.num_nodes}
+
+
+def slow_rounds(record, paths):
+    position, rounds, text = 0, 0, record.ranks.tolist()
+    while position < len(text):
+        position += 1 + max((len(path) for path in paths if tuple(text[position][: len(path)]) == path), default=0)
+        rounds += 1
+    return rounds
+
+
+def test_rounds_by_tensors_are_those_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    records = []
+    for number, length in enumerate((1, 30, 7, 19)):
+        draw = torch.multinomial(torch.tensor([0.5, 0.2, 0.2, 0.1]), 3 * length, True, generator=generator).view(length, 3)
+        draw = torch.where(draw == 3, -1, draw)
+        records.append(PositionRecord(str(number % 3), "d", draw, draw.float()))  # two texts of one prompt
+    table = trees.Positions(records)
+    for paths in ([], [(0,)], [(1,), (1, 2)], table.order(12), table.order(30), trees.chain(3)):
+        rounds = table.rounds(paths)
+        slow = [slow_rounds(record, paths) for record in records]
+        assert rounds.rounds.tolist() == [slow[0] + slow[3], slow[1], slow[2]] and rounds.tokens.tolist() == [20, 30, 7]
+        assert rounds.sizes == {len(paths) + 1: sum(slow)} and rounds.tau == pytest.approx(57 / sum(slow))
+    assert table.rounds(table.order(30)).depth == 3 and len(table.order(30)) > 12
+
+
+def test_the_best_chain_is_the_best_of_all_lengths():
+    generator = torch.Generator().manual_seed(4)
+    draw = (torch.rand(300, 5, generator=generator) > 0.7).long()
+    candidates = trees.Candidates([PositionRecord("p", "d", draw, draw.float())], 16)
+    chosen = set()
+    for level in (0.01, 0.3, 0.55, 2.0):
+        cost = lambda nodes, depth, level=level: 1 + level * depth  # noqa: E731
+        speedups = [candidates.positions.rounds(trees.chain(k)).tau / cost(k + 1, k) for k in range(6)]
+        assert candidates.best_chain(cost) == speedups.index(max(speedups))
+        chosen.add(candidates.best_chain(cost))
+    assert {0, 5} < chosen

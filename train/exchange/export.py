@@ -1,0 +1,127 @@
+"""Write a trained drafter into the folder that an engine loads, checked by a second reading before it is there.
+
+draftsmith export runs/eagle3/artifact --to vllm --output served/llama-drafter
+draftsmith export runs/student/artifact --to gguf --output served/student
+draftsmith export runs/medusa/artifact --to tgi --output served/heads --dtype float32
+
+The table of drafters and engines, and which of them were run: models/FORMATS.md.
+"""
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.eval import options
+
+if TYPE_CHECKING:  # --help imports no model library
+    import torch
+
+    from draftsmith.models.formats.export import Source
+    from draftsmith.models.target import Target
+
+ENGINES = ("vllm", "sglang", "tgi", "tensorrt-llm", "speculators", "eagle", "transformers", "gguf")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The target is in float32 here, whatever the drafter was trained with: its weights alone are read.
+PRECISION = ".*acceptance may differ a little"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = options.new_parser("export", __doc__)
+    parser.add_argument("artifact", help="folder or Hub id of a trained drafter or draft model")
+    parser.add_argument("--to", required=True, choices=ENGINES, help="the engine; eagle is the code of EAGLE's authors")
+    parser.add_argument("--output", required=True, help="the folder: new, empty, or an earlier export, which is replaced")
+    parser.add_argument("--target", help="folder or Hub id of the target (default: the one that the drafter was trained for)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: the target's)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the models' own code from the Hub")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    chosen = parser().parse_args(arguments)
+
+    from draftsmith.models.formats.export import check_output, export
+
+    output = Path(os.path.expanduser(chosen.output))
+    check_output(output.absolute())
+    source, stored = open_source(chosen.artifact, chosen.target, chosen.trust_remote_code)
+    exported = export(source, chosen.to, output, dtype_of(chosen.dtype, stored))
+    print(f"{exported.folder}: written for {chosen.to}, and checked: a second reading of it gives the drafter's logits")
+    for note in exported.notes:
+        print(f"note: {note}")
+    print(f"serve: {exported.serve}")
+
+
+def dtype_of(name: str, stored: "torch.dtype") -> "torch.dtype":
+    """The dtype that --dtype names; auto is `stored`, the target's."""
+    from draftsmith.eval.loading import DTYPES
+
+    return stored if name == "auto" else DTYPES[name]
+
+
+def open_target(name: str, revision: str | None = None, trust_remote_code: bool = False) -> tuple["Target", "torch.dtype"]:
+    """A target in float32 without its decoder layers, and the dtype that its checkpoint has. Raises as `Target.load`."""
+    import torch
+
+    from draftsmith.models.target import Target
+
+    seen: list[torch.dtype] = []
+    kinds = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+    def note(headers: dict[str, Any]) -> torch.dtype:
+        names = {header.dtype for header in headers.values()}
+        seen.append(kinds.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32)
+        return torch.float32
+
+    target = Target.load(name, dtype=note, layers=False, revision=revision, trust_remote_code=trust_remote_code)
+    config: Any = target.model.config
+    return target, seen[0] if os.path.isdir(name) or name in ("tiny", "tiny-draft") else config.dtype or torch.float32
+
+
+def open_source(path: str, target: str | None, trust_remote_code: bool = False) -> "tuple[Source, torch.dtype]":
+    """An artifact with its target, and the dtype of the target's checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: no artifact, another target than it was made for, or a draft model with other tokens.
+    """
+    from draftsmith.models.artifact import student_entry
+    from draftsmith.models.drafter import default_paths, is_drafter, load_config, load_drafter
+    from draftsmith.models.formats.export import Source
+    from draftsmith.models.formats.published import format_of, read_published, target_of
+    from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
+    from draftsmith.models.tokenizer_check import check_pair
+
+    published = bool(format_of(path))
+    trained = not published and is_drafter(path)
+    entry = {} if published or trained else student_entry(path) or {}
+    recorded = (target_of(path) if published else load_config(path).target if trained else entry.get("target")) or {}
+    name = target or recorded.get("name")
+    if not name:
+        raise ValueError(f"{path!r} does not say which target it was made for; give --target")
+    folder = Path(resolve_path(path))
+    local = folder if folder.is_dir() else None
+    revision = recorded.get("revision") if name == recorded.get("name") and not Path(name).exists() else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=PRECISION)
+        loaded, stored = open_target(name, revision or None, trust_remote_code)
+        if published or trained:
+            import torch
+
+            drafter: Any = read_published(path, loaded, torch.float32) if published else load_drafter(path, loaded, dtype="float32")
+            depth, config = drafter.max_depth, drafter.config
+            made_for = config.target
+            return Source(drafter, loaded, local, made_for, config.tree, depth, drafter.depth_limit, config.training), stored
+        check_pair(name, path, revision=revision or None, trust_remote_code=trust_remote_code)
+        if recorded and (warning := check_same(TargetIdentity.from_dict(recorded), loaded.identity)):
+            warnings.warn(warning, stacklevel=2)
+        import torch
+
+        model = Target.load(path, dtype=torch.float32, trust_remote_code=trust_remote_code).model
+    tree = entry.get("tree") or default_paths(3, 7)
+    from draftsmith.inference.expand import parse_tree_spec
+
+    depth = parse_tree_spec(tree).max_depth
+    made_for = recorded or loaded.identity.to_dict()
+    source = Source(model, loaded, local, made_for, tree, depth, depth, entry.get("training"), entry.get("confidence", 0.0))
+    return source, stored

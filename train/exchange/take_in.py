@@ -1,0 +1,59 @@
+"""Make an artifact of a published drafter: EAGLE-1, EAGLE-3, speculators' or Medusa, a folder or on the Hub.
+
+draftsmith import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --output runs/theirs
+draftsmith eval runs/theirs
+
+eval, compare and generate take such a folder or Hub id as it is; an artifact can be trained further and published. Only safetensors are read.
+"""
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval import options
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = options.new_parser("import", __doc__)
+    parser.add_argument("drafter", help="folder or Hub id of the published drafter")
+    parser.add_argument("--target", help="folder or Hub id of the target that it drafts for (default: the one that its files name)")
+    parser.add_argument("--output", required=True, help="the artifact's folder: new or empty")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the target's own code from the Hub")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    chosen: Any = parser().parse_args(arguments)
+
+    from draftsmith.eval import card
+    from draftsmith.eval.loading import command
+    from draftsmith.inference import durable
+    from draftsmith.models.formats.published import format_of, read_published, target_of
+    from draftsmith.train.exchange.export import PRECISION, open_target
+
+    output = Path(os.path.expanduser(chosen.output)).absolute()
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or os.listdir(output))):
+        raise ValueError(f"--output {chosen.output}: expected a new or an empty folder; name another")
+    if not format_of(chosen.drafter):
+        raise ValueError(
+            f"{chosen.drafter!r} is no published EAGLE or Medusa drafter; a draft model or an artifact of ours needs no import"
+        )
+    name = chosen.target or target_of(chosen.drafter).get("name")
+    if not name:
+        raise ValueError(f"{chosen.drafter!r} does not say which target it was made for; give --target")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=PRECISION)
+        target, _ = open_target(name, trust_remote_code=chosen.trust_remote_code)
+        drafter = read_published(chosen.drafter, target)
+
+    def write(part: Path) -> None:
+        drafter.save_pretrained(part)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(part)
+        card.write(part, drafter.method, drafter.config.target, drafter.config.training)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    durable.replace_folder(output, write)
+    print(f"{output}: a {drafter.method} drafter; measure it with\n    {command()} eval {output}")
