@@ -12,7 +12,6 @@ Letters: B rows · S positions · V vocabulary · H hidden size · K heads · F 
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
