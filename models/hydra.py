@@ -173,7 +173,7 @@ class HydraModel(PairDrafter):
 
     def root_states(self, feature: Tensor, positions: Tensor, document: Tensor) -> Tensor:
         """`step` at all positions of packed sequences: feature [B,S,H], positions and document numbers [B,S] -> [B,S,H]."""
-        mask = blocks(document, *document.shape, document.device) if self.config.prefix else None
+        mask = blocks(document, len(document), document.shape[1], document.device) if self.config.prefix else None
 
         def causal(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(query, [key], [value], document, mask=mask)
