@@ -90,7 +90,7 @@ class HydraConfig(DrafterConfig):
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
         return {
-            "own head": {"num_heads": 3},
+            "own head": {"num_heads": 4},
             "shared head": {"num_heads": 3, "num_layers": 2, "share_head": True},
             "++": {"num_heads": 3, "num_layers": 2, "head_bias": True, "prefix": True, "attention_heads": 4, "kv_heads": 2},
         }
