@@ -11,7 +11,9 @@ Tensors have the authors' names: `hydra_mlp.{k}.{j}.linear`, `hydra_mlp.{k}.0.re
 Letters: B rows · S positions · V vocabulary · H hidden size · K heads · F nodes of the current level.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -104,9 +106,12 @@ class ResBlock(nn.Module):
         self.linear = nn.Linear(inputs * hidden_size, hidden_size)
         self.res_connection = nn.Linear(inputs * hidden_size, hidden_size) if inputs > 1 else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [...,inputs·H] -> [...,H]."""
-        return self.res_connection(x) + F.silu(self.linear(x))
+    def forward(self, x: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
+        """x [...,inputs·H] -> [...,H]. weights, in the order of `parameters()`, take the place of its own."""
+        if weights is None:
+            return self.res_connection(x) + F.silu(self.linear(x))
+        weight, bias, *residual = weights
+        return (F.linear(x, *residual) if residual else x) + F.silu(F.linear(x, weight, bias))
 
 
 class Prefix(nn.Module):
@@ -180,19 +185,26 @@ class HydraModel(PairDrafter):
 
         return self.step(feature, None, positions, causal)
 
-    def hidden_of(self, k: int, root: Tensor, embeddings: Tensor) -> Tensor:
-        """Head k's hidden state [...,H] from the root state [...,H] and the embeddings [...,k+1,H] of the root and of the k tokens after it."""
-        return self.hydra_mlp[k](torch.cat((root, embeddings.flatten(-2).to(root.dtype)), -1))
+    def hidden_of(self, k: int, root: Tensor, embeddings: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Head k's hidden state [...,H] from the root state [...,H] and the embeddings [...,k+1,H] of the root and of the k tokens after it.
 
-    def hidden_along(self, root: Tensor, embeddings: Tensor) -> list[Tensor]:
+        given: weights in the place of its own, by the names of `head_parameters`.
+        """
+        x = torch.cat((root, embeddings.flatten(-2).to(root.dtype)), -1)
+        for j, block in enumerate(cast(nn.Sequential, self.hydra_mlp[k])):
+            x = block(x, given and [given[f"hydra_mlp.{k}.{j}.{name}"] for name, _ in block.named_parameters()])
+        return x
+
+    def hidden_along(self, root: Tensor, embeddings: Tensor, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """`hidden_of` of all K heads on the same tokens: root [m,H], embeddings [m,K,H] -> K times [m,H]."""
-        return [self.hidden_of(k, root, embeddings[:, : k + 1]) for k in range(self.config.num_heads)]
+        return [self.hidden_of(k, root, embeddings[:, : k + 1], given) for k in range(self.config.num_heads)]
 
-    def output(self, k: int) -> Tensor | Callable[[Tensor], Tensor]:
-        """Head k's output for the chunked losses: its own weight [V,H], or a callable to logits."""
+    def output(self, k: int, given: Mapping[str, Tensor]) -> Tensor | Callable[[Tensor], Tensor]:
+        """Head k's output for the chunked losses: its weight [V,H] of `given`, or a callable to logits."""
         if self.config.share_head:
             return self._target_logits
-        return self.hydra_lm_head[k] if self.config.head_bias else self.hydra_lm_head[k].get_parameter("weight")
+        weight = given[f"hydra_lm_head.{k}.weight"]
+        return partial(F.linear, weight=weight, bias=given[f"hydra_lm_head.{k}.bias"]) if self.config.head_bias else weight
 
     def _target_logits(self, x: Tensor) -> Tensor:
         return self.target.logits(x.to(self.target.dtype))
@@ -202,9 +214,9 @@ class HydraModel(PairDrafter):
         x = self.hidden_of(k, root, embeddings)
         return self._target_logits(x) if self.config.share_head else self.hydra_lm_head[k](x)
 
-    def head_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the heads; those of the prefix layer are not among them."""
-        return [parameter for name, parameter in self.named_parameters() if not name.startswith("prefix")]
+    def head_parameters(self) -> dict[str, Tensor]:
+        """The parameters of the heads by name, without those of the prefix layer. ZeRO-3 gathers what is read by name, as here."""
+        return {name: self.get_parameter(name) for name, _ in self.named_parameters() if not name.startswith("prefix")}
 
     @property
     def activations(self) -> int:

@@ -185,8 +185,8 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
                 path.insert(0, parents[path[0]])
             k = len(path) - 1
             follow = torch.tensor([tokens[i] for i in path] + [0] * (2 - k))
-            x = drafter.hidden_along(states[-1:], target.embed(follow)[None])[k]
-            output = drafter.output(k)
+            x = drafter.hidden_along(states[-1:], target.embed(follow)[None], drafter.head_parameters())[k]
+            output = drafter.output(k, drafter.head_parameters())
             expected = output(x) if callable(output) else x @ output.T
             assert (logits[k][0] - expected).abs().amax(-1).min() < 1e-5 * float(expected.abs().max())
             seen += 1

@@ -79,8 +79,9 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     counted, weights = head_weights(batch, section.heads)
     actual, tokens = hidden.flatten(0, 1), torch.stack([shifted(ids, k + 1) for k in range(section.heads + 1)])  # [K+1,B·S]
 
-    def block_loss(root: Tensor, read: slice, own: slice) -> tuple[Tensor, Tensor]:
-        states, outputs = drafter.hidden_along(root, target.embed(tokens[:-1, read].T)), [drafter.output(k) for k in heads]
+    def block_loss(root: Tensor, given: dict[str, Tensor], read: slice, own: slice) -> tuple[Tensor, Tensor]:
+        states = drafter.hidden_along(root, target.embed(tokens[:-1, read].T), given)
+        outputs = [drafter.output(k, given) for k in heads]
         weight, parts = F.pad(weights[:, own], (0, read.stop - own.stop)), []
         if section.distill > 0:
             shifts = [k + 1 for k in heads]
