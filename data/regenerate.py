@@ -29,7 +29,6 @@ from draftsmith.data.resumable import INSTEAD, OURS, Output
 from draftsmith.data.server import Failed, Refused, Server, to_api
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.drafter import Drafter
-from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
@@ -174,8 +173,8 @@ def with_decoder(
         OSError: the output cannot be written; its content stays.
     """
     check_least(slots=slots, group=group)
-    if isinstance(drafter, Suffix) and drafter.memory:
-        raise ValueError(f"got a suffix drafter with memory {drafter.memory}; expected 0, so that no draft depends on earlier runs; set it")
+    if drafter is not None and getattr(drafter, "remembers", False):
+        raise ValueError(f"got a {drafter.method} drafter that remembers earlier requests; expected none, so that no row depends on others")
     sources = sorted(_unique(conversations), key=lambda source: source.id)
     text = _Text(target, settings)
     if not text.tokenizer.chat_template:

@@ -45,8 +45,8 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     timed = missing(1 if settings.slots == 1 else PROMPTS_PER_SLOT * settings.slots, sample)
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
-    # Where the depth of a draft depends on what else is in the batch, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive_depth or getattr(drafter, "confidence", 0.0)
+    # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
+    alone = settings.exact or settings.adaptive_depth or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
     slots = 1 if alone else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:

@@ -14,9 +14,15 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
+from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
+from draftsmith.inference.recycling import Recycling
+from draftsmith.inference.retrieval import Datastore, Rest
+from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
@@ -26,12 +32,14 @@ from draftsmith.models.target import Target, TargetIdentity, check_same, resolve
 from draftsmith.models.tokenizer_check import check_pair
 from draftsmith.models.weights import Header, weights_hash
 
-WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix}
+WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahead": Lookahead}
+WITH_FILE = ("rest:", "suffix:")  # before a folder or a file
+HYBRID = "hybrid:"  # before the name of any other drafter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CACHE = 64 << 20  # bytes of float32 weights that a CPU may keep in its cache: halving them gains little
 
-AnyDrafter = DrafterModel | DraftModel | Ngram | Suffix
+AnyDrafter = DrafterModel | DraftModel | HostDrafter | Hybrid
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -69,8 +77,9 @@ def open_models(
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
-        drafters: each is a key of WEIGHTLESS, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
-            (models/FORMATS.md), or of a causal LM with the target's tokens. A distilled draft model starts with the tree and the confidence of its config.
+        drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, or the folder or Hub id of a
+            trained drafter, of a published EAGLE or Medusa drafter (models/FORMATS.md), or of a causal LM with the target's tokens. A
+            distilled draft model starts with the tree and the confidence of its config. HYBRID before a name puts a look-up beside it.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
@@ -78,11 +87,12 @@ def open_models(
         ValueError: a damaged config, a drafter of another target (the message names both), a drafter with other tokens, or a target without
             a tokenizer.
     """
-    paths = [name for name in drafters if name not in WEIGHTLESS]
+    hybrid, drafters = [name.startswith(HYBRID) for name in drafters], [name.removeprefix(HYBRID) for name in drafters]
+    paths = [name for name in drafters if not weightless(name)]
     for path in paths:
         if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
             raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, the folder of a trained drafter or draft model, "
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, the folder of a trained drafter or draft model, "
                 "or a Hub id such as name/drafter"
             )
     imported = {path for path in paths if published.format_of(path)}
@@ -113,8 +123,8 @@ def open_models(
     settings["dtype"] = loaded.dtype
     opened: list[AnyDrafter] = []
     for drafter in drafters:
-        if drafter in WEIGHTLESS:
-            opened.append(WEIGHTLESS[drafter]())
+        if weightless(drafter):
+            opened.append(_open_weightless(drafter, loaded))
         elif drafter in trained:
             model = load_drafter(drafter, loaded, dtype=loaded.dtype)
             pack(model)
@@ -125,13 +135,29 @@ def open_models(
             opened.append(model)
         else:
             opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
-    return loaded, opened
+    return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
+
+
+def weightless(drafter: str) -> bool:
+    """Whether a drafter of this name has no weights."""
+    return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE)
+
+
+def _open_weightless(name: str, target: Target) -> HostDrafter:
+    if name in WEIGHTLESS:
+        return WEIGHTLESS[name]()
+    kind, _, path = name.partition(":")
+    file, tokenizer_hash = Path(path).expanduser(), target.identity.tokenizer_hash
+    if kind == "suffix":
+        return StoredSuffix(file, target.vocab_size, tokenizer_hash)
+    return Rest(Datastore.open(file, tokenizer_hash))
 
 
 def provenance(drafter: str) -> dict[str, str]:
     """What a report says of a drafter: the name that was given, and the hash of its weights where they are in a folder."""
-    folder = resolve_path(drafter)
-    return {"name": drafter, "hash": weights_hash(folder) if drafter not in WEIGHTLESS and Path(folder).is_dir() else ""}
+    path = drafter.removeprefix(HYBRID)
+    folder = "" if weightless(path) else resolve_path(path)
+    return {"name": drafter, "hash": weights_hash(folder) if folder and Path(folder).is_dir() else ""}
 
 
 def open_named(
@@ -182,7 +208,7 @@ def check_rule(rule: str, drafter: Any) -> None:
         ValueError: the rule needs sampled children, and the tree or the drafter has none.
     """
     expand.check_rule(rule, drafter.tree_spec)
-    if rule.startswith("rejection") and drafter.method in WEIGHTLESS:
+    if rule.startswith("rejection") and isinstance(drafter, HostDrafter | Hybrid):
         raise ValueError(
             f"--rule {rule}: {drafter.method} has no distribution to sample children from; expected another rule: target-sample does "
             "the same for it"

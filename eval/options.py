@@ -7,7 +7,10 @@ from typing import Any, NoReturn
 from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.tree_limits import LIMITS
 
-DRAFTER_HELP = "ngram, suffix, or the folder or Hub id of a trained drafter or of a causal LM with the target's tokens"
+DRAFTER_HELP = (
+    "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), or the folder or Hub id of a "
+    "trained drafter or of a causal LM with the target's tokens; hybrid: before a name puts a look-up beside it"
+)
 TREES = {
     "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",
     "largest": "the best tree of --nodes nodes",

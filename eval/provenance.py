@@ -11,7 +11,7 @@ from draftsmith.inference.reading import read_json
 
 SECTIONS = ("target", "settings", "machine", "versions", "prompts")  # of a header; `prompts` has the hash of the chat template
 OF_THE_DRAFTER = ("tree", "max_nodes", "confidence")  # settings that say nothing of how it was measured
-WEIGHTLESS = ("ngram", "suffix")
+WEIGHTLESS = ("ngram", "suffix", "recycling", "lookahead")
 
 
 def budget(artifact: Path | str | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from draftsmith.eval.records import Round
 from draftsmith.eval.trees import Path, Rounds
+from draftsmith.inference.drafts import Draft
 from draftsmith.inference.expand import DynamicTree
-from draftsmith.inference.lookup import Draft
 
 
 def lookup_rounds(drafter: Any, target: Any, texts: Mapping[str, tuple[Sequence[int], Sequence[int]]], depth: int) -> Rounds:

@@ -1,21 +1,18 @@
 """The drafters without weights, which read the continuation off text seen before: prompt lookup copies it, suffix decoding counts it.
 
-Letters: B rows · N tree nodes with the root · K draft depth. A continuation is the tokens that followed an earlier occurrence.
+A continuation is the tokens that followed an earlier occurrence.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 
-import torch
-
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
+from draftsmith.inference.drafts import Draft, HostDrafter, merge_continuations
 from draftsmith.inference.expand import DynamicTree, TreeSpec
-from draftsmith.inference.tree import DraftTree, Path, StaticTree
+from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
-__all__ = ["Draft", "Ngram", "NgramIndex", "Suffix", "merge_continuations"]
+__all__ = ["Ngram", "NgramIndex", "Suffix"]
 
 END = -1  # after every closed sequence of an index; no token
 CHAIN, TREE = StaticTree.chain(16), DynamicTree(depth=16, width=4, nodes=32)
@@ -119,126 +116,23 @@ class NgramIndex:
         return known
 
 
-@dataclass(slots=True)
-class Draft:
-    """The nodes of one slot's tree after the root, the leftmost chain first.
-
-    Attributes:
-        tokens: of each node.
-        parents: node index of each node's parent; 0 is the root.
-        score: sum of the nodes' probabilities, the expected number of accepted nodes.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    score: float = 0.0
-
-    def accepted(self, text: Sequence[int]) -> int:
-        """How many nodes are accepted where the target continues with `text`."""
-        children = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
-        node = depth = 0
-        while depth < len(text) and (node := children.get((node, text[depth]), -1)) > 0:
-            depth += 1
-        return depth
-
-
-def merge_continuations(
-    continuations: list[list[int]], tree_spec: TreeSpec, paths: frozenset[Path] | None, budget: int, min_probability: float = 0.0
-) -> Draft:
-    """The trie of the continuations, cut to the tree spec and to a number of nodes.
-
-    A node's probability is the share of continuations that pass through it. The likeliest nodes are kept, of equals those met first.
-    Siblings are ranked by count, of equals the more recent first.
-
-    Args:
-        continuations: the most recent first.
-        tree_spec: limits the ranks.
-        paths: the rank paths of a static tree; None for a dynamic tree.
-        budget: most nodes after the root.
-        min_probability: a less likely node is left out.
-    """
-    total, score, serial = len(continuations), 0, 0
-    heap: list[tuple[int, int, int, Path, int, list[list[int]]]] = []
-    nodes: list[tuple[int, int, bool]] = []  # token, parent, whether off the leftmost chain
-    path: Path = ()
-    while True:
-        level, node = len(path), len(nodes)
-        groups: dict[int, list[list[int]]] = {}
-        for continuation in continuations:
-            if level < len(continuation):
-                groups.setdefault(continuation[level], []).append(continuation)
-        by_count = sorted(groups.items(), key=lambda item: -len(item[1]))
-        for rank, (token, group) in enumerate(by_count[: tree_spec.width]):
-            child = (*path, rank)
-            if len(group) / total >= min_probability and (paths is None or child in paths):
-                heappush(heap, (-len(group), serial, node, child, token, group))
-                serial += 1
-        if not heap or len(nodes) == budget:
-            break
-        _, _, parent, path, token, continuations = heappop(heap)
-        nodes.append((token, parent, any(path)))
-        score += len(continuations)
-    order = sorted(range(1, len(nodes) + 1), key=lambda node: nodes[node - 1][2])
-    new_index = {0: 0} | {node: new for new, node in enumerate(order, 1)}
-    return Draft([nodes[node - 1][0] for node in order], [new_index[nodes[node - 1][1]] for node in order], score / total)
-
-
-class _LookupDrafter:
-    """The common part of both drafters: an index of each slot's text so far, and the tree from the slots' drafts. All of it is on the host,
-    so `propose` cannot be captured in a graph.
-
-    Attributes:
-        tree_spec: of the trees; another one counts from the next `bind` on.
-        depth_limit: greatest depth of a tree spec for this drafter.
-    """
-
-    method = ""
-    depth_limit = 64
-    capturable = False
-    taps: tuple[int, ...] = ()
+class _LookupDrafter(HostDrafter):
+    """The common part of both drafters: an index of each slot's text so far."""
 
     def __init__(self, tree_spec: TreeSpec, orders: Sequence[int]) -> None:
-        self.tree_spec = tree_spec
+        super().__init__(tree_spec)
         self._orders = orders
-        self._texts: dict[int, NgramIndex] = {}  # by slot
-        self._paths: frozenset[Path] | None = None
-
-    @property
-    def max_nodes(self) -> int:
-        return self.tree_spec.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.tree_spec.max_depth
+        self._indices: dict[int, NgramIndex] = {}  # by slot
 
     def bind(self, target: Target, slots: int, context: int) -> None:
-        self._texts = {}
-        self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
+        super().bind(target, slots, context)
+        self._indices = {}
 
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         for slot, prompt in zip(slots, prompts, strict=True):
-            self._texts[slot] = NgramIndex(self._orders)
-            self._texts[slot].extend(prompt)
-
-    def propose(self, round: RoundContext) -> DraftTree:
-        """N is the size of the round's largest tree: 1 where no slot has a draft."""
-        texts = [self._texts[slot] for slot in round.slots]
-        drafts = [self.draft(slot, round.depth) for slot in round.slots]
-        sizes = [1 + len(draft.tokens) for draft in drafts]
-        nodes = max(sizes)
-        if nodes == 1:
-            return DraftTree.root(round.last_tokens)
-        if len(drafts) == 1:
-            return DraftTree.from_lists([texts[0].tokens[-1], *drafts[0].tokens], (-1, *drafts[0].parents), round.last_tokens.device)
-        tokens: list[int] = []
-        parents: list[int] = []
-        for text, draft, size in zip(texts, drafts, sizes, strict=True):
-            padding = [0] * (nodes - size)
-            tokens += [text.tokens[-1], *draft.tokens, *padding]
-            parents += [-1, *draft.parents, *padding]
-        # One transfer to the device for all three.
-        packed, cells = torch.tensor(tokens + parents + sizes, device=round.last_tokens.device), len(tokens)
-        return DraftTree.build(packed[:cells].view(-1, nodes), packed[cells : 2 * cells].view(-1, nodes), packed[2 * cells :])
+            self._indices[slot] = index = NgramIndex(self._orders)
+            index.extend(prompt)
+            self._texts[slot] = index.tokens
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
@@ -246,15 +140,12 @@ class _LookupDrafter:
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
         """These tokens were committed in the slot."""
-        self._texts[slot].extend(tokens)
-
-    def draft(self, slot: int, depth: int) -> Draft:
-        """What `propose` drafts for a slot, at most `depth` levels."""
-        return self._draft(self._texts[slot], min(depth, self.max_depth))
+        self._indices[slot].extend(tokens)
 
     def drop(self, slots: list[int]) -> None:
+        super().drop(slots)
         for slot in slots:
-            self._texts.pop(slot, None)
+            self._indices.pop(slot, None)
 
     def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
         """The tokens that each round commits where the target answers `prompt` with `answer`. No model runs: drafts depend on the text alone.
@@ -266,13 +157,17 @@ class _LookupDrafter:
         text.extend(prompt)
         position = 0
         while position < len(answer):
-            accepted = self._draft(text, self.max_depth).accepted(answer[position:])
+            accepted = self._draft_of(text, self.max_depth).accepted(answer[position:])
             committed.append(min(accepted + 1, len(answer) - position))
             text.extend(answer[position : position + committed[-1]])
             position += committed[-1]
         return committed
 
-    def _draft(self, text: NgramIndex, depth: int) -> Draft:
+    def _draft(self, slot: int, depth: int) -> Draft:
+        return self._draft_of(self._indices[slot], depth)
+
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
+        """The draft after a text, no deeper than `depth`."""
         raise NotImplementedError
 
 
@@ -303,7 +198,7 @@ class Ngram(_LookupDrafter):
         super().__init__(tree_spec, range(longest, shortest - 1, -1))
         self.factor = factor
 
-    def _draft(self, text: NgramIndex, depth: int) -> Draft:
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
         for order in self._orders:
             occurrences = list(islice(text.occurrences(text.tokens, order), MAX_MERGED if self.tree_spec.width > 1 else 1))
             if occurrences:
@@ -344,6 +239,7 @@ class Suffix(_LookupDrafter):
             )
         super().__init__(tree_spec, ORDERS)
         self.memory, self.factor, self.offset, self.min_probability = memory, factor, offset, min_probability
+        self.remembers = memory > 0
         self._vocab = -1
         self._finished = NgramIndex(ORDERS)
         self._remember_from: dict[int, int] = {}  # by slot: index of the first token to remember
@@ -361,7 +257,7 @@ class Suffix(_LookupDrafter):
     def drop(self, slots: list[int]) -> None:
         """Remember the answers of these slots, and drop old ones to make space. END counts as a token too."""
         for slot in slots if self.memory else ():
-            tokens = self._texts[slot].tokens
+            tokens = self._texts[slot]
             tokens = tokens[max(self._remember_from[slot], len(tokens) - self.memory + 1) :]
             while len(self._finished.tokens) + len(tokens) + 1 > self.memory:
                 self._finished.drop_oldest()
@@ -369,7 +265,7 @@ class Suffix(_LookupDrafter):
             self._finished.close()
         super().drop(slots)
 
-    def _draft(self, text: NgramIndex, depth: int) -> Draft:
+    def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
         best = Draft()
         for source in (text, self._finished):
             matches = source.matches(text.tokens, depth)

@@ -18,8 +18,10 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.graph_rounds import GraphRunner, refusal
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.prefill import Prefill
+from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
@@ -71,6 +73,10 @@ def drafter_of(kind, target):
         return Plain()
     if kind == "ngram":
         return Ngram(StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)]))
+    if kind == "recycling":
+        return Recycling(StaticTree.cartesian((2, 1)))
+    if kind == "lookahead":
+        return Lookahead(DynamicTree(2, 2, 5), window=3)
     if kind.startswith("student"):
         shape = {"tree": StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)]), "dynamic": DynamicTree(3, 2, 6)}
         confidence = 0.2 if kind.endswith("sure") else 0.0
@@ -99,7 +105,7 @@ def near(target):
 
 
 KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-dynamic")
-HOST = ("student-sure", "ngram")
+HOST = ("student-sure", "ngram", "recycling", "lookahead")
 
 
 @pytest.mark.parametrize("kind", KINDS + HOST)

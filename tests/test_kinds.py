@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from decoding_cases import PROMPTS, SAMPLED, relative, texts
@@ -10,11 +11,16 @@ from planting import PlantingDrafter
 from watching import Watch
 from zoo import VOCAB, tiny
 
+from draftsmith.data.datastore import sort_suffixes
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.recycling import Recycling
+from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
@@ -57,7 +63,20 @@ def heads(target, answers):
     return drafter
 
 
-def make(kind, tree, heads, answers):
+@pytest.fixture(scope="module")
+def store(answers):
+    """A datastore of the answers to every second prompt under all samplings, and of as many other tokens."""
+    sequences = [prompt + answer for texts_of in answers.values() for prompt, answer in list(zip(REPEATED, texts_of, strict=True))[::2]]
+    noise = torch.randint(VOCAB, (sum(map(len, sequences)),), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = np.array([token + 1 for ids in [*sequences, noise] for token in [*ids, -1]], dtype=np.uint16)
+    suffixes, spare = np.empty((2, len(tokens)), dtype=np.uint32)
+    sort_suffixes(tokens, suffixes, spare, VOCAB + 1)
+    return Datastore(tokens, suffixes, VOCAB)
+
+
+def make(kind, tree, heads, answers, store=None):
+    if kind.startswith("hybrid "):
+        return Hybrid(make(kind.removeprefix("hybrid "), tree, heads, answers), Suffix(memory=500))
     if kind == "medusa":
         heads.tree_spec = tree
         return heads
@@ -65,18 +84,22 @@ def make(kind, tree, heads, answers):
         return DraftModel(relative("llama", 0.005), tree)
     if kind == "planting":
         return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
-    drafter = Ngram() if kind == "ngram" else Suffix(memory=500)
+    makers = {"ngram": Ngram, "suffix": lambda: Suffix(memory=500), "recycling": Recycling, "lookahead": lambda: Lookahead(window=4)}
+    drafter = Rest(store) if kind == "rest" else makers[kind]()
     drafter.tree_spec = tree
     return drafter
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "planting"])
-def test_output_is_plain_decodings(target, answers, heads, kind, tree):
+@pytest.mark.parametrize(
+    "kind",
+    ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "rest", "hybrid medusa", "hybrid draft model", "planting"],
+)
+def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
     seen: Counter[object] = Counter()
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
-            drafter = make(kind, TREES[tree], heads, answers[name])
+            drafter = make(kind, TREES[tree], heads, answers[name], store)
             decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
             texts_by_prompt, counts = seen_in(stream, len(REPEATED))

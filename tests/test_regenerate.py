@@ -128,7 +128,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(target, tmp_path
     refused(out, "rows 3 and 9 both have id 'c2'", lambda: with_server(twice, out, "http://localhost:1/v1", "m", SAMPLED, show=False))
     refused(out, "no conversations", lambda: with_decoder([], out, target, SAMPLED, show=False))
     refused(out, "got group 0", lambda: with_decoder(CONVERSATIONS, out, target, SAMPLED, group=0, show=False))
-    refused(out, "memory 9", lambda: with_decoder(CONVERSATIONS, out, target, SAMPLED, drafter=Suffix(memory=9), show=False))
+    refused(out, "suffix drafter that remembers", lambda: with_decoder(CONVERSATIONS, out, target, SAMPLED, drafter=Suffix(memory=9), show=False))
     refused(out, "no tokenizer", lambda: with_decoder(CONVERSATIONS, out, Target.wrap(target.model), SAMPLED, show=False))
     refused(out, "expected an address", lambda: with_server(CONVERSATIONS, out, "localhost:8000", "m", SAMPLED, show=False))
     refused(out, "got concurrency 0", lambda: with_server(CONVERSATIONS, out, "http://h/v1", "m", SAMPLED, concurrency=0, show=False))

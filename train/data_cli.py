@@ -1,4 +1,4 @@
-"""From conversations to features: prepare them, look at them, let the target answer them, capture its features.
+"""From conversations to features and datastores: prepare conversations, look at them, let the target answer them, capture its features.
 
 draftsmith data prepare recipes/medusa-tiny.yaml data.train=chats.jsonl            # tokenise, mask, deduplicate, mix; print a report
 draftsmith data show recipes/medusa-tiny.yaml data.train=chats.jsonl               # print samples, the supervised tokens coloured
@@ -6,6 +6,7 @@ draftsmith data regenerate chats.jsonl answers.jsonl --target tiny              
 draftsmith data regenerate chats.jsonl answers.jsonl --server http://localhost:8000/v1 --model Qwen/Qwen3-8B
 draftsmith data synthesise chats.jsonl --target org/model --conversations 1000     # the target writes questions and answers itself
 draftsmith data capture recipes/medusa-tiny.yaml features.store=runs/features      # run the target once, store its features
+draftsmith data datastore runs/store chats.jsonl --target org/model                # texts to draft from: --drafter rest:runs/store
 
 The recipe may be that of any method; each of its keys can follow it as key=value. `draftsmith data <command> --help` lists the options.
 To capture with several processes: `accelerate launch -m draftsmith.train.data_cli capture ...`.
@@ -14,7 +15,7 @@ To capture with several processes: `accelerate launch -m draftsmith.train.data_c
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,6 +207,63 @@ def run_synthesise(arguments: list[str]) -> None:
         print(printable(line, ""))
 
 
+def run_datastore(arguments: list[str]) -> None:
+    """Make a datastore to draft from (--drafter rest:FOLDER), of texts, conversations or the answers that an evaluation recorded."""
+    options = _datastore_parser().parse_args(arguments)
+    from draftsmith.data import datastore
+    from draftsmith.eval.loading import command
+    from draftsmith.inference.progress import Bar
+    from draftsmith.inference.terminal import printable
+    from draftsmith.models.identity import tokenizer_hash
+    from draftsmith.models.model_files import read_tokenizer
+
+    tokenizer = read_tokenizer(options.target, trust_remote_code=options.trust_remote_code, key="--target")
+    if tokenizer is None:
+        raise ValueError(f"target {options.target!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    folder = Path(os.path.expanduser(options.out))
+
+    def sequences() -> Iterator[list[int]]:
+        done = 0
+        with Bar("sequences", None) as bar:
+            for name in options.files:
+                answers = _recorded_answers(Path(os.path.expanduser(name)), tokenizer_hash(tokenizer))
+                for ids in datastore.read(name, tokenizer) if answers is None else answers:
+                    yield ids
+                    done += 1
+                    bar.update(done, f"{done:,}")
+
+    built = datastore.build(folder, sequences(), tokenizer, options.target)
+    print(printable(f"{folder}: {built.report()}", ""))
+    print(printable(f"{command()} generate --target {options.target} --drafter rest:{folder} ...", ""))
+
+
+def _recorded_answers(path: Path, tokenizer_hash: str) -> Iterator[list[int]] | None:
+    """The answers that an evaluation recorded in a folder, or in its records.jsonl; None where `path` is neither.
+
+    Raises:
+        ValueError: damaged records, or those of another tokenizer.
+    """
+    from draftsmith.eval import record_store
+
+    folder = path.parent if path.name == record_store.RECORDS else path
+    if not (folder / record_store.RECORDS).is_file():
+        return None
+    records = record_store.read(folder)
+    if records.header["target"].get("tokenizer_hash") != tokenizer_hash:
+        name = records.header["target"].get("name")
+        raise ValueError(f"{str(folder)!r} has answers of {name!r}, which has another tokenizer; give --target {name}, or leave them out")
+    return (request.tokens for request in records.requests)
+
+
+def _datastore_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("draftsmith data datastore", description=run_datastore.__doc__)
+    parser.add_argument("out", help="folder of the datastore; one that is there is replaced when the new one is complete")
+    parser.add_argument("files", nargs="+", help="texts or conversations: files, folders or Hub data sets; or folders that eval wrote into")
+    parser.add_argument("--target", default="tiny", help="folder or Hub id of the target whose tokenizer is taken (default: tiny)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code from the Hub")
+    return parser
+
+
 def _synthesise_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("draftsmith data synthesise", description=run_synthesise.__doc__)
     parser.add_argument("out", help="JSONL file to write; the same command continues a run that was stopped, more --conversations a file")
@@ -301,6 +359,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "regenerate": run_regenerate,
     "synthesise": run_synthesise,
     "capture": run_capture,
+    "datastore": run_datastore,
 }
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from draftsmith.eval import cost, interleaved, loading
+from draftsmith.eval import cost, interleaved
 from draftsmith.eval.answers import EncodedPrompt, skipped_line
 from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
@@ -74,7 +74,7 @@ def contenders(
             left_out[COMPILED] = " ".join(str(error).split())[:200]
     counterparts = {PLAIN: THEIRS}
     for name, drafter in drafters.items():
-        if name in loading.WEIGHTLESS:
+        if name in ("ngram", "suffix"):
             counterparts[name] = LOOKUP
         elif isinstance(drafter, DraftModel):
             assisted = f"{THEIRS}, assistant {name.removeprefix(drafter.method).strip()}"
