@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.drafter import NodeOutput, TargetOutput
 from draftsmith.models import vocab
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+from draftsmith.models.decoder_layer import Attention, mlp, rotary
 from draftsmith.models.drafter import DrafterConfig, default_paths
 from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
@@ -117,30 +117,6 @@ class EagleConfig(DrafterConfig):
             "3 of speculators": three | dict.fromkeys(("norm_output", "norm_before_fc", "norm_before_residual"), True),
         }
 
-    def mlp_config(self) -> LlamaConfig:
-        """The sizes of an MLP, as transformers' module reads them. (Heads are not named: LlamaConfig wants them to divide the size.)"""
-        return LlamaConfig(hidden_size=self.draft_size, intermediate_size=self.intermediate_size, num_attention_heads=1)
-
-
-class Attention(nn.Module):
-    """Projections of a Llama attention whose input may be wider than its output."""
-
-    def __init__(self, config: EagleConfig, width: int) -> None:
-        super().__init__()
-        self.dim = config.head_dim
-        self.q_proj = nn.Linear(width, config.num_heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * self.dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * self.dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * self.dim, config.draft_size, bias=False)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
-        """x [B,n,·] -> [B,n,W]."""
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *rope)
-        return self.o_proj(attend(layer, query, key, value).transpose(1, 2).flatten(2))
-
 
 class Layer(nn.Module):
     """A Llama layer. The first of version 3 reads the embedding beside the feature; the first of version 1 has no input norm."""
@@ -155,9 +131,10 @@ class Layer(nn.Module):
             self.norm_before_residual = config.norm_before_residual
         if self.wide or not self.first:
             self.input_layernorm = LlamaRMSNorm(config.hidden_size if self.wide else size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size + size if self.wide else size)
+        width = config.hidden_size + size if self.wide else size
+        self.self_attn = Attention(width, size, config.num_heads, config.num_kv_heads, config.head_dim)
         self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config.mlp_config())
+        self.mlp = mlp(size, config.intermediate_size)
 
     def forward(self, feature: Tensor, embedding: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """feature [B,n,W], embedding [B,n,H] -> [B,n,W]."""
@@ -307,11 +284,7 @@ class EagleModel(FeatureDrafter):
         return x
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [B,n] -> cos and sin [B,n,dim]. Computed each time in fp32, since a buffer would be rounded with the weights."""
-        dim = self.config.head_dim
-        frequency = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device) / dim)
-        angle = (positions[..., None] * frequency).repeat(1, 1, 2)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return rotary(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def recurring(self, output: Tensor) -> Tensor:
         """A step's output [...,W] -> the feature of the next step."""

@@ -1,10 +1,11 @@
-"""The base of drafters that run on the target's features and their own outputs, with a KV cache: EAGLE, MTP layers.
+"""The bases of drafters that run a network with a KV cache on the target's features.
 
 Pair i is (feature after token i, embedding of token i+1) at position i; it predicts token i+2. The cache keeps the pairs of accepted
-tokens, made from the target's features. In a round the drafter goes on from its own outputs, one level of the tree per step. Afterwards
-the KV of drafted pairs is forgotten, and the accepted ones are encoded anew from the target's features.
+tokens, made from the target's features. A `PairDrafter` drafts from the network's output at the last pair as it likes (Hydra). A
+`FeatureDrafter` (EAGLE, MTP layers) goes on from its own outputs, one level of the tree per step; afterwards the KV of drafted pairs is
+forgotten, and the accepted ones are encoded anew from the target's features.
 
-A subclass adds its modules and `feature_of`, `step`, `recurring`, `logits_of` and `vocabulary`.
+A subclass adds its modules, `feature_of` and `step`; of a `FeatureDrafter` also `recurring`, `logits_of` and `vocabulary`.
 
 Letters: B rows of a round · R starting slots · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size ·
 W the drafter's.
@@ -53,17 +54,10 @@ class PairState:
     bound_spec: TreeSpec
 
 
-class FeatureDrafter(DrafterModel):
-    """The Drafter protocol for a network that `step` runs on pairs. The config has `draft_size` W."""
+class PairDrafter(DrafterModel):
+    """Keeps what `step` makes of the accepted pairs: all of the Drafter protocol but `propose`. The config has `draft_size` W."""
 
     chunk = 256  # pairs of a prompt per forward
-
-    # The network, which a subclass implements.
-
-    @property
-    def vocabulary(self) -> DraftVocabulary:
-        """The draft vocabulary, on the drafter's device."""
-        raise NotImplementedError
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
         """The target's output at n positions -> the features [B,n,·] of their pairs."""
@@ -73,25 +67,18 @@ class FeatureDrafter(DrafterModel):
         """Run the layers on pairs: feature [B,n,·], tokens [B,n], positions [B,n] -> output [B,n,W]."""
         raise NotImplementedError
 
-    def recurring(self, output: Tensor) -> Tensor:
-        """A step's output [...,W] -> the feature of the next step."""
-        raise NotImplementedError
+    @property
+    def reads_context(self) -> bool:
+        """Whether `step` attends to earlier pairs. A drafter that does not is as good after texts longer than those it was trained on."""
+        return True
 
-    def logits_of(self, output: Tensor) -> Tensor:
-        """A step's output [...,W] -> logits [...,D] over the draft vocabulary."""
-        raise NotImplementedError
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """logits [...,D] -> [...,V], −inf outside the draft vocabulary."""
-        return logits if self.vocabulary.size == self.config.vocab_size else self.vocabulary.spread(logits)
-
-    # The Drafter protocol
+    # The Drafter protocol, but for `propose`
 
     def bind(self, target: Target, slots: int, context: int) -> Any:
         """Attach the target and allocate KV for `context` pairs and a round's drafts in each slot, unless an earlier bind's fit."""
         self.attach(target)
         trained = (self.config.training or {}).get("positions")
-        if trained and context > trained:
+        if trained and context > trained and self.reads_context:
             name = self.method.upper()
             warnings.warn(
                 f"decoding up to {context} positions with an {name} drafter trained on {trained}: beyond them it may accept little",
@@ -128,46 +115,6 @@ class FeatureDrafter(DrafterModel):
             counts = [min(max(size - first, 0), self.chunk) for size in sizes]
             pairs = slice(first, first + max(counts))
             self._encode(slots, feature[:, pairs], tokens[:, pairs], counts)
-
-    @torch.no_grad()
-    def propose(self, round: RoundContext) -> DraftTree:
-        """One level of the tree per step; the root alone where a slot has no pair yet."""
-        state = self._state
-        if state.tree_spec.max_depth == 0:
-            return DraftTree.root(round.last_tokens)
-        state.cache.static_shape = round.static_shape
-        state.cache.select(round.slots)
-        expansion = expand(state.tree_spec, round)
-        output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
-        while True:
-            token_index = index.expand(-1, output.shape[1])
-            ids, scores, q_logits = self._choose(self.logits_of(output), expansion.count, round, token_index, expansion.scored)
-            level = expansion.add_level(ids, scores, q_logits)
-            if level is None:
-                break
-            feature = self.recurring(output).gather(1, level.parent_index[:, :, None].expand(-1, -1, output.shape[2]))
-            # The cache ends with the pair that predicts depth 1, so that a node of depth d is at length + d − 1.
-            pair_depth = torch.full_like(level.tokens, level.depth - 1)
-            key_depth = (level.key_depth - 1).expand(len(pair_depth), -1)
-            attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
-            output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
-            state.cache.draft(level.tokens.shape[1])
-            index = index + 1
-        tree, _ = expansion.finish()
-        if round.static_shape:  # slots change there without the host's knowledge
-            return tree.only(state.ready[round.slot_index])
-        if state.ready_slots.issuperset(round.slots):
-            return tree
-        return tree.only(torch.tensor([slot in state.ready_slots for slot in round.slots], device=tree.size.device))
-
-    def _choose(
-        self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `choose`, in the target's ids. Noise is a function of those, so that drawn children need the full vocabulary."""
-        if round.sampling.children == "top":
-            ids, scores, q_logits = choose(logits, count, round, index, scored)
-            return self.vocabulary.targets[ids], scores, q_logits
-        return choose(self.spread(logits), count, round, index, scored)
 
     @torch.no_grad()
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
@@ -223,8 +170,74 @@ class FeatureDrafter(DrafterModel):
 
         return attend
 
+    def _ready(self, tree: DraftTree, round: RoundContext) -> DraftTree:
+        """The tree, cut to its root where a slot has no pair yet."""
+        state = self._state
+        if round.static_shape:  # slots change there without the host's knowledge
+            return tree.only(state.ready[round.slot_index])
+        if state.ready_slots.issuperset(round.slots):
+            return tree
+        return tree.only(torch.tensor([slot in state.ready_slots for slot in round.slots], device=tree.size.device))
+
     def drop(self, slots: list[int]) -> None:
         """Forget these slots."""
         self._state.ready_slots.difference_update(slots)
         self._state.ready.index_fill_(0, index_tensor(slots, self._state.ready.device), False)
         self._state.cache.reset(slots)
+
+
+class FeatureDrafter(PairDrafter):
+    """Drafts from its own outputs, one step per level of the tree."""
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The draft vocabulary, on the drafter's device."""
+        raise NotImplementedError
+
+    def recurring(self, output: Tensor) -> Tensor:
+        """A step's output [...,W] -> the feature of the next step."""
+        raise NotImplementedError
+
+    def logits_of(self, output: Tensor) -> Tensor:
+        """A step's output [...,W] -> logits [...,D] over the draft vocabulary."""
+        raise NotImplementedError
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """logits [...,D] -> [...,V], −inf outside the draft vocabulary."""
+        return logits if self.vocabulary.size == self.config.vocab_size else self.vocabulary.spread(logits)
+
+    @torch.no_grad()
+    def propose(self, round: RoundContext) -> DraftTree:
+        """One level of the tree per step; the root alone where a slot has no pair yet."""
+        state = self._state
+        if state.tree_spec.max_depth == 0:
+            return DraftTree.root(round.last_tokens)
+        state.cache.static_shape = round.static_shape
+        state.cache.select(round.slots)
+        expansion = expand(state.tree_spec, round)
+        output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
+        while True:
+            token_index = index.expand(-1, output.shape[1])
+            ids, scores, q_logits = self._choose(self.logits_of(output), expansion.count, round, token_index, expansion.scored)
+            level = expansion.add_level(ids, scores, q_logits)
+            if level is None:
+                break
+            feature = self.recurring(output).gather(1, level.parent_index[:, :, None].expand(-1, -1, output.shape[2]))
+            # The cache ends with the pair that predicts depth 1, so that a node of depth d is at length + d − 1.
+            pair_depth = torch.full_like(level.tokens, level.depth - 1)
+            key_depth = (level.key_depth - 1).expand(len(pair_depth), -1)
+            attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
+            output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
+            state.cache.draft(level.tokens.shape[1])
+            index = index + 1
+        tree, _ = expansion.finish()
+        return self._ready(tree, round)
+
+    def _choose(
+        self, logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `choose`, in the target's ids. Noise is a function of those, so that drawn children need the full vocabulary."""
+        if round.sampling.children == "top":
+            ids, scores, q_logits = choose(logits, count, round, index, scored)
+            return self.vocabulary.targets[ids], scores, q_logits
+        return choose(self.spread(logits), count, round, index, scored)

@@ -1,4 +1,4 @@
-"""The base of heads that read one hidden state of the target: Medusa, Hydra, MLP speculators.
+"""The base of heads that read one hidden state of the target: Medusa, MLP speculators.
 
 It keeps that state for every slot of the decoder. A subclass adds its modules and `propose`, which reads `hidden_states` and ends with
 `tree.only(has_state)`.

@@ -18,6 +18,7 @@ from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.train import eagle as train
 from draftsmith.train.eagle import EagleSection, objective1, objective3
+from draftsmith.train.losses.noise import document_lengths
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_the_length_of_a_document_is_its_own():
         [[0, 0, 0, 1, 2, 2, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0], [-1, -1, -1, -1, -1, -1, -1, -1], [3, 3, 1, 0, 0, 0, 0, -1]]
     )
     slow = torch.tensor([[(row == number).sum() for number in row] for row in document])
-    assert torch.equal(train.document_lengths(document), slow)
+    assert torch.equal(document_lengths(document), slow)
 
 
 def supervision(target, drafter, batch, section, monkeypatch) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
     seen = json.loads((tmp_path / "seen.json").read_text())
     expected = {"world": 2} | dict(zip(names, wrapped, strict=True))
     by_muon = expected | ({"optimizer": "Muon"} if expected["optimizer"] == "AdamW" else {})
-    assert seen == [expected] * 3 + [by_muon] * 3 + [expected] * {"ddp": 0, "fsdp2": 6}.get(kind, 7)
+    assert seen == [expected] * 3 + [by_muon] * 3 + [expected] * {"ddp": 0, "fsdp2": 8}.get(kind, 9)
     for optimizer in OPTIMIZERS:
         folder = tmp_path / optimizer
         train_numbers(folder / "to_one", optimizer=optimizer)

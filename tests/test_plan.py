@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import training_time_test
 from draftsmith.models.target import Target
-from draftsmith.train import distill, eagle, medusa, recipe
+from draftsmith.train import distill, eagle, hydra, medusa, recipe
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -30,6 +30,9 @@ CASES = {
         ["eagle.steps=3", "eagle.vocab_size=500", "eagle.checkpointing=true"],
     ),
     "eagle1": (eagle, "eagle1-tiny", []),
+    "hydra": (hydra, "hydra-tiny", []),
+    "hydra, shared head": (hydra, "hydra-tiny", ["hydra.share_head=true", "hydra.distill=0.5"]),
+    "hydra++": (hydra, "hydra-tiny", ["hydra.prefix=true", "hydra.layers=4", "hydra.noise=0.1"]),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),

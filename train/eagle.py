@@ -99,7 +99,6 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.inference.sampler import uniform
 from draftsmith.models import vocab
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import load_drafter, new_drafter
@@ -112,6 +111,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output, processes
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
+from draftsmith.train.losses.noise import feature_noise
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
@@ -173,10 +173,7 @@ def objective1(
     out = target.features(batch)
     feature = drafter.feature_of(_at(out, own))
     if drafter.training and section.noise:
-        width = (section.noise * 512 / document_lengths(document)[:, own, None]).to(feature.dtype)
-        key, position = (batch[name][:, own, None].clamp(min=0).expand_as(feature) for name in ("sample_id", "position_ids"))
-        number = torch.arange(feature.shape[2], device=ids.device).expand_as(feature)
-        feature = feature + (uniform(seed, key, position, number) - 0.5).to(feature.dtype) * width
+        feature = feature + feature_noise(batch, feature, section.noise, seed, own)
     output = drafter.training_time_test(feature, ids, batch["position_ids"], document, 1, False, context)[0]
     weight, extra = shift_left(mask, 2, document)[:, own].float(), read.stop - own.stop
     actual = shift_left(out.hidden[:, read], 1, document[:, read])[:, : output.shape[1]]
@@ -195,13 +192,6 @@ def objective1(
     total = regression + section.classification * losses.sum
     tokens = supervised_tokens(batch, own)
     return Loss(total, tokens, survival_metrics(losses.hits, weights, tokens, context))
-
-
-def document_lengths(document: Tensor) -> Tensor:
-    """document [B,S], each position's document by number, −1 for padding -> the positions of its document in the sequence, [B,S]."""
-    number = document + 1
-    counts = torch.zeros(len(number), number.shape[1] + 1, dtype=torch.int64, device=number.device)
-    return counts.scatter_add_(1, number, torch.ones_like(number)).gather(1, number)
 
 
 def _at(out: TargetOutput, positions: slice) -> TargetOutput:

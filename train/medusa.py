@@ -35,8 +35,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
@@ -45,6 +43,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train.losses.heads import head_weights, shifted
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
@@ -61,37 +60,20 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
     states = [drafter.hidden_of(k, hidden) for k in heads]
     outputs = [drafter.output(k) for k in heads]
-    tokens = [_shifted(batch["input_ids"], k + 2) for k in heads]
-    document = batch["document"]
-    counted = [_shifted(batch["loss_mask"], k + 2) & (_shifted(document, k + 2) == document.flatten()) for k in heads]
-    weights = [_per_head(predicted, batch) for predicted in counted]
+    tokens = [shifted(batch["input_ids"], k + 2) for k in heads]
+    counted, weights = head_weights(batch, section.heads)
     parts = []
     if section.distill > 0:
         shifts = [k + 1 for k in heads]
-        parts.append((section.distill, chunked_kl_heads(states, outputs, hidden, target.logits, weights, shifts)))
+        parts.append((section.distill, chunked_kl_heads(states, outputs, hidden, target.logits, list(weights), shifts)))
     if section.distill < 1:
         parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
     total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
     weight = supervised_tokens(batch)
     # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
     hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / counted[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
-    chains = survival_metrics(torch.stack([loss.hits for loss in parts[0][1]]), torch.stack(counted).float(), weight)
+    chains = survival_metrics(torch.stack([loss.hits for loss in parts[0][1]]), counted.float(), weight)
     return Loss(total, weight, chains | hits)
-
-
-def _per_head(predicted: Tensor, batch: Batch) -> Tensor:
-    """predicted [B·S] bool, the positions at which a head predicts a supervised token -> [B·S]: n_d over their count in document d, else 0."""
-    rows, length = batch["document"].shape
-    first = torch.arange(rows, device=predicted.device)[:, None] * (length + 1)
-    document = (batch["document"] + 1 + first).flatten()  # of padding 0, 1 … of documents; distinct in all rows
-    counts = predicted.new_zeros(2, rows * (length + 1), dtype=torch.float64)
-    counts.index_add_(1, document, torch.stack((batch["loss_mask"].flatten(), predicted)).double())
-    return predicted * (counts[0] / counts[1].clamp(min=1))[document]
-
-
-def _shifted(values: Tensor, count: int) -> Tensor:
-    """values [B,S] moved `count` positions to the left with zeros behind, flattened to [B·S]."""
-    return F.pad(values[:, count:], (0, count)).flatten()
 
 
 def check(recipe: MedusaRecipe) -> None:

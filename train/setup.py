@@ -1,6 +1,7 @@
 """What every method does before its loop: the target, an untrained drafter, the data, and what is measured beside the loss."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.kernels import missing
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models import drafter as drafters
-from draftsmith.models.drafter import DrafterModel, new_drafter
+from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.train.engine import output, processes
@@ -58,6 +59,28 @@ def new_drafter_and_data(
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had
     return drafter, train, valid
+
+
+def start_from(drafter: DrafterModel, path: str, target: Target, key: str) -> None:
+    """Copy the weights of another drafter of this target.
+
+    Args:
+        drafter: takes the weights.
+        path: folder or Hub id of the other one.
+        target: of both.
+        key: the recipe's, for the error.
+
+    Raises:
+        ValueError: the other one has another architecture or other sizes.
+    """
+    start = load_drafter(path, target)
+    names = {field.name for field in fields(drafter.config)} - {field.name for field in fields(DrafterConfig)} | {"model_type"}
+    differing = sorted(name for name in names if getattr(start.config, name, None) != getattr(drafter.config, name))
+    if differing:
+        raise ValueError(
+            f"{key}={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture and sizes"
+        )
+    drafter.load_state_dict(start.state_dict())
 
 
 def datasets(

@@ -8,7 +8,7 @@ Letters: M positions (batch and sequence flattened), m of them in a chunk, V voc
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -221,9 +221,9 @@ class ChunkedHead:
             self.leaves, self.vocab_size = _leaves(head, self.hidden[:1])
         self.sum_dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
         self.fused = active() and self.sum_dtype == torch.float32
-        self.inputs = [hidden, *self.leaves]
+        self.inputs: list[Tensor] = [hidden, *self.leaves]
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
-        self.grads = [
+        self.grads: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=self.sum_dtype, device=t.device) if self.needs_grad and t.requires_grad else None
             for t in self.inputs
         ]
@@ -281,11 +281,18 @@ class ChunkedHead:
             total.add_(grad)
 
 
+class Differentiated(Protocol):
+    """Something whose gradients were computed in the forward: of each input, or None."""
+
+    inputs: list[Tensor]
+    grads: list[Tensor | None]
+
+
 class _InForward(torch.autograd.Function):
     """Sums [P] of P parts whose gradients were computed in the forward; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, parts: list[ChunkedHead], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, parts: Sequence[Differentiated], *inputs: Tensor) -> Tensor:
         ctx.parts = parts
         return sums.clone()
 
@@ -309,8 +316,11 @@ def summed_in_chunks(parts: list[ChunkedHead], positions: Tensor, rows: int, ste
         for index in positions.split(rows):
             if len(index):
                 sums += step(index)
-    if not any(part.needs_grad for part in parts):
-        return sums
+    return joined(sums, parts) if any(part.needs_grad for part in parts) else sums
+
+
+def joined(sums: Tensor, parts: Sequence["Differentiated"]) -> Tensor:
+    """Sums [P] of P parts whose gradients are known, as part of the graph of their inputs."""
     return _InForward.apply(sums, parts, *(tensor for part in parts for tensor in part.inputs))
 
 

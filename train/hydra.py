@@ -1,0 +1,161 @@
+"""Train Hydra or Hydra++ heads (Ankner et al. 2024, https://arxiv.org/abs/2402.05109) on a frozen target.
+
+draftsmith train hydra hydra-tiny
+draftsmith train hydra hydra-tiny hydra.prefix=true hydra.layers=4
+"""
+
+import sys
+
+from pydantic import Field
+
+from draftsmith.train.cli import prepare_script
+from draftsmith.train.recipe import Recipe, Section, load
+
+
+class HydraSection(Section):
+    """the heads and their loss"""
+
+    heads: int = Field(default=4, ge=1, le=64, description="K, number of heads; head k = 0 … K−1 at position t predicts token t+2+k")
+    layers: int = Field(default=1, ge=1, le=64, description="residual blocks of each head; Hydra++ has 4")
+    share_head: bool = Field(default=False, description="use the target's output layer instead of one for each head")
+    prefix: bool = Field(
+        default=False, description="Hydra++: a decoder layer of the target's sizes over its hidden states, which the heads read instead"
+    )
+    decay: float = Field(default=0.8, gt=0, le=1, description="weight of head k in the loss is decay^k; the paper has 1")
+    distill: float = Field(
+        default=1.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
+    )
+    noise: float = Field(
+        default=0.0, ge=0, le=1000, description="width of the uniform noise on hidden states, at 512 positions, as EAGLE-1 has it"
+    )
+    start: str | None = Field(
+        default=None, description="folder or Hub id of Hydra heads of the same sizes whose weights to start from; unset: fresh weights"
+    )
+
+
+class HydraRecipe(Recipe):
+    hydra: HydraSection = HydraSection()
+
+
+if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
+    prepare_script(HydraRecipe, __doc__)
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.hydra import HydraModel
+from draftsmith.models.target import Target
+from draftsmith.models.target_defaults import rope_theta
+from draftsmith.train import loop, publish, setup
+from draftsmith.train.engine import output
+from draftsmith.train.losses import blocks
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
+from draftsmith.train.losses.heads import head_weights, shifted
+from draftsmith.train.losses.noise import feature_noise
+from draftsmith.train.losses.survival import survival_metrics
+from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
+
+
+def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: HydraSection, seed: int = 0) -> Loss:
+    """Σ_d n_d · Σ_k decay^k · mean_t [distill · KL(p_{t+1+k} ‖ q_k(t)) + (1 − distill) · CE(q_k(t), x_{t+2+k})].
+
+    q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens x_{t+1} … x_{t+1+k}. r_t [H] is
+    the target's hidden state h_t, or with `prefix` what a decoder layer makes of h_s, s ≤ t, of the same document. p_s [V] is the target's
+    distribution of the token after position s. The mean of head k in document d is over the supervised tokens that the head predicts there,
+    n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
+    """
+    hidden, ids, heads = target.features(batch).hidden, batch["input_ids"], range(section.heads)
+    feature = drafter.feature_of(TargetOutput(hidden))
+    if drafter.training and section.noise:
+        feature = feature + feature_noise(batch, feature, section.noise, seed)
+    root = drafter.root_states(feature, batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]
+    counted, weights = head_weights(batch, section.heads)
+    actual, tokens = hidden.flatten(0, 1), torch.stack([shifted(ids, k + 1) for k in range(section.heads + 1)])  # [K+1,B·S]
+
+    def block_loss(root: Tensor, given: dict[str, Tensor], read: slice, own: slice) -> tuple[Tensor, Tensor]:
+        states = drafter.hidden_along(root, target.embed(tokens[:-1, read].T), given)
+        outputs = [drafter.output(k, given) for k in heads]
+        weight, parts = F.pad(weights[:, own], (0, read.stop - own.stop)), []
+        if section.distill > 0:
+            shifts = [k + 1 for k in heads]
+            parts.append((section.distill, chunked_kl_heads(states, outputs, actual[read], target.logits, list(weight), shifts)))
+        if section.distill < 1:
+            labels = tokens[1:, read]
+            parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], labels[k], weight[k]) for k in heads]))
+        total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
+        return total, torch.stack([loss.hits for _, losses in (parts[0], parts[-1]) for loss in losses])
+
+    rows = max(1, blocks.BUDGET // drafter.activations)
+    total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)
+    chains, right = hits.chunk(2)  # [K,B·S]
+    weight = supervised_tokens(batch)
+    # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
+    rates = right.sum(1) / counted.sum(1).clamp(min=1) * weight
+    top1 = {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}
+    return Loss(total, weight, survival_metrics(chains, counted.float(), weight) | top1)
+
+
+def check(recipe: HydraRecipe) -> None:
+    """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
+    if recipe.train.context_parallel > 1:
+        raise ValueError(
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
+            "data.seq_len instead"
+        )
+    if recipe.hydra.heads + 2 > recipe.data.seq_len:
+        raise ValueError(f"hydra.heads={recipe.hydra.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
+
+
+def architecture(section: HydraSection, target: Target) -> dict[str, Any]:
+    """The sizes of the heads; those of the prefix layer are the target's."""
+    sizes = {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
+    if not section.prefix:
+        return sizes
+    config = target.config
+    return sizes | {
+        "prefix": True,
+        "attention_heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or 0,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 0,
+        "rope_theta": rope_theta(config),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+    }
+
+
+def choose_objective(recipe: HydraRecipe, target: Target) -> Objective:
+    return partial(objective, target=target, section=recipe.hydra, seed=recipe.train.seed)
+
+
+def build_untrained(recipe: HydraRecipe, target: Target) -> tuple[HydraModel, Objective]:
+    """Untrained heads and their objective. `draftsmith plan` calls it with a target on the meta device."""
+    check(recipe)
+    heads = new_drafter("hydra", target, **architecture(recipe.hydra, target))
+    return cast(HydraModel, heads), choose_objective(recipe, target)
+
+
+def main(arguments: list[str]) -> None:
+    recipe = load(HydraRecipe, arguments[0], arguments[1:])
+    section = recipe.hydra
+    check(recipe)
+    target, corpora = setup.load_target_and_data(recipe)
+    with output.claimed(recipe):
+        drafter, train, valid = setup.new_drafter_and_data(recipe, "hydra", target, corpora, **architecture(section, target))
+        if section.start:
+            setup.start_from(drafter, section.start, target, "hydra.start")
+        fingerprint = setup.fingerprint(target, train)
+        monitors = setup.monitors(recipe, target, drafter)
+        accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
+        if accelerator.is_main_process:
+            publish.publish_drafter(recipe, drafter, target, steps)
+
+
+if __name__ == "__main__":
+    exit_on_error(main, sys.argv[1:])
