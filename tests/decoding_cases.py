@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from zoo import VOCAB, tiny
 
+from draftsmith.eval.positions import record_positions
+from draftsmith.eval.record_store import RecordStore
 from draftsmith.inference.decoder import Completion
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
@@ -132,3 +134,23 @@ def p_value(observed: Tensor, distribution: Tensor) -> float:
     statistic = sum((count - mean) ** 2 / mean for mean, count in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+class Spelling:
+    """A tokenizer of which only the spelling of a token is asked."""
+
+    chat_template = None
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+def position_records(target, drafter, encoded, sampling, new_tokens):
+    """What an evaluation records of a target without a tokenizer."""
+    target.tokenizer, store = Spelling(), RecordStore()
+    try:
+        with store.opened({"target": {}, "drafter": {}, "settings": {}, "skipped": {}}):
+            record_positions(target, drafter, encoded, set(), sampling, new_tokens, store)
+    finally:
+        target.tokenizer = None
+    return store.records().positions

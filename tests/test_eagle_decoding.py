@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import PROMPTS, texts
+from decoding_cases import PROMPTS, position_records, texts
 from eagle_drafters import HOWS, NEW, TREES, VARIANTS, allowed, answers_of, fitted, lines_corpus, make, random_lines
 from eagle_rounds import played
 from watching import Watch
@@ -15,7 +15,6 @@ from draftsmith.data.packing import PackedDataset
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import trees
 from draftsmith.eval.answers import EncodedPrompt
-from draftsmith.eval.positions import position_records
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, RoundContext
@@ -161,7 +160,7 @@ def test_tau_of_records_of_decoding_and_of_the_objective_agree(target, name, arc
     # Fitted to some of them only, so that it is wrong, too.
     drafter = fitted(target, {"greedy": answers["greedy"][:3]}, name, prompts[:3], **arch)
     cases = [EncodedPrompt(Prompt(str(n), "all", ""), prompt, n) for n, prompt in enumerate(prompts)]
-    records = position_records(target, drafter, cases, NEW)
+    records = position_records(target, drafter, cases, Sampling(), NEW)
     taus = []
     for shape in (StaticTree.chain(1), StaticTree.chain(4), TREES["static"]):
         drafter.tree_spec = shape

@@ -9,15 +9,13 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import relative
+from decoding_cases import position_records, relative
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import cost, evaluation, lossless, plot, table, trees
 from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.eval.evaluation import evaluate_drafter
-from draftsmith.eval.positions import record_positions
-from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord, RequestRecord, Round, distinct_ngrams, rank_of
 from draftsmith.eval.report import acceptance, as_json, report_of
 from draftsmith.eval.settings import Settings
@@ -113,32 +111,13 @@ def pair():
     return target, drafter
 
 
-class Spelling:
-    """A tokenizer of which only the spelling of a token is asked."""
-
-    chat_template = None
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
-
-
-def positions(target, drafter, encoded, sampling, new_tokens):
-    target.tokenizer, store = Spelling(), RecordStore()
-    try:
-        with store.opened({"target": {}, "drafter": {}, "settings": {}, "skipped": {}}):
-            record_positions(target, drafter, encoded, set(), sampling, new_tokens, store)
-    finally:
-        target.tokenizer = None
-    return store.records().positions
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.3, seed=3, rule="target-sample")], ids=["greedy", "sampled"])
 def test_tau_from_position_records_is_the_tau_of_real_decoding(pair, sampling):
     target, drafter = pair
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(target.vocab_size, (length,), generator=generator).tolist() for length in (3, 9, 5, 2)]
     encoded = [EncodedPrompt(Prompt(str(i), "d", ""), ids, i) for i, ids in enumerate(prompts)]
-    records = positions(target, drafter, encoded, sampling, 24)
+    records = position_records(target, drafter, encoded, sampling, 24)
     accepted = set()
     for tree in ([(0,)], [(0,), (1,), (0, 0)], trees.best_first_paths(records, 12)):
         drafter.config.tree = [list(path) for path in tree]
