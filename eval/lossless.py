@@ -8,6 +8,7 @@ forwards over the same text. Rounding leaves them within the spread of these for
 Letters: V target vocabulary · H hidden size · S positions · R reference forwards.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,10 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target
 
 REGION = 48  # positions before the divergence that are compared: enough for a median, few enough for narrow forwards
-WIDTHS = (2, 5, 16)  # of the reference forwards of a batch of texts, besides one of another batch and one of the model's own attention
+# Matmuls of some shapes round in the same way, to the last bit. So the reference forwards of a batch of texts have the widths of plain decoding, of a
+# draft tree and of a prefill; besides them, one is of a text alone and one uses the model's own attention.
+WIDTHS = (1, 5, 16)
+ALONE = 3  # width of the forward of a text alone
 TOGETHER = 8  # texts in a batch of reference forwards: narrow ones cost nearly as much for one
 
 
@@ -130,7 +134,7 @@ def first_divergence(
     position = torch.tensor([len(text)], device=target.device)
     tokens = plain[index], answer[index]
     margin, noise = _margin(target, _logits(target, states[:, -1], text, sampling), *tokens, sampling, request, position)
-    spread = _spread(states, target.dtype)
+    spread = _spread(states, target)
     pairs = zip(recorded or (), (plain, answer), tokens, strict=False)
     repeated = [(again, token) for again, given, token in pairs if again.tokens[: index + 1] == given[: index + 1]]
     if len(repeated) < 2:
@@ -154,7 +158,7 @@ def reference_states(target: Target, texts: list[list[int]]) -> list[Tensor]:
         own = [target.forward(torch.tensor([text], device=target.device)).hidden[0, -REGION:] for text in group]
         with tree_attention(target.model):
             together = _in_chunks(target, group, WIDTHS)
-            alone = [_in_chunks(target, [text] if len(group) > 1 else [text, text], WIDTHS[-1:])[0] for text in group]
+            alone = [_in_chunks(target, [text], (ALONE,))[0] for text in group]
         for each in zip(own, together, alone, strict=True):
             references.append(torch.cat((each[0][None], *(states.to(each[0].device) for states in each[1:]))))
     return references
@@ -198,11 +202,16 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).norm(dim=-1) / b.norm(dim=-1)
 
 
-def _spread(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S]: the largest relative distance between two of the states [R,S,H], at least its median over S and one rounding step of `dtype`."""
+def _spread(states: Tensor, target: Target) -> Tensor:
+    """[S]: the largest relative distance between two of the reference states [R,S,H], at least its median over S.
+
+    Where all references agree it is what rounding must move a state by: each of L layers adds to the state twice, each sum is off by
+    eps/√12 in the root mean square, and the errors add up to eps·√(2L/12) where they are independent.
+    """
     states = states.float()
     pairs = torch.stack([_distance(a, b) for i, a in enumerate(states) for b in states[:i]]).amax(0)
-    return pairs.clamp(min=max(pairs.median().item(), torch.finfo(dtype).eps))
+    least = torch.finfo(target.dtype).eps * max(1.0, math.sqrt(target.num_layers / 6))
+    return pairs.clamp(min=max(pairs.median().item(), least))
 
 
 def _logits(target: Target, states: Tensor, text: list[int], sampling: Sampling) -> Tensor:

@@ -279,7 +279,10 @@ def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, mon
         (("--limit=0",), "--limit 0: expected 1 to"),
         (("--max-new-tokens=0",), "--max-new-tokens 0: expected 1 to"),
         (("--nodes=1",), "--nodes 1: expected 2 to"),
-        (("--drafter=ngram", "--drafter=medusa"), "drafter 'medusa': expected ngram, suffix, the folder"),
+        (
+            ("--drafter=ngram", "--drafter=medusa"),
+            "drafter 'medusa': expected ngram, suffix, recycling, lookahead, suffix:FILE, rest:FOLDER, the folder",
+        ),
         (("--drafter=ngram", "--drafter={folder}/nowhere"), "no folder '{folder}/nowhere'"),
         (("--drafter={folder}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
         (("--prompts={folder}/no.jsonl",), "no.jsonl' not found"),

@@ -152,3 +152,22 @@ def test_float32_logits_are_the_models_own(name):
     torch.testing.assert_close(target.float32_logits(hidden), target.logits(hidden), rtol=1e-5, atol=1e-5)
     half = Target.wrap(tiny(name).bfloat16())
     assert half.float32_logits(hidden.bfloat16()).dtype == torch.float32
+
+
+def test_rounding_is_a_tie_where_all_reference_forwards_agree():
+    """Their spread is zero then, and the answers' forwards, of other shapes, need not round as they do."""
+    target = Target.wrap(tiny("llama").bfloat16())
+    target.num_layers = 24  # as of a deep model
+    (prompt,) = prompts(1, 5)
+    plain = decode_recorded(target, None, [prompt], [0], Sampling(), NEW)[0]
+    (states,) = lossless.reference_states(target, [prompt + plain.tokens[:9]])
+    states = states[:1].expand_as(states)
+    noise = torch.randn(plain.hidden.shape, generator=torch.Generator().manual_seed(0))
+    wrong = [*plain.tokens[:9], (plain.tokens[9] + 1) % VOCAB]
+
+    def excess(steps: float) -> float:
+        moved = states[0, -10:].float() * (1 + steps * torch.finfo(torch.bfloat16).eps * noise[:10])
+        pair = Recorded(plain.tokens, moved.bfloat16()), Recorded(wrong, moved.bfloat16())
+        return first_divergence(target, "p", prompt, plain.tokens, wrong, Sampling(), 0, pair, states=states).excess
+
+    assert 1 < excess(3) < 3 < excess(9)
