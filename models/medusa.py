@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.expand import DynamicExpansion, choose, expand, parse_tree_spec
+from draftsmith.inference.expand import DynamicExpansion, choose, expand
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
-from draftsmith.models.drafter import DrafterConfig, default_paths
+from draftsmith.models.drafter import DrafterConfig, fill_tree
 from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 from draftsmith.models.target import Target
 
@@ -48,11 +48,7 @@ class MedusaConfig(DrafterConfig):
             )
         if not self.medusa_fc_bias:
             raise ValueError("got medusa_fc_bias false; these heads have biases: leave it out")
-        if self.tree is None:
-            self.tree = default_paths(self.num_heads)
-        deepest = parse_tree_spec(self.tree).max_depth
-        if deepest > self.num_heads:
-            raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
+        fill_tree(self, self.num_heads)
 
     @property
     def least_tensors(self) -> int:

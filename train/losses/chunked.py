@@ -127,21 +127,26 @@ def chunked_kl_heads(
 
     Args:
         draft_hidden, weights: K tensors [M,H] with K `draft_heads`, and K tensors [M].
+        draft_heads: K heads, or one that serves all: then a single loss is returned, with hits [K·M], and the head has one gradient.
         target_hidden: [M,·], with `target_head`.
         shifts: K numbers ≥ 0.
 
     Raises:
         ValueError: a negative shift, or lists of different lengths.
     """
-    if not len(draft_hidden) == len(draft_heads) == len(weights) == len(shifts) or min(shifts, default=0) < 0:
+    heads, one = len(draft_hidden), len(draft_heads) == 1
+    if not heads == len(weights) == len(shifts) or not (one or heads == len(draft_heads)) or min(shifts, default=0) < 0:
         raise ValueError(
-            f"got {len(draft_hidden)} hidden states, {len(draft_heads)} heads, {len(weights)} weights and shifts {list(shifts)}; "
+            f"got {heads} hidden states, {len(draft_heads)} heads, {len(weights)} weights and shifts {list(shifts)}; "
             "expected one of each per head and shifts >= 0"
         )
-    parts = [ChunkedHead(hidden, head) for hidden, head in zip(draft_hidden, draft_heads, strict=True)]
+    distinct = [ChunkedHead(hidden, head) for hidden, head in zip(_stacked(draft_hidden, one), draft_heads, strict=True)]
+    parts = distinct * heads if one else distinct
     with torch.no_grad():
         target = ChunkedHead(target_hidden.detach(), target_head)
     rows, weight = aligned(torch.stack([weight.to(parts[0].sum_dtype) for weight in weights]), shifts)
+    if one:
+        rows = rows + len(target_hidden) * torch.arange(heads, device=rows.device)[:, None]
     used = weight > 0
     hits = torch.zeros_like(used)
 
@@ -155,7 +160,7 @@ def chunked_kl_heads(
             scale = weight[k, index]
             values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, scale * temperature, "kl")
             sums.append((values * scale).sum() * temperature**2)
-        return torch.stack(sums)
+        return by_part(sums)
 
     def step(index: Tensor) -> Tensor:
         with torch.no_grad():
@@ -173,11 +178,19 @@ def chunked_kl_heads(
             sums.append(torch.where(used_row, gap * scale, 0).sum() * temperature**2)
             if part.needs_grad:
                 part.backward(row, logp.exp_().sub_(target_p).mul_(scale * temperature))
-        return torch.stack(sums)
+        return by_part(sums)
+
+    def by_part(sums: list[Tensor]) -> Tensor:
+        return torch.stack(sums).sum(0, keepdim=True) if one else torch.stack(sums)
 
     size = chunk_rows(len(target_hidden), target.vocab_size, budget)
-    total = summed_in_chunks(parts, rows_to_visit(used.any(0)), size, fused if all(part.fused for part in parts) else step)
-    return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), by_row(hits, shifts).unbind(), strict=True)]
+    total = summed_in_chunks(distinct, rows_to_visit(used.any(0)), size, fused if all(part.fused for part in parts) else step)
+    return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), _stacked(by_row(hits, shifts).unbind(), one), strict=True)]
+
+
+def _stacked(tensors: Sequence[Tensor], one: bool) -> Sequence[Tensor]:
+    """The tensors, or all of them joined as a list of one."""
+    return [torch.cat(tuple(tensors))] if one and len(tensors) > 1 else tensors
 
 
 def _fused(
