@@ -177,8 +177,11 @@ class MlpModel(HiddenStateDrafter):
 
     @property
     def activations(self) -> int:
-        """About how many numbers training keeps of a position until its backward pass."""
-        config, each = self.config, 16 if self.config.cell == "lstm" else 6
+        """About how many numbers training keeps of a position until its backward pass.
+
+        Of each head some vectors of I of its cell, the state beside the others' for each of two losses, and the gradients of these.
+        """
+        config, each = self.config, 20 if self.config.cell == "lstm" else 10
         return config.hidden_size + config.num_heads * each * config.inner_size
 
     # Drafting

@@ -8,9 +8,9 @@ from random_targets import random_model, randomise
 from transformers import LlamaConfig, LlamaModel
 
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference import level_heads
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput
-from draftsmith.inference import level_heads
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models import hydra

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import training_time_test
 from draftsmith.models.target import Target
-from draftsmith.train import distill, eagle, hydra, medusa, recipe
+from draftsmith.train import distill, eagle, hydra, medusa, mlp, recipe
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -33,6 +33,9 @@ CASES = {
     "hydra": (hydra, "hydra-tiny", []),
     "hydra, shared head": (hydra, "hydra-tiny", ["hydra.share_head=true", "hydra.distill=0.5"]),
     "hydra++": (hydra, "hydra-tiny", ["hydra.prefix=true", "hydra.layers=4", "hydra.noise=0.1"]),
+    "mlp": (mlp, "mlp-tiny", []),
+    "mlp, own weights": (mlp, "mlp-tiny", ["mlp.tie_weights=false", "mlp.distill=0.5", "mlp.heads=3"]),
+    "mlp, LSTM by CE": (mlp, "mlp-tiny", ["mlp.cell=lstm", "mlp.distill=0.0", "mlp.inner_size=96"]),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),

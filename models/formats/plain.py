@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["Inputs", "eagle_logits", "gguf_content", "llama_logits", "medusa_logits", "read_folder", "tapped"]
+__all__ = ["Inputs", "eagle_logits", "gguf_content", "llama_logits", "medusa_logits", "mlp_logits", "read_folder", "tapped"]
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Our table of names of a GGUF file's parts, apart from the one that writes it.
@@ -169,6 +169,31 @@ def medusa_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: In
         weight = tensors.get("lm_head.weight") if config.get("original_lm_head") else own
         rows.append(inputs.head(x) if weight is None else x @ weight.T)
     return torch.stack(rows, 1)
+
+
+@torch.no_grad()
+def mlp_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: Inputs) -> Logits:
+    """The logits of every head from every root, drafting along the text itself."""
+    heads, inner = config["n_predict"], config["inner_dim"] or config["emb_dim"]
+    state_weight = 0.5 ** (0.5 / heads)
+    token_weight = (1 - state_weight**2) ** 0.5 * (inner / 2) ** 0.5
+    tensors = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
+    rows: Logits = {}
+
+    def weight(part: str, i: int, kind: str = "weight") -> Tensor:
+        """Of tied weights an engine may read each index, or the first one alone; other files' may be at any one."""
+        least = int(part == "proj" and i > 0)
+        near = (i, *range(least, heads)) if config.get("tie_weights") else (i,)
+        return next(tensors[f"{part}.{j}.{kind}"] for j in near if f"{part}.{j}.{kind}" in tensors)
+
+    for root in range(1, len(inputs.tokens)):
+        state = inputs.hidden[root - 1]
+        state = _rms(state, torch.tensor(0.5**0.5), 1e-6) if config.get("scale_input") else state
+        for i, token in enumerate(inputs.tokens[root : root + heads]):
+            x = weight("proj", i) @ state + token_weight / state_weight * weight("emb", i)[token]
+            state = F.gelu(_rms(x, weight("ln", i), 1e-6) + weight("ln", i, "bias"))
+            rows[root, i] = weight("head", i) @ state
+    return rows
 
 
 @torch.no_grad()
