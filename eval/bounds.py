@@ -12,7 +12,7 @@ from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.load import CostModel, predict
 from draftsmith.eval.load_check import rounds_of
 from draftsmith.eval.records import Records, RequestRecord
-from draftsmith.eval.settings import greedy
+from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.speed import speedups
 from draftsmith.eval.totals import by_setting, tau, totals
 from draftsmith.inference.reading import field as entry
@@ -109,7 +109,7 @@ def _obstacle(records: Records, settings: dict[str, list[RequestRecord]], label:
     bugs = [each.prompt for each in records.requests if each.divergence and each.divergence.verdict == "bug"]
     if bugs:
         return f"NOT LOSSLESS: {len(bugs)} answers are not plain decoding's, and rounding is not the reason ({sanity.shown(bugs)})"
-    rule = entry(records.header["settings"], "rule", str, "records: `settings`")
+    rule = rule_of(label)
     if rule not in RULES:
         return f"rule {rule!r} is not one that this Draftsmith knows; run draftsmith eval again"
     if not RULES[rule].lossless and not greedy(label):

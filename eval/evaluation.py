@@ -21,10 +21,13 @@ from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import halves, round_cost
-from draftsmith.eval.settings import Settings
+from draftsmith.eval.settings import Settings, label, without_rule
+from draftsmith.eval.supersets import record_supersets
 from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import parse_tree_spec, tree_config
+from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
+from draftsmith.inference.rule_names import USUAL_RULE
+from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -99,7 +102,10 @@ def _record_tree(
         if settings.probe_s:
             store.append([{"kind": "load", **ranks.agreed(_load(target, drafter, reported, context, settings))}])
     if settings.choose:
-        for sampling in settings.samplings:
+        texts: dict[str, Sampling] = {}  # the target's own text does not depend on the rule
+        for sampling in sorted(settings.samplings, key=lambda sampling: sampling.rule != USUAL_RULE):
+            texts.setdefault(without_rule(label(sampling)), sampling)
+        for sampling in texts.values():
             record_positions(target, drafter, prompts, choosing, sampling, settings.max_new_tokens, store)
         store.gather()
     records = store.records()
@@ -108,6 +114,10 @@ def _record_tree(
             drafter.tree_spec = StaticTree.from_paths(_chosen_paths(records, settings))
         tree = {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
         store.append([{"kind": "tree", **ranks.agreed(tree)}])
+    if isinstance(drafter.tree_spec, DynamicTree) and hasattr(drafter, "position_logits"):
+        with _complete_trees(drafter):
+            record_supersets(target, drafter, prompts, settings.samplings[0], settings.max_new_tokens, store)
+        store.gather()
     return store.records()
 
 
@@ -139,8 +149,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "max_nodes": settings.max_nodes,
         "slots": settings.slots,
         "timed": settings.timed,
-        "rule": settings.rule,
         "adaptive_depth": settings.adaptive_depth,
+        "policy": [[each.largest, each.tree.max_depth] for each in settings.policy.entries] if settings.policy else None,
         "kernels": settings.kernels,
         "exact": settings.exact,
     }

@@ -128,10 +128,28 @@ def add_exact(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: str) -> None:
-    """--rule, None where it is not given. `default` only describes in --help which rule the command then takes."""
+def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: str, several: bool = False) -> None:
+    """--rule, None where it is not given. `default` only describes in --help which rule the command then takes.
+
+    several: the option may be repeated, and gives a list.
+    """
     about = "; ".join(f"{name}{'' if RULES[name].lossless else ' (LOSSY)'}: {RULES[name].about}" for name in choices)
-    parser.add_argument("--rule", choices=choices, help=f"how drafts are verified at T > 0 (default {default}). {about}".replace("%", "%%"))
+    more = "; may be given more than once, to see which accepts most" if several else ""
+    parser.add_argument(
+        "--rule",
+        choices=choices,
+        action="append" if several else "store",
+        help=f"how drafts are verified at T > 0 (default {default}{more}). {about}".replace("%", "%%"),
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """--sampling, of which there is one."""
+    parser.add_argument(
+        "--sampling",
+        metavar="NAME=VALUE,…",
+        help=f"sampling as in production, such as temperature=0.7,top_p=0.9; of {', '.join(SAMPLING)} (default: greedy)",
+    )
 
 
 def add_samplings(parser: argparse.ArgumentParser) -> None:

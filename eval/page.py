@@ -17,7 +17,7 @@ from markupsafe import Markup
 from draftsmith.eval.failures import failures
 from draftsmith.eval.intervals import FEWEST, Interval, of_share, prompts_for
 from draftsmith.eval.records import Records, RequestRecord
-from draftsmith.eval.report import Report, as_json, to_json
+from draftsmith.eval.report import Report, as_json, drawn_rules, to_json
 from draftsmith.eval.slices import calibration, entropy_edges, ranks_drawn, ranks_formed, slices
 from draftsmith.inference.terminal import printable
 
@@ -80,7 +80,7 @@ def _verdict(report: Report) -> dict[str, Any]:
     elif report.answers:
         lossless = "lossless"
     else:
-        lossless = "lossless in distribution" if report.settings["rule"].startswith("rejection") else "not checked"
+        lossless = "lossless in distribution" if drawn_rules(report) else "not checked"
     half = None if tau.low is None or tau.high is None else (tau.high - tau.low) / 2 / tau.tau
     return {
         "setting": report.first_setting,

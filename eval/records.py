@@ -202,6 +202,7 @@ class Records:
         requests: by setting, in the order of the prompts.
         pieces: the text of each token that a record names, but for prompts.
         prompts: by id.
+        supersets: by setting and prompt [S,K,K], see `supersets.order_along`; of dynamic trees only.
     """
 
     header: dict[str, Any]
@@ -213,6 +214,7 @@ class Records:
     requests: list[RequestRecord] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
     prompts: dict[str, PromptRecord] = field(default_factory=dict)
+    supersets: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
@@ -301,6 +303,21 @@ def position_of(line: dict[str, Any], source: str) -> PositionRecord:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source}: not positions that draftsmith eval wrote ({error}); run it again") from None
     return PositionRecord(**fields)
+
+
+def superset_of(line: dict[str, Any], source: str) -> Tensor:
+    """The order [S,K,K] of the drafted tokens, of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    try:
+        order = torch.tensor(entry(line, "order", list, source), dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source}: no superset that draftsmith eval wrote ({error}); run it again") from None
+    if order.ndim != 3 or order.shape[1] != order.shape[2]:
+        raise ValueError(f"{source}: `order` is {list(order.shape)}; expected [S,K,K]; run draftsmith eval again")
+    return order
 
 
 def _rounded(values: list[float]) -> list[float | None]:

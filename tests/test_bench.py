@@ -308,7 +308,7 @@ def test_a_mistake_is_one_line(folder, target_folder, capsys, more, says):
 def test_all_drafters_get_the_requested_tree_and_adaptive_depth(folder, target_folder, monkeypatch, more, shapes):
     benchmarked = []
 
-    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth):
+    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth, sampling):
         assert adaptive_depth is not (more == ("--no-adaptive-depth",))
         benchmarked.extend(drafters.values())
         raise KeyboardInterrupt
