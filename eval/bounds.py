@@ -153,16 +153,16 @@ def _predicted(records: Records, requests: list[RequestRecord], bound: Bound) ->
 
 def _compared(bound: Bound, interval: Interval, prompts: int, predicted: bool = False) -> Check:
     """prompts: over how many the interval is; batches, where several were timed at a time."""
-    measured = (*interval, prompts, predicted)
+    measured = {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "prompts": prompts, "predicted": predicted}
     if interval.low is None or interval.high is None:
-        return Check(bound, "error", f"{prompts} prompts are too few for an interval; expected at least {FEWEST}; measure more", *measured)
+        return Check(bound, "error", f"{prompts} prompts are too few for an interval; expected at least {FEWEST}; measure more", **measured)
     if interval.low >= bound.least:
-        return Check(bound, "pass", "", *measured)
+        return Check(bound, "pass", "", **measured)
     reason = f"the lower end of {shown(interval.low, interval.high, '.3f')} is below {bound.least:g}"
     if interval.estimate > bound.least:
         needed = prompts_for(interval, prompts, 1 - bound.least / interval.estimate)
         reason += f"; about {needed:,} prompts of the same kinds would pass, if it stays at {interval.estimate:.3f}"
-    return Check(bound, "fail", reason, *measured)
+    return Check(bound, "fail", reason, **measured)
 
 
 def _measured_part(check: Check) -> tuple[Any, ...]:

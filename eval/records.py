@@ -1,4 +1,5 @@
-"""What an evaluation records, one JSON line each: a header, costs, the target's own texts with the drafter's ranks, the tree, and requests.
+"""What an evaluation records, one JSON line each: a header, costs of rounds, prompts, the target's own texts with the drafter's ranks, the tree,
+and requests.
 
 All numbers, tables and pages of `draftsmith eval` are made from these lines alone (eval/report.py); eval/record_store.py writes them.
 

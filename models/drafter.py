@@ -93,8 +93,9 @@ class DrafterModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "config_class" in vars(cls):
-            AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
-            AutoModel.register(cls.config_class, cls, exist_ok=True)
+            config_class: Any = cls.config_class
+            AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+            AutoModel.register(config_class, cls, exist_ok=True)
 
     @property
     def target(self) -> Target:
