@@ -40,10 +40,12 @@ def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     options.check_numbers(chosen)
     fields = options.samplings(None, [chosen.sampling] if chosen.sampling else None)[0]
-    out = _checked(Path(os.path.expanduser(chosen.out))) if chosen.out is not None else None
+    from draftsmith.eval import output
+
+    out = output.checked_file("--out", Path(os.path.expanduser(chosen.out)), _own, "bench") if chosen.out is not None else None
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, output, ranks
+    from draftsmith.eval import loading, ranks
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
@@ -82,21 +84,9 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _checked(out: Path) -> Path:
-    """The file of --out, if nothing but an earlier report of bench is there.
-
-    Raises:
-        ValueError: a folder, no folder for it, a link, or somebody else's file.
-    """
-    if out.is_symlink():
-        raise ValueError(f"--out {out}: expected a file of its own, it is a link; give another name")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: expected a file in a folder that exists; make the folder first")
-    if out.exists():
-        try:
-            own = not out.stat().st_size or bool(REPORTS & read_json(out).keys())
-        except ValueError:
-            own = False
-        if not own:
-            raise ValueError(f"--out {out} is there already, and no report of bench; give another name")
-    return out
+def _own(file: Path) -> bool:
+    """Whether bench wrote the file; an empty one has nothing to lose."""
+    try:
+        return not file.stat().st_size or bool(REPORTS & read_json(file).keys())
+    except ValueError:
+        return False
