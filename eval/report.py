@@ -70,6 +70,7 @@ class Report:
         speedups: the same by domain, where prompts were timed one at a time.
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
+        drift: of an adapted target from the target without adapters, see `drift.measure`; {} for other targets.
         references: the drafter beside ceilings and baselines, at each setting.
         degenerate: by setting, answers that repeat themselves, and τ without them.
         warnings: sentences on prompts and answers of which the numbers say too much.
@@ -99,6 +100,7 @@ class Report:
     speedups: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
     degenerate: dict[str, Degenerate] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -136,6 +138,7 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> 
         cost=records.forward,
         drafting=records.drafting,
         skipped=header["skipped"],
+        drift=records.drift,
     )
     labels = list(dict.fromkeys(request.setting for request in requests))
     for setting in labels:

@@ -236,6 +236,8 @@ class DrafterModel(PreTrainedModel):
                 for file in self._folder.iterdir():
                     if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):
                         shutil.copy(file, working_dir)
+                    if file.is_dir() and file.name == "adapter":  # the target's, of Medusa-2
+                        shutil.copytree(file, Path(working_dir) / file.name)
             else:
                 warnings.warn(
                     f"the weights are no longer those of {self._folder}, so that its model card and measurements are not uploaded; "

@@ -115,10 +115,12 @@ class PlannedRun:
             )
         with trace.shapes_only():
             model, objective = method.build_untrained(recipe, self.target)
-        self.target_parameters = sum(parameter.numel() for parameter in self.target.model.parameters())
+        # What is trained of the target, its adapters, counts as the drafter's; what the drafter shares with it, as the target's.
+        own = {id(parameter): parameter.numel() for parameter in self.target.model.parameters() if not parameter.requires_grad}
+        self.target_parameters = sum(own.values())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer_state = FP32 * optimizer.state_size(model, recipe.train)
-        self.frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        self.frozen = sum(parameter.numel() for parameter in model.parameters() if not (parameter.requires_grad or id(parameter) in own))
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
@@ -215,7 +217,9 @@ class PlannedRun:
     def _bytes(self, *modules: nn.Module) -> float:
         kind = self.recipe.target.quantise or quantised_as(self.target.model.config)
         linear = {id(part.weight) for part in self.target.decoder.modules() if isinstance(part, nn.Linear)} if kind else set()
-        tensors = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        tensors = {
+            id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if not tensor.requires_grad
+        }
         return sum(tensor.numel() * (bytes_per_weight(kind) if key in linear else tensor.element_size()) for key, tensor in tensors.items())
 
 
