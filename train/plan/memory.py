@@ -85,6 +85,7 @@ class PlannedRun:
         has_layers: whether the target's decoder layers are loaded, or its input embeddings and output head alone.
         target_parameters: of the complete target.
         trained, frozen: parameters of the drafter.
+        adapts: whether the target's own adapters are trained, which sharded launchers cannot do.
 
     Raises:
         OSError, ValueError: what the run itself would refuse in its target, its student or its keys.
@@ -121,6 +122,7 @@ class PlannedRun:
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer_state = FP32 * optimizer.state_size(model, recipe.train)
         self.frozen = sum(parameter.numel() for parameter in model.parameters() if not (parameter.requires_grad or id(parameter) in own))
+        self.adapts = any(id(parameter) in own for parameter in model.parameters())
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
@@ -131,6 +133,8 @@ class PlannedRun:
         """The memory that each launcher for so many processes needs, the fastest launcher first."""
         if self.machine.cpu or self.layout == "layers":
             names: tuple[str, ...] = ("one",)
+        elif self.adapts:
+            names = ("one",) if self.ranks == 1 else ("ddp",)
         else:
             names = SINGLE_RANK if self.ranks == 1 else SEVERAL
         return [self._replicated(name) if name in ("one", "ddp") else self._sharded(name) for name in names]
