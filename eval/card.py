@@ -26,8 +26,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 target = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{0}"), "<this folder>", subfolder="adapter")
 ```"""
-_OWN = "the output is the target's own."
-_ADAPTED = f"""with the LoRA adapters in the folder `adapter`, which were trained along with these heads. The output is that of the adapted model:
+_OWN = "them: the output is the target's own."
+_ADAPTED = f"""them with the LoRA adapters in the folder `adapter`, which were trained along with these heads. The output is that of the adapted model:
 {drift.ADAPTED}. An evaluation measures how far that is from `{{name}}` itself."""
 
 
@@ -56,7 +56,7 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         f"# {'Draft model' if draft_model else f'{method} drafter'} for {name or 'a target'}",
         "",
         f"This model drafts tokens for `{name}` (revision `{target.get('revision') or 'local'}`, {target.get('dtype')}), which verifies",
-        f"them: {_ADAPTED.format(name=name) if adapted else _OWN} It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how.",
+        f"{_ADAPTED.format(name=name) if adapted else _OWN} It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how.",
         "",
         f"Trained for {steps or '?'} steps, {f'{tokens:,}' if isinstance(tokens, int) else '?'} tokens, on sequences of up to "
         f"{positions or '?'} positions.",
@@ -73,10 +73,11 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         f'draftsmith generate --target {name} --drafter <this folder> "..."',
         "```",
     ]
+    path = f"models/{SHIPPED[name].name}" if name in SHIPPED else name
     if adapted:
-        lines += ["", "The adapted target in transformers, by itself:", "", ADAPTED_SNIPPET.format(name)]
+        lines += ["", "The adapted target in transformers, by itself:", "", ADAPTED_SNIPPET.format(path)]
     if draft_model:
-        lines += ["", SNIPPET.format(f"models/{SHIPPED[name].name}" if name in SHIPPED else name)]
+        lines += ["", SNIPPET.format(path)]
     durable.write_text(folder / "README.md", "\n".join(lines) + "\n")
 
 

@@ -53,7 +53,7 @@ def measure(original: Target, adapted: Target, prompts: list[EncodedPrompt], max
         "kl": kl / max(1, answered),
         "perplexity": math.exp(losses[0] / max(1, tokens)),
         "adapted_perplexity": math.exp(losses[1] / max(1, tokens)),
-        "changed": sum(one != two for one, two in zip(*answers, strict=True)) / len(prompts),
+        "changed": sum(before != after for before, after in zip(*answers, strict=True)) / len(prompts),
     }
 
 

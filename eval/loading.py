@@ -74,9 +74,8 @@ def command() -> str:
 def open_models(
     target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
-    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read.
-
-    Where a drafter belongs to an adapted target (Medusa-2), its adapters are merged into the target; drafters for the target as it is are refused then.
+    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read. The adapters of a drafter of Medusa-2
+    are merged into the target; drafters of the target without them are refused then.
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
@@ -118,9 +117,9 @@ def open_models(
         "trust_remote_code": trust_remote_code,
     }
     loaded = Target.load(name, revision=revision, **settings)
-    adapted = next((path for path in paths if path in trained and (configs[path].target or {}).get("adapter_hash")), None)
+    adapted = [path for path in paths if path in trained and (configs[path].target or {}).get("adapter_hash")]
     if adapted:
-        adapt(loaded, adapted, configs[adapted].target)
+        adapt(loaded, adapted[0], configs[adapted[0]].target)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
     trial = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size

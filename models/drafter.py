@@ -232,12 +232,12 @@ class DrafterModel(PreTrainedModel):
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
         if self._folder:
+            if (self._folder / "adapter").is_dir():  # the target's, of Medusa-2
+                shutil.copytree(self._folder / "adapter", Path(working_dir) / "adapter")
             if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
                 for file in self._folder.iterdir():
                     if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):
                         shutil.copy(file, working_dir)
-                    if file.is_dir() and file.name == "adapter":  # the target's, of Medusa-2
-                        shutil.copytree(file, Path(working_dir) / file.name)
             else:
                 warnings.warn(
                     f"the weights are no longer those of {self._folder}, so that its model card and measurements are not uploaded; "

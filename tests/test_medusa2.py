@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from watching import Largest
 from zoo import tiny
 
@@ -22,6 +22,7 @@ from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train import medusa
 from draftsmith.train.engine import optimizer
+from draftsmith.train.exchange.export import open_source
 from draftsmith.train.medusa import JointModel, MedusaRecipe, Progress, heads_weight, joint_objective
 from draftsmith.train.objective import supervised_tokens
 
@@ -222,14 +223,24 @@ def test_stopped_in_either_stage_it_resumes_to_the_last_bit(words, artifact, sto
     resumed, expected = tensors(run(words, tmp_path / "out")), tensors(artifact)
     assert resumed.keys() == expected.keys() and len({file for file, _ in expected}) == 2
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
-    # The adapters were trained, and dropout and λ matter: another run ends elsewhere.
     assert any(each.abs().max() > 0 for (_, name), each in expected.items() if "lora_B" in name)
 
 
 def test_it_does_not_go_on_with_another_target(words, target_folder, tmp_path):
     shutil.copytree(target_folder, tmp_path / "target")
-    keys = [*words, f"target.path={tmp_path / 'target'}"]
-    run(keys, tmp_path / "out")
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "for line in", "domain": "all"}\n')
+    keys = [
+        *words,
+        f"target.path={tmp_path / 'target'}",
+        f"train.tau_file={tmp_path / 'asked.jsonl'}",
+        "train.tau_prompts=1",
+        "train.tau_tokens=4",
+    ]
+    folder = run(keys, tmp_path / "out")
+    best = load_file(next((tmp_path / "out" / "checkpoints").glob("best-*")))
+    assert best.keys() == {f"heads.{name}" for name in load_file(folder / "model.safetensors")} | {
+        f"adapted.{name.replace('.weight', '.default.weight')}" for name in load_file(folder / "adapter" / "adapter_model.safetensors")
+    }
     model = AutoModelForCausalLM.from_pretrained(target_folder)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
@@ -323,6 +334,17 @@ def test_report_and_card_say_what_is_lossless(artifact, target_folder, tmp_path,
     assert json.loads(capsys.readouterr().out) == report
     generate.main(["--drafter", str(folder), "--max-new-tokens", "6", "for line"])
     assert said in capsys.readouterr().err
+
+
+def test_the_adapters_go_along_to_the_hub_and_to_no_engine(artifact, tmp_path, monkeypatch):
+    drafter = load_drafter(artifact)
+    drafter.save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        PreTrainedModel, "_upload_modified_files", lambda self, folder: sorted(path.name for path in (folder / "adapter").iterdir())
+    )
+    assert drafter._upload_modified_files(tmp_path) == ["adapter_config.json", "adapter_model.safetensors"]
+    with pytest.raises(ValueError, match="with the adapters in its folder `adapter`, and no engine's format has a place for them"):
+        open_source(str(artifact), None)
 
 
 def refusals():
