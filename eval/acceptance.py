@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,8 @@ def main(arguments: list[str]) -> None:
     for rule in rules:
         loading.check_rule(rule, drafter)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
-    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name))
+    original = partial(loading.without_adapters, target, chosen.trust_remote_code)
+    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name), original)
     report = report_of(records, _checked_beside(name, records, beside), devices)
     if main_process:
         _deliver(records, report, folder, not out, chosen.json)

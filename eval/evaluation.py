@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, probe, ranks, sanity, trees
+from draftsmith.eval import cost, drift, probe, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
@@ -41,6 +41,7 @@ def evaluate_drafter(
     settings: Settings,
     store: RecordStore | None = None,
     named: dict[str, str] | None = None,
+    original: Callable[[], Target] | None = None,
 ) -> Records:
     """Measure acceptance and speed. With `settings.choose` the drafter keeps the chosen tree.
 
@@ -51,6 +52,7 @@ def evaluate_drafter(
         settings: how.
         store: keeps the records while they come, and has those of a run that was stopped; None keeps them in memory.
         named: what the header says of the drafter besides its method, such as its name and hash.
+        original: loads an adapted target without its adapters, to measure the drift from it; None: that is not measured.
 
     Raises:
         ValueError: no prompt that fits the context, or too few to choose a tree.
@@ -72,6 +74,10 @@ def evaluate_drafter(
     }
     with (store or RecordStore()).opened(header) as store:
         store.append_prompts(_prompt_records(target, encoded))
+        if original and target.identity.adapter_hash and not store.records().drift:
+            main = ranks.state().is_main_process
+            measured = drift.measure(original(), target, encoded, settings.max_new_tokens) if main else {}
+            store.append([{"kind": "drift", **ranks.agreed(measured)}])
         records = _record_tree(target, drafter, encoded, {prompt.index for prompt in choosing}, settings, store)
         drafter.tree_spec = parse_tree_spec(records.tree["tree"])
         for sampling in settings.samplings:

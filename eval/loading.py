@@ -24,6 +24,7 @@ from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models.adapter import adapt
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.formats import published
@@ -73,7 +74,8 @@ def command() -> str:
 def open_models(
     target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
-    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read.
+    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read. The adapters of a drafter of Medusa-2
+    are merged into the target; drafters of the target without them are refused then.
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
@@ -115,6 +117,9 @@ def open_models(
         "trust_remote_code": trust_remote_code,
     }
     loaded = Target.load(name, revision=revision, **settings)
+    adapted = [path for path in paths if path in trained and (configs[path].target or {}).get("adapter_hash")]
+    if adapted:
+        adapt(loaded, adapted[0], configs[adapted[0]].target)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
     trial = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
@@ -136,6 +141,14 @@ def open_models(
         else:
             opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
+
+
+def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:
+    """The target as it is without the adapters that `open_models` merged into it: a second model, in the same precision."""
+    settings: dict[str, Any] = {"dtype": target.dtype, "device": target.device, "trust_remote_code": trust_remote_code}
+    original = Target.load(target.name, revision=target.revision or None, **settings)
+    original.pack()
+    return original
 
 
 def weightless(drafter: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from draftsmith.eval import drift
 from draftsmith.eval.failures import failures
 from draftsmith.eval.intervals import FEWEST, Interval, of_share, prompts_for
 from draftsmith.eval.records import Records, RequestRecord
@@ -46,6 +47,7 @@ def page_content(records: Records, report: Report) -> dict[str, Any]:
         "format": FORMAT,
         "verdict": _verdict(report),
         "watermark": _watermark(report),
+        "drift_lines": drift.lines(report.drift),
         "survival": _survival(records, setting),
         "best_domain": ordered[-1] if len(ordered) > 1 else None,
         "worst_domain": ordered[0] if len(ordered) > 1 else None,

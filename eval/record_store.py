@@ -16,6 +16,7 @@ from typing import Any
 from draftsmith.data.text_files import lines, parse
 from draftsmith.eval import ranks
 from draftsmith.eval.records import (
+    DRIFT,
     PositionRecord,
     PromptRecord,
     Records,
@@ -35,7 +36,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "load", "pieces", "prompt", "positions", "tree", "superset", "request")
+ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -89,7 +90,7 @@ class RecordStore:
         """Keep lines that belong together; after a kill all of them are there, or none.
 
         Args:
-            new: `request_line`, `position_line`, or lines of the kinds cost, load, tree and superset.
+            new: `request_line`, `position_line`, or lines of the kinds cost, load, drift, tree and superset.
             tokens: token ids in them, whose texts are kept too.
             tokenizer: decodes them.
         """
@@ -244,6 +245,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                     setattr(records, name, values)
             case "load":
                 records.load = {name: value for name, value in line.items() if name != "kind"}
+            case "drift":
+                records.drift = {name: field(line, name, float, where) for name in DRIFT}
             case "tree":
                 records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
             case "pieces":

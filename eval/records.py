@@ -19,6 +19,8 @@ KEYED_RULES = ("target-sample", "shared-noise")  # they draw with noise keyed by
 ALLOWANCE = 4.0  # a margin up to so many times the noise is a tie: few forwards measure the noise, so its maximum may be larger
 EXCESS = 3.0  # hidden states farther than so many spreads from the reference forwards are wrong; LOG.md has both distributions
 
+DRIFT = ("prompts", "answer_tokens", "text_tokens", "kl", "perplexity", "adapted_perplexity", "changed")  # see `drift.measure`
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -198,6 +200,7 @@ class Records:
         forward: seconds of a target forward over N nodes, by N.
         drafting: seconds of drafting a chain, by its depth K.
         load: what rounds cost at several loads, see `probe.measure`; {} where that was not measured.
+        drift: of an adapted target, see `drift.measure`; {} where that was not measured.
         tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
         positions: position records; none where no tree was chosen.
         requests: by setting, in the order of the prompts.
@@ -210,6 +213,7 @@ class Records:
     forward: dict[int, float] = field(default_factory=dict)
     drafting: dict[int, float] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     positions: list[PositionRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)

@@ -73,6 +73,7 @@ class Report:
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
         rules: verification rules at the settings that were measured under several.
+        drift: of an adapted target from the target without adapters, see `drift.measure`; {} for other targets.
         references: the drafter beside ceilings and baselines, at each setting.
         degenerate: by setting, answers that repeat themselves, and τ without them.
         warnings: sentences on prompts and answers of which the numbers say too much.
@@ -104,6 +105,7 @@ class Report:
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
     rules: list[RuleRow] = field(default_factory=list)
+    drift: dict[str, float] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
     degenerate: dict[str, Degenerate] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -151,6 +153,7 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None, dev
         cost=records.forward,
         drafting=records.drafting,
         skipped=header["skipped"],
+        drift=records.drift,
     )
     labels = list(dict.fromkeys(request.setting for request in requests))
     for setting in labels:

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import load_report
+from draftsmith.eval import drift, load_report
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
@@ -74,7 +74,7 @@ def labelled(report: Report, setting: str) -> str:
 
 
 def lossless(report: Report) -> str:
-    """One sentence on whether the answers equal plain decoding's."""
+    """One sentence on whether the answers equal plain decoding's, and for an adapted target that it is the one meant."""
     bugs = [divergence for divergence in report.divergences if divergence.verdict == "bug"]
     same = report.answers - len(report.divergences)
     if report.answers:
@@ -95,6 +95,8 @@ def lossless(report: Report) -> str:
         text += " (NOT LOSSLESS)"
     if report.compared:
         text += f"; {report.like_transformers} of {report.compared} equal transformers' generate"
+    if report.target.get("adapter_hash"):
+        text += f"; {drift.ADAPTED}"
     return text
 
 
@@ -203,6 +205,8 @@ def print_report(report: Report) -> None:
     ):
         print(line)
     print(f"{precision(report)}.")
+    for line in drift.lines(report.drift):
+        print(f"{line}.")
     for warning in report.warnings:
         print(f"{printable(warning, keep='')}.")
     print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.")

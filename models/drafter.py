@@ -233,6 +233,8 @@ class DrafterModel(PreTrainedModel):
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
         if self._folder:
+            if (self._folder / "adapter").is_dir():  # the target's, of Medusa-2
+                shutil.copytree(self._folder / "adapter", Path(working_dir) / "adapter")
             if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
                 for file in self._folder.iterdir():
                     if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):

@@ -295,7 +295,7 @@ def test_wrong_words_are_one_line():
         (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, hydra, medusa, target; did you mean 'medusa'?"),
         (
             ("train", "medusa"),
-            "error: no recipe; give a YAML file or one of: medusa-smollm2-135m, medusa-tiny (draftsmith train medusa --help lists the keys)",
+            "error: no recipe; give a YAML file or one of: medusa-smollm2-135m, medusa-tiny, medusa2-smollm2-135m, medusa2-tiny (draftsmith train medusa --help lists the keys)",
         ),
         (
             ("train", "medusa", "meduza-tiny"),
