@@ -174,11 +174,12 @@ def joint_objective(model: JointModel, batch: Batch, *, target: Target, recipe: 
         return Loss(loss.sum + 0 * idle, loss.weight, loss.metrics | {"base": torch.zeros_like(loss.sum.detach())})
     ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
     counted = shift_left(mask, 1, document).flatten()
-    with model.adapted.disable_adapter():
-        original = target.features(batch).hidden.flatten(0, 1) if joint.base == "kl" else None
+    original = None
+    if joint.base == "kl":
+        with model.adapted.disable_adapter():
+            original = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
     hidden = student.hidden(model.adapted, batch)  # [B,S,H]
-    head = student.head(model.adapted, target.vocab_size)
-    states = hidden.flatten(0, 1)
+    states, head = hidden.flatten(0, 1), student.head(model.adapted, target.vocab_size)
     if original is not None:
         base = chunked_kl(states, head, original, target.logits, counted)
     else:
