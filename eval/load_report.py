@@ -164,11 +164,11 @@ def estimate_lines(estimates: Sequence[dict[str, Any]]) -> list[str]:
     """The estimates for people."""
     text = []
     for each in estimates:
-        pairs = [f"{batch}: {speedup:.2f}" for batch, speedup in zip(each["batches"], each["speedup"], strict=True)]
-        end = f"as fast as plain decoding from batch {each['break_even']} on" if each["break_even"] else "faster at each of them"
-        text.append(
-            f"ESTIMATED, not measured: speedup by batch on {each['device']} ({each['source']}; roofline): {'  '.join(pairs)}   ({end})"
-        )
+        speedups = dict(zip(each["batches"], each["speedup"], strict=True))
+        pays = [batch for batch, speedup in speedups.items() if speedup > 1]
+        where = f"pays from batch {pays[0]} to {pays[-1]}" if pays else "pays at none of them"
+        pairs = "  ".join(f"{batch}: {speedup:.2f}" for batch, speedup in speedups.items())
+        text.append(f"ESTIMATED, not measured: speedup by batch on {each['device']} ({each['source']}; roofline): {pairs}   ({where})")
     return text
 
 

@@ -120,8 +120,8 @@ def estimate(
         drafter_nodes: tokens a slot of each.
 
     Returns:
-        kind ("estimate"), device, source, ridge (see `ridge`), context, batches, speedup, ms_per_token and break_even: the least of the batches at which plain
-        decoding is as fast, or None.
+        kind ("estimate"), device, source, ridge (see `ridge`), context, batches, speedup, ms_per_token and break_even: the least of the batches from
+        which on plain decoding is as fast at each, or None.
     """
     speedups, latencies = [], []
     for batch in batches:
@@ -139,5 +139,5 @@ def estimate(
         "batches": batches,
         "speedup": speedups,
         "ms_per_token": latencies,
-        "break_even": next((batch for batch, speedup in zip(batches, speedups, strict=True) if speedup <= 1), None),
+        "break_even": next((batch for i, batch in enumerate(batches) if max(speedups[i:]) <= 1), None),
     }
