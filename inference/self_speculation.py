@@ -135,13 +135,13 @@ class SelfSpeculation:
         return PrefixKV(ids, cache)
 
     @torch.inference_mode()
-    def position_logits(self, features: PrefixKV, roots: Tensor) -> Tensor:
+    def position_logits(self, features: PrefixKV, roots: Tensor, depth: int = depth_limit) -> Tensor:
         """features of a text, roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1 after tokens roots[r] … roots[r]+k as drafted nodes."""
-        return torch.cat([self._chains(features, part) for part in roots.split(ROOTS)])
+        return torch.cat([self._chains(features, part, depth) for part in roots.split(ROOTS)])
 
-    def _chains(self, text: PrefixKV, roots: Tensor) -> Tensor:
+    def _chains(self, text: PrefixKV, roots: Tensor, depth: int) -> Tensor:
         """The logits [R,K,V] along the text from each root [R]: one forward of R·K nodes, of which those of a root see each other."""
-        depth, length, cache = self.depth_limit, len(text.ids), text.cache
+        length, cache = len(text.ids), text.cache
         steps = torch.arange(depth, device=roots.device)
         root, step = roots.repeat_interleave(depth), steps.repeat(len(roots))  # [R·K] each
         positions, committed = root + step, torch.arange(length, device=roots.device)

@@ -289,7 +289,7 @@ def test_wrong_words_are_one_line():
     for words, says in (
         (
             ("evaluate",),
-            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, generate",
+            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, skip, generate",
         ),
         (("evl",), "did you mean 'eval'?"),
         (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, hydra, medusa, target; did you mean 'medusa'?"),
