@@ -224,7 +224,7 @@ def test_a_broken_checkpoint_names_the_folder(workspace, target_folder, capsys):
 
 # What a help page must not import, since each takes seconds or much of one.
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "matplotlib", "pandas", "numpy"}
-SCRIPTS = ("medusa", "hydra", "eagle", "distill", "target")
+SCRIPTS = ("medusa", "hydra", "eagle", "distill", "layerskip", "target")
 HELP_PAGES = [["--help"], ["train"], *(["train", name, "--help"] for name in SCRIPTS), *([name, "--help"] for name in cli.COMMANDS)]
 
 
@@ -269,7 +269,7 @@ def test_help_has_a_heading_for_each_section_and_a_text_for_each_key(tmp_path):
             assert re.search(rf"^  {re.escape(key)} +\w", page.replace("`", "x"), re.MULTILINE)
     plain = " ".join(page.split())
     assert "{cosine, constant, wsd} (default: cosine)" in plain and "optimizer steps of the run (required)" in plain
-    for name in ("eagle", "distill", "hydra"):
+    for name in ("eagle", "distill", "hydra", "layerskip"):
         assert all(field.description for field in recipe.keys(schema_of(name)).values())
 
 
@@ -289,10 +289,13 @@ def test_wrong_words_are_one_line():
     for words, says in (
         (
             ("evaluate",),
-            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, generate",
+            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, skip, generate",
         ),
         (("evl",), "did you mean 'eval'?"),
-        (("train", "medsua"), "error: no method 'medsua'; expected one of distill, eagle, hydra, medusa, target; did you mean 'medusa'?"),
+        (
+            ("train", "medsua"),
+            "error: no method 'medsua'; expected one of distill, eagle, hydra, layerskip, medusa, target; did you mean 'medusa'?",
+        ),
         (
             ("train", "medusa"),
             "error: no recipe; give a YAML file or one of: medusa-smollm2-135m, medusa-tiny, medusa2-smollm2-135m, medusa2-tiny (draftsmith train medusa --help lists the keys)",
