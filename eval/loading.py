@@ -131,21 +131,19 @@ def open_models(
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
     settings["dtype"] = loaded.dtype
-    opened: list[AnyDrafter] = []
-    for drafter in drafters:
-        if weightless(drafter):
-            opened.append(_open_weightless(drafter, loaded))
-        elif drafter in trained:
-            model = load_drafter(drafter, loaded, dtype=loaded.dtype)
-            pack(model)
-            opened.append(model)
-        elif drafter in imported:
-            model = published.read_published(drafter, loaded, loaded.dtype)
-            pack(model)
-            opened.append(model)
-        else:
-            opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
+    opened = [_open(drafter, loaded, drafter in trained, drafter in imported, entries.get(drafter), settings) for drafter in drafters]
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
+
+
+def _open(name: str, target: Target, trained: bool, imported: bool, entry: dict[str, Any] | None, settings: dict[str, Any]) -> AnyDrafter:
+    """One drafter of `open_models`: without weights, trained here, published by others, or a draft model with its entry."""
+    if weightless(name):
+        return _open_weightless(name, target)
+    if not (trained or imported):
+        return _draft_model(name, entry, target, settings)
+    model = load_drafter(name, target, dtype=target.dtype) if trained else published.read_published(name, target, target.dtype)
+    pack(model)
+    return model
 
 
 def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:

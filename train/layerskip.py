@@ -58,6 +58,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.sampler import uniform
 from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models import adapter
 from draftsmith.models import student as students
 from draftsmith.models.early_exits import check_exits, dropout_probabilities, exit_states
 from draftsmith.models.saving import save_model
@@ -138,7 +139,7 @@ def build_untrained(recipe: LayerskipRecipe, target: Target) -> tuple[PreTrained
 def _ready(recipe: LayerskipRecipe, model: PreTrainedModel) -> PreTrainedModel:
     section = recipe.layerskip
     check_exits(model, section.exits)
-    return students.with_lora(model, section.lora, seed=recipe.train.seed) if section.lora else model  # type: ignore[return-value]
+    return adapter.with_lora(model, section.lora, seed=recipe.train.seed) if section.lora else model  # type: ignore[return-value]
 
 
 def write_card(folder: Path, recipe: LayerskipRecipe, steps: int) -> None:
@@ -185,7 +186,7 @@ def main(arguments: list[str]) -> None:
         def write(folder: Path) -> None:
             if section.lora:
                 save_model(model, folder / "adapter")
-            save_model(students.merged(model).cpu().to(torch.bfloat16), folder)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            save_model(adapter.merged(model).cpu().to(torch.bfloat16), folder)  # pyright: ignore[reportArgumentType, reportCallIssue]
             assert ends.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
             ends.tokenizer.save_pretrained(folder)
             write_card(folder, recipe, steps)
