@@ -6,7 +6,7 @@
 A trial drafts chains from every position of the target's own greedy answers, which gives exactly the τ that decoding would have. What is
 maximised is τ over the cost of a round, at the best depth: c(N) and the seconds of a layer are measured first. The paper's Bayesian
 optimisation is replaced by a plain search: every early exit; the layers whose loss alone harms least, one more at a time; then random changes
-of the best set, a layer more, fewer or another. Every second conversation chooses; what is reported comes from the others, since the best of
+of one to three layers of the best set. Every second conversation chooses; what is reported comes from the others, since the best of
 many trials is partly luck.
 """
 
@@ -164,9 +164,7 @@ def search(layers: int, trials: int, score: Callable[[Layers], Trial], seed: int
         if len(done) == trials:
             break
         best = max(done.values(), key=lambda trial: trial.speedup).skipped
-        others = set(range(layers)) - best
-        drop, add = generator.choice(sorted(best)), generator.choice(sorted(others))
-        attempt(generator.choice([best - {drop}, best | {add}, best - {drop} | {add}]))
+        attempt(best ^ frozenset(generator.sample(range(layers), min(layers, generator.randint(1, 3)))))
     return list(done.values())
 
 
