@@ -20,6 +20,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -100,10 +101,16 @@ SUPERSETS = [
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("depth, width, trees", SUPERSETS)
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft model"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft model", "early exit"])
 def test_dynamic_trees_are_replayed_inside_their_superset(target, heads, eagle, method, depth, width, trees, setting):
     """As they decode: the same number of rounds for each prompt, for drafters that read their own drafts too."""
-    drafter = heads if method == "medusa" else DraftModel(relative("llama"), StaticTree.chain(2)) if method == "draft model" else eagle
+    made = {
+        "medusa": heads,
+        "eagle3": eagle,
+        "early exit": early_exit(target, 1),
+        "draft model": DraftModel(relative("llama"), StaticTree.chain(2)),
+    }
+    drafter = drafters[method]
     sampling = replace(SETTINGS[setting], rule="target-sample")
     prompts = [EncodedPrompt(Prompt(str(i), "d", ""), ids, i, i) for i, ids in enumerate(repetitive(target, 3))]
     drafter.tree_spec, store = DynamicTree(depth, width, 2), RecordStore()
