@@ -104,7 +104,7 @@ SUPERSETS = [
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft model", "early exit"])
 def test_dynamic_trees_are_replayed_inside_their_superset(target, heads, eagle, method, depth, width, trees, setting):
     """As they decode: the same number of rounds for each prompt, for drafters that read their own drafts too."""
-    made = {
+    drafters = {
         "medusa": heads,
         "eagle3": eagle,
         "early exit": early_exit(target, 1),
