@@ -61,7 +61,7 @@ class Index:
             index = read_json(file)
             identity = field(index, "target", dict, file)
             for name in TargetIdentity.__dataclass_fields__:
-                field({"weights_hash": ""} | identity, name, str, file)
+                field({"weights_hash": "", "adapter_hash": ""} | identity, name, str, file)
             taps, hidden_size = field(index, "taps", list, file), field(index, "hidden_size", int, file)
             precision = field(index, "precision", str, file)
             if not all(type(tap) is int for tap in taps) or hidden_size < 1 or precision not in feature_codec.FORMATS:
@@ -73,7 +73,7 @@ class Index:
     @property
     def hash(self) -> str:
         """Of all fields: shards carry it, so that one of another store is noticed."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(asdict(self) | {"target": self.target.to_dict()}, sort_keys=True).encode()).hexdigest()
 
     @property
     def bytes_per_token(self) -> int:

@@ -19,11 +19,13 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval import options
-from draftsmith.inference.rule_names import RULES
+from draftsmith.eval.roofline import KNOWN, hardware
+from draftsmith.inference.rule_names import RULES, USUAL_RULE
 from draftsmith.inference.terminal import printable
 
 if TYPE_CHECKING:  # --help imports no model library
@@ -42,12 +44,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_models(parser)
     options.add_prompts(parser)
     options.add_samplings(parser)
-    options.add_rule(parser, list(RULES), "target-sample, which is nearest to what serving engines do")
+    options.add_rule(parser, list(RULES), f"{USUAL_RULE}, which is nearest to what serving engines do", several=True)
     options.add_tree(parser, [*CHOSEN_TREES, "saved", "chain", "dynamic"], "best, or saved where the drafter ranks no tokens")
     options.add_confidence(parser)
     options.add_slots(parser)
     parser.add_argument("--timed", type=int, help="time so many prompts of each domain, decode the others 8 at a time (default: time all)")
     options.add_adaptive_depth(parser, False)
+    parser.add_argument("--policy", metavar="FILE", help="draft as deep as this policy.json of an evaluation says for the slots in use")
     options.add_kernels(parser)
     options.add_exact(parser)
     parser.add_argument(
@@ -65,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="show what is recorded there, of an earlier artifact, beside this one; repeatable",
     )
+    parser.add_argument(
+        "--estimate",
+        action="append",
+        metavar="DEVICE",
+        help="estimate the speedup on a device that is not at hand, from its data sheet and the measured τ (roofline): "
+        f"{', '.join(KNOWN)}, or NAME=FLOPS,BYTES (per second); repeatable",
+    )
     parser.add_argument("--from", dest="source", metavar="FOLDER", help="report what is recorded in this folder; nothing is decoded")
     return parser
 
@@ -76,7 +86,8 @@ def main(arguments: list[str]) -> None:
     if chosen.source is not None:
         _report_again(chosen, arguments)
         return
-    if chosen.rule == "membership" and not chosen.sampling:
+    rules = list(dict.fromkeys(chosen.rule or [USUAL_RULE]))
+    if "membership" in rules and not chosen.sampling:
         raise ValueError("--rule membership needs a filter; give one, such as --sampling temperature=0.7,top_p=0.9")
     name = _drafter_name(chosen)
 
@@ -86,6 +97,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.record_store import RecordStore
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
+    from draftsmith.inference.policy import LoadPolicy
     from draftsmith.inference.sampler import Sampling
 
     out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
@@ -93,6 +105,12 @@ def main(arguments: list[str]) -> None:
     if out and main_process:
         measurements.check_folder(out)
     beside = _read_beside(chosen.beside or [])
+    devices = [hardware(name) for name in chosen.estimate or ()]
+    if devices and not chosen.probe:
+        raise ValueError("--estimate needs what the probe records; expected it; leave --probe 0 out")
+    if chosen.policy is not None and chosen.adaptive_depth:
+        raise ValueError("--policy and --adaptive-depth both choose the depth; expected one; leave one out")
+    policy = LoadPolicy.read(Path(os.path.expanduser(chosen.policy))) if chosen.policy is not None else None
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     loading.set_confidence(drafter, chosen.confidence)
@@ -109,20 +127,23 @@ def main(arguments: list[str]) -> None:
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
     settings = Settings(
         max_new_tokens=chosen.max_new_tokens,
-        samplings=[Sampling(rule=chosen.rule or "target-sample", **fields) for fields in samplings],
+        samplings=[Sampling(rule=rule, **fields) for fields in samplings for rule in rules[: None if fields.get("temperature") else 1]],
         max_nodes=chosen.nodes or chosen.exact or 64,
         choose=tree if tree in CHOSEN_TREES else "",
         slots=chosen.slots,
         timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
+        policy=policy,
         kernels=chosen.kernels,
         probe_s=chosen.probe,
         exact=chosen.exact,
     )
-    loading.check_rule(settings.rule, drafter)
+    for rule in rules:
+        loading.check_rule(rule, drafter)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
-    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name))
-    report = report_of(records, _checked_beside(name, records, beside))
+    original = partial(loading.without_adapters, target, chosen.trust_remote_code)
+    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name), original)
+    report = report_of(records, _checked_beside(name, records, beside), devices)
     if main_process:
         _deliver(records, report, folder, not out, chosen.json)
     ranks.leave()
@@ -133,17 +154,20 @@ def main(arguments: list[str]) -> None:
 def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
     """--from: the report of records, whose files are written again beside them, or into --out."""
     others = [
-        word for word in arguments if word.startswith("-") and word.partition("=")[0] not in ("--from", "--out", "--json", "--beside")
+        word
+        for word in arguments
+        if word.startswith("-") and word.partition("=")[0] not in ("--from", "--out", "--json", "--beside", "--estimate")
     ]
     if others or chosen.folder:
-        raise ValueError(f"--from takes --json, --out and --beside only, got {' '.join(others) or chosen.folder}; leave it out")
+        raise ValueError(f"--from takes --json, --out, --beside and --estimate only, got {' '.join(others) or chosen.folder}; leave it out")
 
     from draftsmith.eval import measurements, record_store
     from draftsmith.eval.report import report_of
 
     source = Path(os.path.expanduser(chosen.source))
     records = record_store.read(source)
-    report = report_of(records, _checked_beside(chosen.source, records, _read_beside(chosen.beside or [])))
+    devices = [hardware(name) for name in chosen.estimate or ()]
+    report = report_of(records, _checked_beside(chosen.source, records, _read_beside(chosen.beside or [])), devices)
     folder = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else source
     measurements.check_folder(folder)
     _deliver(records, report, folder, False, chosen.json)
@@ -179,20 +203,21 @@ def _deliver(records: "Records", report: "Report", folder: Path | None, artifact
     failures = measurements.write(folder, report, content, artifact) if folder else []
     output.deliver(lambda: print(page.content_json(content), end="") if as_json else table.print_report(report))
     if folder and not failures and not as_json:
-        output.deliver(lambda: _say_written(folder, artifact))
+        output.deliver(lambda: _say_written(folder, artifact, bool(report.load.get("policy"))))
     if failures:
         raise ValueError(f"not written into {folder}: {', '.join(failures)}; the other files are there, and the report is printed")
 
 
 def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
     """Whether the measurements are of what the artifact does by itself, losslessly: only these belong into it."""
-    lossless = RULES[settings.rule].lossless or all(sampling.greedy for sampling in settings.samplings)
+    lossless = all(sampling.lossless for sampling in settings.samplings)
     return (
         settings.choose == "best"
         and settings.slots == 1
         and not settings.exact
         and chosen.confidence is None
         and not settings.adaptive_depth
+        and settings.policy is None
         and lossless
     )
 
@@ -219,10 +244,10 @@ def _artifact(name: str, drafter: Any) -> Path | None:
     return None if reason else folder
 
 
-def _say_written(folder: Path, artifact: bool) -> None:
+def _say_written(folder: Path, artifact: bool, policy: bool) -> None:
     from draftsmith.eval import loading, measurements
 
-    names = ", ".join(measurements.NAMES)
+    names = ", ".join((*measurements.NAMES, *([measurements.POLICY] if policy else [])))
     if artifact:
         names = f"README.md (model card), config.json (the tree), {names}"
     print(f"\nWritten to {printable(str(folder), keep='')}: {names}")

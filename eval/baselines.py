@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.eval.intervals import of_difference, of_ratio
 from draftsmith.eval.records import PositionRecord, Records, RequestRecord
-from draftsmith.eval.settings import greedy
+from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.totals import Totals, by_setting, columns, totals
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import RULES
@@ -58,7 +58,6 @@ def references(records: Records, beside: Mapping[str, Records] | None = None) ->
     """
     rows = []
     depth, method = records.tree["depth"], records.header["drafter"]["method"]
-    lossless = RULES[records.header["settings"]["rule"]].lossless
     for setting, requests in by_setting(records.requests).items():
         own = totals(requests)
         rows.append(_row("drafter", method, setting, own, None))
@@ -66,7 +65,7 @@ def references(records: Records, beside: Mapping[str, Records] | None = None) ->
         share, within = vocabulary_ceiling(records, setting)
         if share is not None and share < 1:
             entries.append(("ceiling", f"the same, within the draft vocabulary ({share:.1%} of the tokens)", within))
-        if lossless or greedy(setting):
+        if greedy(setting) or RULES[rule_of(setting)].lossless:
             for name in WEIGHTLESS:
                 counts = replayed(WEIGHTLESS[name](), records, requests)
                 if counts and name != method:
@@ -121,8 +120,8 @@ def replayed(drafter: Ngram | Suffix, records: Records, requests: Iterable[Reque
     counts = {}
     for each in requests:
         if each.prompt in records.prompts:
-            committed = drafter.replay(records.prompts[each.prompt].ids, each.tokens)
-            counts[each.prompt] = (sum(committed), len(committed))
+            rounds = drafter.replay(records.prompts[each.prompt].ids, each.tokens)
+            counts[each.prompt] = (sum(committed for _, committed in rounds), len(rounds))
     return counts
 
 

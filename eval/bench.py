@@ -1,8 +1,9 @@
-"""Measure speed from prompt to answer against transformers: the same models and prompts, in one process, interleaved; greedy, batch 1.
+"""Measure speed from prompt to answer against transformers: the same models and prompts, in one process, interleaved, one prompt at a time.
 
     draftsmith bench                                                  # what ships here: target, draft model, drafters without weights
     draftsmith bench --drafter runs/target-tiny-draft/artifact --drafter ngram
     draftsmith bench --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompts my-prompts.jsonl --out speed.json
+    draftsmith bench --sampling temperature=0.7,top_p=0.9             # as in production; greedy without it
     draftsmith bench --kernels                                        # on a GPU: the Triton kernels, and rounds with them
 
 Every contender answers a prompt before the next prompt comes, and each prompt starts with the next contender.
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_models(parser)
     options.add_prompts(parser, limit=3)
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts (default 3)")
+    options.add_sampling(parser)
     options.add_tree(parser, ["saved", "chain", "dynamic"])
     options.add_adaptive_depth(parser, True)
     parser.add_argument("--kernels", action="store_true", help="measure the Triton kernels and rounds with them instead, on a GPU")
@@ -37,16 +39,21 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     options.check_numbers(chosen)
-    out = _checked(Path(os.path.expanduser(chosen.out))) if chosen.out is not None else None
+    fields = options.samplings(None, [chosen.sampling] if chosen.sampling else None)[0]
+    from draftsmith.eval import output
+
+    out = output.checked_file("--out", Path(os.path.expanduser(chosen.out)), _own, "bench") if chosen.out is not None else None
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, output, ranks
+    from draftsmith.eval import loading, ranks
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
     from draftsmith.eval.report import to_json
     from draftsmith.inference import durable
+    from draftsmith.inference.sampler import Sampling
 
+    sampling = Sampling(**fields)
     if ranks.count() > 1:
         raise ValueError(
             f"draftsmith bench in {ranks.count()} processes: they would disturb each other's clocks; expected one; run it alone"
@@ -62,7 +69,7 @@ def main(arguments: list[str]) -> None:
     for drafter in drafters.values():
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
-    report = benchmark.benchmark(target, drafters, encoded, chosen.max_new_tokens, chosen.repeats, chosen.adaptive_depth)
+    report = benchmark.benchmark(target, drafters, encoded, chosen.max_new_tokens, chosen.repeats, chosen.adaptive_depth, sampling)
     report["settings"] |= {"drafters": dict(zip(drafters, words, strict=True)), "positions": target.max_positions, "skipped": skipped}
     text, failure = to_json(report), ""
     if out:
@@ -77,21 +84,9 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _checked(out: Path) -> Path:
-    """The file of --out, if nothing but an earlier report of bench is there.
-
-    Raises:
-        ValueError: a folder, no folder for it, a link, or somebody else's file.
-    """
-    if out.is_symlink():
-        raise ValueError(f"--out {out}: expected a file of its own, it is a link; give another name")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: expected a file in a folder that exists; make the folder first")
-    if out.exists():
-        try:
-            own = not out.stat().st_size or bool(REPORTS & read_json(out).keys())
-        except ValueError:
-            own = False
-        if not own:
-            raise ValueError(f"--out {out} is there already, and no report of bench; give another name")
-    return out
+def _own(file: Path) -> bool:
+    """Whether bench wrote the file; an empty one has nothing to lose."""
+    try:
+        return not file.stat().st_size or bool(REPORTS & read_json(file).keys())
+    except ValueError:
+        return False

@@ -12,7 +12,7 @@ from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.load import CostModel, predict
 from draftsmith.eval.load_check import rounds_of
 from draftsmith.eval.records import Records, RequestRecord
-from draftsmith.eval.settings import greedy
+from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.speed import speedups
 from draftsmith.eval.totals import by_setting, tau, totals
 from draftsmith.inference.reading import field as entry
@@ -109,7 +109,7 @@ def _obstacle(records: Records, settings: dict[str, list[RequestRecord]], label:
     bugs = [each.prompt for each in records.requests if each.divergence and each.divergence.verdict == "bug"]
     if bugs:
         return f"NOT LOSSLESS: {len(bugs)} answers are not plain decoding's, and rounding is not the reason ({sanity.shown(bugs)})"
-    rule = entry(records.header["settings"], "rule", str, "records: `settings`")
+    rule = rule_of(label)
     if rule not in RULES:
         return f"rule {rule!r} is not one that this Draftsmith knows; run draftsmith eval again"
     if not RULES[rule].lossless and not greedy(label):
@@ -153,16 +153,16 @@ def _predicted(records: Records, requests: list[RequestRecord], bound: Bound) ->
 
 def _compared(bound: Bound, interval: Interval, prompts: int, predicted: bool = False) -> Check:
     """prompts: over how many the interval is; batches, where several were timed at a time."""
-    measured = (*interval, prompts, predicted)
+    measured = {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "prompts": prompts, "predicted": predicted}
     if interval.low is None or interval.high is None:
-        return Check(bound, "error", f"{prompts} prompts are too few for an interval; expected at least {FEWEST}; measure more", *measured)
+        return Check(bound, "error", f"{prompts} prompts are too few for an interval; expected at least {FEWEST}; measure more", **measured)
     if interval.low >= bound.least:
-        return Check(bound, "pass", "", *measured)
+        return Check(bound, "pass", "", **measured)
     reason = f"the lower end of {shown(interval.low, interval.high, '.3f')} is below {bound.least:g}"
     if interval.estimate > bound.least:
         needed = prompts_for(interval, prompts, 1 - bound.least / interval.estimate)
         reason += f"; about {needed:,} prompts of the same kinds would pass, if it stays at {interval.estimate:.3f}"
-    return Check(bound, "fail", reason, *measured)
+    return Check(bound, "fail", reason, **measured)
 
 
 def _measured_part(check: Check) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval import table
+from draftsmith.eval import drift, table
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.report import Report
 from draftsmith.inference import durable
@@ -21,6 +21,15 @@ prompt = tokenizer("def parse_", return_tensors="pt")
 print(tokenizer.decode(target.generate(**prompt, assistant_model=draft, max_new_tokens=100)[0]))
 ```"""
 
+ADAPTED_SNIPPET = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+target = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{0}"), "<this folder>", subfolder="adapter")
+```"""
+_OWN = "them: the output is the target's own."
+_ADAPTED = f"""them with the LoRA adapters in the folder `adapter`, which were trained along with these heads. The output is that of the adapted model:
+{drift.ADAPTED}. An evaluation measures how far that is from `{{name}}` itself."""
+
 
 def write(folder: Path, method: str, target: dict[str, Any] | None, training: dict[str, Any] | None, measured: str = "") -> None:
     """Write the model card, README.md.
@@ -33,6 +42,7 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         measured: the text of `measured`; without one the card says that nothing is measured yet.
     """
     target, training, draft_model = target or {}, training or {}, method == DraftModel.method
+    adapted = bool(target.get("adapter_hash"))
     name = printable(str(target.get("name", "")), keep="")
     steps, tokens, positions = (training.get(key) for key in ("steps", "tokens", "positions"))
     library, tag = ("transformers", "draft-model") if draft_model else ("draftsmith", method)
@@ -46,7 +56,7 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         f"# {'Draft model' if draft_model else f'{method} drafter'} for {name or 'a target'}",
         "",
         f"This model drafts tokens for `{name}` (revision `{target.get('revision') or 'local'}`, {target.get('dtype')}), which verifies",
-        "them: the output is the target's own. It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how.",
+        f"{_ADAPTED.format(name=name) if adapted else _OWN} It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how.",
         "",
         f"Trained for {steps or '?'} steps, {f'{tokens:,}' if isinstance(tokens, int) else '?'} tokens, on sequences of up to "
         f"{positions or '?'} positions.",
@@ -63,8 +73,11 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
         f'draftsmith generate --target {name} --drafter <this folder> "..."',
         "```",
     ]
+    path = f"models/{SHIPPED[name].name}" if name in SHIPPED else name
+    if adapted:
+        lines += ["", "The adapted target in transformers, by itself:", "", ADAPTED_SNIPPET.format(path)]
     if draft_model:
-        lines += ["", SNIPPET.format(f"models/{SHIPPED[name].name}" if name in SHIPPED else name)]
+        lines += ["", SNIPPET.format(path)]
     durable.write_text(folder / "README.md", "\n".join(lines) + "\n")
 
 
@@ -114,6 +127,7 @@ def measured(report: Report, details: str) -> str:
         *(f"- {line}" for line in table.speed(report)),
         f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
+        *(f"- {line}." for line in drift.lines(report.drift)),
         *(f"- {printable(warning, keep='')}." for warning in report.warnings),
         *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
         f"- Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.",

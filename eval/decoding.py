@@ -8,7 +8,6 @@ from draftsmith.eval.lossless import Recorded
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import KEYED_RULES, Divergence, RequestRecord, Round
 from draftsmith.eval.settings import Settings, label
-from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import RoundStats
@@ -46,7 +45,7 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
     # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive_depth or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
+    alone = settings.exact or settings.adaptive() or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
     slots = 1 if alone else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:
@@ -69,7 +68,7 @@ def _decode_timed(
     """Answer each batch plainly, with the drafter and, where greedy and alone, with transformers, interleaved."""
     context = max(len(prompt.ids) for batch in batches for prompt in batch) + settings.max_new_tokens
     common: dict[str, Any] = {"slots": settings.slots, "context": context, "timed": True, "kernels": settings.kernels}
-    adaptive, nodes = AdaptiveDepth() if settings.adaptive_depth else None, settings.exact
+    adaptive, nodes = settings.adaptive(), settings.exact
     decoders = {
         "plain": Decoder(target, exact=nodes, **common),
         "drafted": Decoder(target, drafter, adaptive=adaptive, exact=nodes, **common),
@@ -126,7 +125,7 @@ def _decode_untimed(
         for batch in batches:
             ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
             context = max(map(len, ids)) + settings.max_new_tokens
-            adaptive = AdaptiveDepth() if settings.adaptive_depth else None
+            adaptive = settings.adaptive()
             plain, drafted = (
                 lossless.decode_recorded(target, each, ids, indices, sampling, settings.max_new_tokens, context=context, **options, **more)
                 for each, more in ((None, {}), (drafter, {"adaptive": adaptive}))

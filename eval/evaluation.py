@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -14,17 +14,20 @@ import torch
 from torch import nn
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import cost, probe, ranks, sanity, trees
+from draftsmith.eval import cost, drift, probe, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import halves, round_cost
-from draftsmith.eval.settings import Settings
+from draftsmith.eval.settings import Settings, label, without_rule
+from draftsmith.eval.supersets import record_supersets
 from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.expand import parse_tree_spec, tree_config
+from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
+from draftsmith.inference.rule_names import USUAL_RULE
+from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -38,6 +41,7 @@ def evaluate_drafter(
     settings: Settings,
     store: RecordStore | None = None,
     named: dict[str, str] | None = None,
+    original: Callable[[], Target] | None = None,
 ) -> Records:
     """Measure acceptance and speed. With `settings.choose` the drafter keeps the chosen tree.
 
@@ -48,6 +52,7 @@ def evaluate_drafter(
         settings: how.
         store: keeps the records while they come, and has those of a run that was stopped; None keeps them in memory.
         named: what the header says of the drafter besides its method, such as its name and hash.
+        original: loads an adapted target without its adapters, to measure the drift from it; None: that is not measured.
 
     Raises:
         ValueError: no prompt that fits the context, or too few to choose a tree.
@@ -69,6 +74,10 @@ def evaluate_drafter(
     }
     with (store or RecordStore()).opened(header) as store:
         store.append_prompts(_prompt_records(target, encoded))
+        if original and target.identity.adapter_hash and not store.records().drift:
+            main = ranks.state().is_main_process
+            measured = drift.measure(original(), target, encoded, settings.max_new_tokens) if main else {}
+            store.append([{"kind": "drift", **ranks.agreed(measured)}])
         records = _record_tree(target, drafter, encoded, {prompt.index for prompt in choosing}, settings, store)
         drafter.tree_spec = parse_tree_spec(records.tree["tree"])
         for sampling in settings.samplings:
@@ -99,7 +108,10 @@ def _record_tree(
         if settings.probe_s:
             store.append([{"kind": "load", **ranks.agreed(_load(target, drafter, reported, context, settings))}])
     if settings.choose:
-        for sampling in settings.samplings:
+        texts: dict[str, Sampling] = {}  # the target's own text does not depend on the rule
+        for sampling in sorted(settings.samplings, key=lambda sampling: sampling.rule != USUAL_RULE):
+            texts.setdefault(without_rule(label(sampling)), sampling)
+        for sampling in texts.values():
             record_positions(target, drafter, prompts, choosing, sampling, settings.max_new_tokens, store)
         store.gather()
     records = store.records()
@@ -108,6 +120,10 @@ def _record_tree(
             drafter.tree_spec = StaticTree.from_paths(_chosen_paths(records, settings))
         tree = {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
         store.append([{"kind": "tree", **ranks.agreed(tree)}])
+    if isinstance(drafter.tree_spec, DynamicTree) and hasattr(drafter, "position_logits"):
+        with _complete_trees(drafter):
+            record_supersets(target, drafter, prompts, settings.samplings[0], settings.max_new_tokens, store)
+        store.gather()
     return store.records()
 
 
@@ -139,8 +155,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "max_nodes": settings.max_nodes,
         "slots": settings.slots,
         "timed": settings.timed,
-        "rule": settings.rule,
         "adaptive_depth": settings.adaptive_depth,
+        "policy": [[each.largest, each.tree.max_depth] for each in settings.policy.entries] if settings.policy else None,
         "kernels": settings.kernels,
         "exact": settings.exact,
     }

@@ -45,9 +45,11 @@ def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
     bounds = _bounds(chosen)
     setting = _single(chosen, "setting")
-    junit = _checked(Path(os.path.expanduser(chosen.junit))) if chosen.junit is not None else None
 
     from draftsmith.eval import gate_output, output
+
+    junit = output.checked_file("--junit", Path(os.path.expanduser(chosen.junit)), _own, "gate") if chosen.junit is not None else None
+
     from draftsmith.eval.bounds import judge, unreadable
     from draftsmith.eval.record_store import read
     from draftsmith.inference import durable
@@ -117,21 +119,8 @@ def _positive(value: float, name: str) -> float:
     return value
 
 
-def _checked(file: Path) -> Path:
-    """The file of --junit, if nothing but an earlier one of gate is there.
-
-    Raises:
-        ValueError: a folder, no folder for it, a link, or somebody else's file.
-    """
-    if file.is_symlink():
-        raise ValueError(f"--junit {file}: expected a file of its own, it is a link; give another name")
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ValueError(f"--junit {file}: expected a file in a folder that exists; make the folder first")
-    if file.exists():
-        if not file.is_file():
-            raise ValueError(f"--junit {file}: expected a file, it is a device or FIFO; give another name")
-        with file.open("rb") as stream:
-            start = stream.read(4096)
-        if start and MARK not in start:
-            raise ValueError(f"--junit {file} is there already, and not of gate; give another name")
-    return file
+def _own(file: Path) -> bool:
+    """Whether gate wrote the file; an empty one has nothing to lose."""
+    with file.open("rb") as stream:
+        start = stream.read(4096)
+    return not start or MARK in start

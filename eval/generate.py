@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
 
     text = check_text(_standard_input() if chosen.prompt == "-" else _argument(chosen.prompt), "the prompt")
 
-    from draftsmith.eval import loading
+    from draftsmith.eval import drift, loading
     from draftsmith.inference.adaptive import AdaptiveDepth
     from draftsmith.inference.decoder import Decoder
 
@@ -172,6 +172,8 @@ def main(arguments: list[str]) -> None:
     if drafter is not None:
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(sampling.rule, drafter)
+    if target.identity.adapter_hash:
+        print(f"target {target.name!r} with the adapters of {chosen.drafter}: the text is {drift.ADAPTED}", file=sys.stderr)
     if not sampling.lossless:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
     if chosen.chat and not (target.tokenizer and target.tokenizer.chat_template):

@@ -31,23 +31,33 @@ def answer_with_decoder(decoder: Decoder, sampling: Sampling, max_new_tokens: in
     )
 
 
-def answer_with_transformers(target: Target, max_new_tokens: int, assistant: Any = None, **settings: Any) -> AnswerFunction:
-    """Greedy `generate` of transformers, one prompt at a time.
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """The sampling as GenerationConfig has it."""
+    fields: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    if not sampling.greedy:
+        fields |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+    return fields
+
+
+def answer_with_transformers(
+    target: Target, max_new_tokens: int, assistant: Any = None, sampling: Sampling | None = None, **settings: Any
+) -> AnswerFunction:
+    """`generate` of transformers, one prompt at a time.
 
     Args:
-        target: its generation_config does not matter: greedy decoding without penalties is what is compared.
+        target: its generation_config does not matter.
         max_new_tokens: most tokens of an answer.
         assistant: a model for assisted generation.
+        sampling: temperature, filters and penalty; None is greedy. The seed does not matter: transformers draws from torch's generator.
         settings: more fields of GenerationConfig.
     """
     stops = sorted(target.stop_ids)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=False,
+        **_sampling_fields(sampling or Sampling()),
         eos_token_id=stops or None,
         pad_token_id=stops[0] if stops else 0,
         # Fields that are not set here, generate takes from the target's own generation_config.
-        repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         min_length=0,
         **settings,

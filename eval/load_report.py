@@ -7,9 +7,13 @@ from draftsmith.eval import roofline, service
 from draftsmith.eval.intervals import shown
 from draftsmith.eval.load import CostModel, by_batch, predict
 from draftsmith.eval.load_check import check, rounds_of
-from draftsmith.eval.policy import load_policy
+from draftsmith.eval.policy import best_replayed, best_static, load_policy
 from draftsmith.eval.records import PositionRecord, Records
+from draftsmith.eval.replay import Replayed, replayed
 from draftsmith.eval.trees import Candidates, Path, Positions, Rounds, chain, gap
+from draftsmith.inference.expand import tree_config
+
+BATCHES = [1 << power for power in range(10)]  # of an estimate
 
 
 def load_report(records: Records) -> dict[str, Any]:
@@ -18,8 +22,9 @@ def load_report(records: Records) -> dict[str, Any]:
     Returns:
         {} without a probe of the load, else context (C of the predictions), kernels, graphs, left_out; by_batch: see `load.by_batch`, for the
         evaluated tree; by_context: entries of context, batch, speedup; chains: of each K the τ and the predicted speedup at each batch;
-        trees: the best tree of each domain (and of "all") at the least and the largest batch; gap: see `trees.gap`; policy: see
-        inference/policy.py; check: see `load_check.check`. What needs position records is None without them.
+        trees: the best tree of each domain (and of "all") at the least and the largest batch; gap: see `trees.gap`; replayed: of each tree
+        that can be replayed (eval/replay.py) its τ and the predicted speedup at each batch; policy: see inference/policy.py; check: see
+        `load_check.check`. What needs position records is None without them, and so is the policy where nothing can be replayed either.
     """
     if not records.load:
         return {}
@@ -38,21 +43,29 @@ def load_report(records: Records) -> dict[str, Any]:
     report["chains"] = _chains(model, reported, context) if halves else None
     report["trees"] = _trees(model, choosing, reported, context) if halves else None
     report["gap"] = gap(choosing, reported, model.relative(model.nearest(slots), context), model.max_nodes)._asdict() if halves else None
+    drafts = [each for each in replayed(records, setting) if max(each.reported.sizes) <= model.max_nodes]
+    report["replayed"] = [_replayed_row(model, each, context) for each in drafts] or None
     report["policy"] = None
-    if halves:
+    if halves or drafts:
+        best = best_static(model, choosing, reported, context, model.max_nodes) if halves else best_replayed(model, drafts, context)
         named = {"target": records.header["target"], "drafter": records.header["drafter"], "setting": setting}
-        report["policy"] = load_policy(model, choosing, reported, context, model.max_nodes) | named
-    fixed = small and not records.header["settings"].get("adaptive_depth") and not records.header["settings"].get("exact")
+        report["policy"] = load_policy(model, best, context) | named
+    fixed = small and not any(records.header["settings"].get(name) for name in ("adaptive_depth", "policy", "exact"))
     prefill = records.load["prefill_s_per_token"]
     report["check"] = check(model, requests, slots, tree, records.tree["depth"], prefill) if fixed else None
     return report
 
 
-def estimate(records: Records, device: roofline.Hardware, batches: list[int], context: int) -> dict[str, Any]:
+def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     """The roofline estimate of the evaluated tree for a device that is not at hand, see `roofline.estimate`; τ is the measured one.
 
     A drafter with a KV cache of its own is taken to run once for each level, another with weights once a round.
+
+    Raises:
+        ValueError: no probe recorded the sizes of the models.
     """
+    if not records.load:
+        raise ValueError("an estimate needs what the probe records, and these records have none; run draftsmith eval without --probe 0")
     target, drafter = roofline.ModelSize(**records.load["size"]), None
     depth, kv = records.tree["depth"], records.load["kv_bytes"]["drafter"]
     if weights := records.header["drafter"].get("bytes"):
@@ -60,7 +73,8 @@ def estimate(records: Records, device: roofline.Hardware, batches: list[int], co
     setting = records.requests[0].setting
     rounds = rounds_of([request for request in records.requests if request.setting == setting], depth)
     nodes = max(rounds.sizes)
-    return roofline.estimate(device, target, rounds.tau, nodes, batches, context, drafter, depth if kv else min(depth, 1))
+    context, forwards = CostModel(records.load).contexts[0], depth if kv else min(depth, 1)
+    return roofline.estimate(device, target, rounds.tau, nodes, BATCHES, context, drafter, forwards)
 
 
 def _by_context(model: CostModel, rounds: Rounds, tree: Any) -> list[dict[str, float]]:
@@ -79,6 +93,19 @@ def _chains(model: CostModel, reported: Sequence[PositionRecord], context: int) 
         speedups = [predict(model, rounds, batch, context).speedup for batch in model.batches]
         rows.append({"length": length, "tau": rounds.tau, "batches": model.batches, "speedup": speedups})
     return rows
+
+
+def _replayed_row(model: CostModel, draft: Replayed, context: int) -> dict[str, Any]:
+    """Of a replayed tree, on the prompts that do not choose: τ, and the predicted speedup by batch."""
+    rounds, interval = draft.reported, draft.reported.interval
+    speedups = [predict(model, rounds, batch, context).speedup for batch in model.batches]
+    return {"tree": tree_config(draft.tree), "nodes": draft.tree.num_nodes, "depth": draft.tree.max_depth} | {
+        "tau": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "batches": model.batches,
+        "speedup": speedups,
+    }
 
 
 def _trees(model: CostModel, choosing: Sequence[PositionRecord], reported: Sequence[PositionRecord], context: int) -> list[dict[str, Any]]:
@@ -115,8 +142,9 @@ def lines(report: dict[str, Any]) -> list[str]:
         what = f"{entry['nodes']} nodes, depth {entry['depth']}" if entry["tree"] else "off"
         span = f"{entry['from']} – {entry['to']}" if entry["to"] > entry["from"] else f"{entry['to']}"
         interval = f" ({shown(entry['low'], entry['high'])})" if entry["tree"] else ""
-        engine = f"num_speculative_tokens {entry['num_speculative_tokens']}"
-        text.append(f"batch {span}: {what}; chains: {engine}; predicted {entry['speedup']:.2f}{interval}")
+        chains = entry["num_speculative_tokens"]
+        engine = f"chains: num_speculative_tokens {chains}; " if chains is not None else ""
+        text.append(f"batch {span}: {what}; {engine}predicted {entry['speedup']:.2f}{interval}")
     if report["gap"]:
         values = report["gap"]
         text.append(
@@ -129,6 +157,18 @@ def lines(report: dict[str, Any]) -> list[str]:
             f"predicted against measured at batch {row['batch']}: {row['predicted']:.2f} against {row['measured']:.2f} ({row['error']:+.0%}); "
             f"τ {row['tau']:.2f} over a round of {row['relative_cost']:.2f} plain rounds is {row['steady']:.2f} without prefill"
         )
+    return text
+
+
+def estimate_lines(estimates: Sequence[dict[str, Any]]) -> list[str]:
+    """The estimates for people."""
+    text = []
+    for each in estimates:
+        speedups = dict(zip(each["batches"], each["speedup"], strict=True))
+        pays = [batch for batch, speedup in speedups.items() if speedup > 1]
+        where = f"pays from batch {pays[0]} to {pays[-1]}" if pays else "pays at none of them"
+        pairs = "  ".join(f"{batch}: {speedup:.2f}" for batch, speedup in speedups.items())
+        text.append(f"ESTIMATED, not measured: speedup by batch on {each['device']} ({each['source']}; roofline): {pairs}   ({where})")
     return text
 
 

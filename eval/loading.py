@@ -22,8 +22,10 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
+from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models.adapter import adapt
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.formats import published
@@ -34,12 +36,13 @@ from draftsmith.models.weights import Header, weights_hash
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahead": Lookahead}
 WITH_FILE = ("rest:", "suffix:")  # before a folder or a file
+OF_THE_TARGET = ("early-exit:", "skip:")  # before layers of the target that drafts for itself
 HYBRID = "hybrid:"  # before the name of any other drafter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CACHE = 64 << 20  # bytes of float32 weights that a CPU may keep in its cache: halving them gains little
 
-AnyDrafter = DrafterModel | DraftModel | HostDrafter | Hybrid
+AnyDrafter = DrafterModel | DraftModel | SelfSpeculation | HostDrafter | Hybrid
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -73,13 +76,15 @@ def command() -> str:
 def open_models(
     target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
-    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read.
+    """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read. The adapters of a drafter of Medusa-2
+    are merged into the target; drafters of the target without them are refused then.
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
-        drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, or the folder or Hub id of a
-            trained drafter, of a published EAGLE or Medusa drafter (models/FORMATS.md), or of a causal LM with the target's tokens. A
-            distilled draft model starts with the tree and the confidence of its config. HYBRID before a name puts a look-up beside it.
+        drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
+            skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
+            (models/FORMATS.md), or of a causal LM with the target's tokens. A distilled draft model starts with the tree and the
+            confidence of its config. HYBRID before a name puts a look-up beside it.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
@@ -92,9 +97,11 @@ def open_models(
     for path in paths:
         if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
             raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, the folder of a trained drafter or draft model, "
-                "or a Hub id such as name/drafter"
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
+                "of a trained drafter or draft model, or a Hub id such as name/drafter"
             )
+    for drafter in drafters:
+        _layer_numbers(drafter)
     imported = {path for path in paths if published.format_of(path)}
     trained = {path for path in paths if path not in imported and is_drafter(path)}
     entries = {path: student_entry(path) for path in paths if path not in trained | imported}
@@ -115,38 +122,65 @@ def open_models(
         "trust_remote_code": trust_remote_code,
     }
     loaded = Target.load(name, revision=revision, **settings)
+    adapted = [path for path in paths if path in trained and (configs[path].target or {}).get("adapter_hash")]
+    if adapted:
+        adapt(loaded, adapted[0], configs[adapted[0]].target)
     if loaded.tokenizer is None:
         raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
     trial = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
     settings["dtype"] = loaded.dtype
-    opened: list[AnyDrafter] = []
-    for drafter in drafters:
-        if weightless(drafter):
-            opened.append(_open_weightless(drafter, loaded))
-        elif drafter in trained:
-            model = load_drafter(drafter, loaded, dtype=loaded.dtype)
-            pack(model)
-            opened.append(model)
-        elif drafter in imported:
-            model = published.read_published(drafter, loaded, loaded.dtype)
-            pack(model)
-            opened.append(model)
-        else:
-            opened.append(_draft_model(drafter, entries[drafter], loaded, settings))
+    opened = [_open(drafter, loaded, drafter in trained, drafter in imported, entries.get(drafter), settings) for drafter in drafters]
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
 
 
+def _open(name: str, target: Target, trained: bool, imported: bool, entry: dict[str, Any] | None, settings: dict[str, Any]) -> AnyDrafter:
+    """One drafter of `open_models`: without weights, trained here, published by others, or a draft model with its entry."""
+    if weightless(name):
+        return _open_weightless(name, target)
+    if not (trained or imported):
+        return _draft_model(name, entry, target, settings)
+    model = load_drafter(name, target, dtype=target.dtype) if trained else published.read_published(name, target, target.dtype)
+    pack(model)
+    return model
+
+
+def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:
+    """The target as it is without the adapters that `open_models` merged into it: a second model, in the same precision."""
+    settings: dict[str, Any] = {"dtype": target.dtype, "device": target.device, "trust_remote_code": trust_remote_code}
+    original = Target.load(target.name, revision=target.revision or None, **settings)
+    original.pack()
+    return original
+
+
 def weightless(drafter: str) -> bool:
-    """Whether a drafter of this name has no weights."""
-    return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE)
+    """Whether a drafter of this name has no weights of its own."""
+    return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE + OF_THE_TARGET)
 
 
-def _open_weightless(name: str, target: Target) -> HostDrafter:
+def _layer_numbers(drafter: str) -> list[int]:
+    """The numbers in the name of a drafter that is layers of the target; [] for others. Raises ValueError for what is none."""
+    if not drafter.startswith(OF_THE_TARGET):
+        return []
+    kind, _, words = drafter.partition(":")
+    numbers = words.split(",")
+    if not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers) or (
+        kind == "early-exit" and len(numbers) > 1
+    ):
+        expected = (
+            "decoder layers counted from 0, as in skip:3,5,6" if kind == "skip" else "how many decoder layers draft, as in early-exit:4"
+        )
+        raise ValueError(f"drafter {drafter!r}: got {words!r}; expected {expected}; correct it")
+    return [int(number) for number in numbers]
+
+
+def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation:
     if name in WEIGHTLESS:
         return WEIGHTLESS[name]()
     kind, _, path = name.partition(":")
+    if numbers := _layer_numbers(name):
+        return early_exit(target, numbers[0]) if kind == "early-exit" else skip_layers(target, numbers)
     file, tokenizer_hash = Path(path).expanduser(), target.identity.tokenizer_hash
     if kind == "suffix":
         return StoredSuffix(file, target.vocab_size, tokenizer_hash)

@@ -14,7 +14,7 @@ from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.identity import TargetIdentity, check_same
 from draftsmith.models.weights import weights_hash
 
-SETTINGS = ("max_new_tokens", "dtype", "rule")  # must be equal for a comparison
+SETTINGS = ("max_new_tokens", "dtype")  # must be equal for a comparison
 
 
 def read(folder: str, option: str = "--measured") -> Records:

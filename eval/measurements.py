@@ -13,11 +13,12 @@ from draftsmith.eval import card, page, plot
 from draftsmith.eval.record_store import BEGINNING, RECORDS, UNFINISHED
 from draftsmith.eval.report import Report
 from draftsmith.inference import durable
+from draftsmith.inference.policy import KIND
 from draftsmith.inference.reading import field, read_json
 
-REPORT, PAGE, PICTURE = "acceptance.json", "report.html", "survival.png"
+REPORT, PAGE, PICTURE, POLICY = "acceptance.json", "report.html", "survival.png", "policy.json"
 NAMES = (RECORDS, REPORT, PAGE, PICTURE)
-CHECKED = (*NAMES, UNFINISHED)
+CHECKED = (*NAMES, POLICY, UNFINISHED)
 KEYS = {"target", "method", "settings", "tree", "overall"}  # of a report
 
 
@@ -51,7 +52,8 @@ def _own(file: Path) -> bool:
             beginning = stream.read(len(BEGINNING))
             return BEGINNING.startswith(beginning)  # a kill may leave less
     try:
-        return KEYS <= read_json(file).keys()
+        content = read_json(file)
+        return content.get("kind") == KIND if file.name == POLICY else KEYS <= content.keys()
     except ValueError:
         return False
 
@@ -88,6 +90,10 @@ def write(folder: Path, report: Report, content: dict[str, Any], artifact: bool)
         REPORT: lambda path: durable.write_text(path, page.content_json(content)),
         PAGE: lambda path: durable.write_text(path, page.html(content)),
     }
+    if report.load.get("policy"):
+        files[POLICY] = lambda path: durable.write_text(path, json.dumps(report.load["policy"], indent=2) + "\n")
+    else:
+        (folder / POLICY).unlink(missing_ok=True)  # of an evaluation before
     if artifact:
         files["config.json"] = lambda path: _write_tree(path, report)
         files["README.md"] = lambda _: card.write_acceptance(folder, report.method, card.measured(report, page.markdown(content)))

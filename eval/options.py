@@ -8,8 +8,9 @@ from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.tree_limits import LIMITS
 
 DRAFTER_HELP = (
-    "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), or the folder or Hub id of a "
-    "trained drafter or of a causal LM with the target's tokens; hybrid: before a name puts a look-up beside it"
+    "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), early-exit:E (the target's own "
+    "first E layers), skip:LAYERS (the target without these, such as skip:3,5), or the folder or Hub id of a trained drafter or of a causal "
+    "LM with the target's tokens; hybrid: before a name puts a look-up beside it"
 )
 TREES = {
     "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",
@@ -128,10 +129,28 @@ def add_exact(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: str) -> None:
-    """--rule, None where it is not given. `default` only describes in --help which rule the command then takes."""
+def add_rule(parser: argparse.ArgumentParser, choices: Sequence[str], default: str, several: bool = False) -> None:
+    """--rule, None where it is not given. `default` only describes in --help which rule the command then takes.
+
+    several: the option may be repeated, and gives a list.
+    """
     about = "; ".join(f"{name}{'' if RULES[name].lossless else ' (LOSSY)'}: {RULES[name].about}" for name in choices)
-    parser.add_argument("--rule", choices=choices, help=f"how drafts are verified at T > 0 (default {default}). {about}".replace("%", "%%"))
+    more = "; may be given more than once, to see which accepts most" if several else ""
+    parser.add_argument(
+        "--rule",
+        choices=choices,
+        action="append" if several else "store",
+        help=f"how drafts are verified at T > 0 (default {default}{more}). {about}".replace("%", "%%"),
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """--sampling, of which there is one."""
+    parser.add_argument(
+        "--sampling",
+        metavar="NAME=VALUE,…",
+        help=f"sampling as in production, such as temperature=0.7,top_p=0.9; of {', '.join(SAMPLING)} (default: greedy)",
+    )
 
 
 def add_samplings(parser: argparse.ArgumentParser) -> None:

@@ -14,10 +14,11 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from draftsmith.eval import drift
 from draftsmith.eval.failures import failures
 from draftsmith.eval.intervals import FEWEST, Interval, of_share, prompts_for
 from draftsmith.eval.records import Records, RequestRecord
-from draftsmith.eval.report import Report, as_json, to_json
+from draftsmith.eval.report import Report, as_json, drawn_rules, to_json
 from draftsmith.eval.slices import calibration, entropy_edges, ranks_drawn, ranks_formed, slices
 from draftsmith.inference.terminal import printable
 
@@ -46,6 +47,7 @@ def page_content(records: Records, report: Report) -> dict[str, Any]:
         "format": FORMAT,
         "verdict": _verdict(report),
         "watermark": _watermark(report),
+        "drift_lines": drift.lines(report.drift),
         "survival": _survival(records, setting),
         "best_domain": ordered[-1] if len(ordered) > 1 else None,
         "worst_domain": ordered[0] if len(ordered) > 1 else None,
@@ -80,7 +82,7 @@ def _verdict(report: Report) -> dict[str, Any]:
     elif report.answers:
         lossless = "lossless"
     else:
-        lossless = "lossless in distribution" if report.settings["rule"].startswith("rejection") else "not checked"
+        lossless = "lossless in distribution" if drawn_rules(report) else "not checked"
     half = None if tau.low is None or tau.high is None else (tau.high - tau.low) / 2 / tau.tau
     return {
         "setting": report.first_setting,

@@ -16,6 +16,7 @@ from typing import Any
 from draftsmith.data.text_files import lines, parse
 from draftsmith.eval import ranks
 from draftsmith.eval.records import (
+    DRIFT,
     PositionRecord,
     PromptRecord,
     Records,
@@ -26,6 +27,7 @@ from draftsmith.eval.records import (
     prompt_of,
     request_line,
     request_of,
+    superset_of,
 )
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field
@@ -34,7 +36,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "load", "pieces", "prompt", "positions", "tree", "request")
+ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -88,7 +90,7 @@ class RecordStore:
         """Keep lines that belong together; after a kill all of them are there, or none.
 
         Args:
-            new: `request_line`, `position_line`, or lines of the kinds cost, load and tree.
+            new: `request_line`, `position_line`, or lines of the kinds cost, load, drift, tree and superset.
             tokens: token ids in them, whose texts are kept too.
             tokenizer: decodes them.
         """
@@ -116,7 +118,7 @@ class RecordStore:
         self.append(map(position_line, records), tokens, tokenizer)
 
     def recorded(self, kind: str) -> set[tuple[str, str]]:
-        """(setting, prompt) of the lines of this kind, "positions" or "request"."""
+        """(setting, prompt) of the lines of this kind, "positions", "superset" or "request"."""
         return {(line["setting"], line["prompt"]) for line in self.lines if line["kind"] == kind}
 
     def records(self) -> Records:
@@ -243,6 +245,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                     setattr(records, name, values)
             case "load":
                 records.load = {name: value for name, value in line.items() if name != "kind"}
+            case "drift":
+                records.drift = {name: field(line, name, float, where) for name in DRIFT}
             case "tree":
                 records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
             case "pieces":
@@ -252,6 +256,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                 records.prompts[prompt.prompt] = prompt
             case "positions":
                 records.positions.append(position_of(line, where))
+            case "superset":
+                records.supersets[field(line, "setting", str, where), field(line, "prompt", str, where)] = superset_of(line, where)
             case "request":
                 records.requests.append(request_of(line, where))
     return records

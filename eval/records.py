@@ -1,4 +1,5 @@
-"""What an evaluation records, one JSON line each: a header, costs, the target's own texts with the drafter's ranks, the tree, and requests.
+"""What an evaluation records, one JSON line each: a header, costs of rounds, prompts, the target's own texts with the drafter's ranks, the tree,
+and requests.
 
 All numbers, tables and pages of `draftsmith eval` are made from these lines alone (eval/report.py); eval/record_store.py writes them.
 
@@ -17,6 +18,8 @@ from draftsmith.inference.reading import field as entry
 KEYED_RULES = ("target-sample", "shared-noise")  # they draw with noise keyed by position, and so give the very tokens of plain decoding
 ALLOWANCE = 4.0  # a margin up to so many times the noise is a tie: few forwards measure the noise, so its maximum may be larger
 EXCESS = 3.0  # hidden states farther than so many spreads from the reference forwards are wrong; LOG.md has both distributions
+
+DRIFT = ("prompts", "answer_tokens", "text_tokens", "kl", "perplexity", "adapted_perplexity", "changed")  # see `drift.measure`
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +200,26 @@ class Records:
         forward: seconds of a target forward over N nodes, by N.
         drafting: seconds of drafting a chain, by its depth K.
         load: what rounds cost at several loads, see `probe.measure`; {} where that was not measured.
+        drift: of an adapted target, see `drift.measure`; {} where that was not measured.
         tree: tree (the draft tree, as a config has it), nodes (most of a round) and depth; {} until it is chosen.
         positions: position records; none where no tree was chosen.
         requests: by setting, in the order of the prompts.
         pieces: the text of each token that a record names, but for prompts.
         prompts: by id.
+        supersets: by setting and prompt [S,K,K], see `supersets.order_along`; of dynamic trees only.
     """
 
     header: dict[str, Any]
     forward: dict[int, float] = field(default_factory=dict)
     drafting: dict[int, float] = field(default_factory=dict)
     load: dict[str, Any] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     positions: list[PositionRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
     prompts: dict[str, PromptRecord] = field(default_factory=dict)
+    supersets: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
@@ -301,6 +308,21 @@ def position_of(line: dict[str, Any], source: str) -> PositionRecord:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source}: not positions that draftsmith eval wrote ({error}); run it again") from None
     return PositionRecord(**fields)
+
+
+def superset_of(line: dict[str, Any], source: str) -> Tensor:
+    """The order [S,K,K] of the drafted tokens, of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    try:
+        order = torch.tensor(entry(line, "order", list, source), dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source}: no superset that draftsmith eval wrote ({error}); run it again") from None
+    if order.ndim != 3 or order.shape[1] != order.shape[2]:
+        raise ValueError(f"{source}: `order` is {list(order.shape)}; expected [S,K,K]; run draftsmith eval again")
+    return order
 
 
 def _rounded(values: list[float]) -> list[float | None]:

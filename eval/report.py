@@ -16,11 +16,13 @@ import torch
 from draftsmith.eval import cost, intervals, trees
 from draftsmith.eval.baselines import Reference, references
 from draftsmith.eval.load import CostModel
-from draftsmith.eval.load_report import load_report
+from draftsmith.eval.load_report import estimate, load_report
 from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.roofline import Hardware
+from draftsmith.eval.rules import RuleRow, compare_rules
 from draftsmith.eval.sanity import Degenerate, degenerate, lines
 from draftsmith.eval.service import service
-from draftsmith.eval.settings import greedy
+from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.speed import speed, speedups
 from draftsmith.inference.rule_names import RULES
 
@@ -70,10 +72,13 @@ class Report:
         speedups: the same by domain, where prompts were timed one at a time.
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
+        rules: verification rules at the settings that were measured under several.
+        drift: of an adapted target from the target without adapters, see `drift.measure`; {} for other targets.
         references: the drafter beside ceilings and baselines, at each setting.
         degenerate: by setting, answers that repeat themselves, and τ without them.
         warnings: sentences on prompts and answers of which the numbers say too much.
         load: predictions for other loads, see `load_report`; {} without a probe.
+        estimates: for devices that are not at hand, see `roofline.estimate`.
         service: what a service would see, see `service.service`.
     """
 
@@ -99,10 +104,13 @@ class Report:
     speedups: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    rules: list[RuleRow] = field(default_factory=list)
+    drift: dict[str, float] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
     degenerate: dict[str, Degenerate] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     load: dict[str, Any] = field(default_factory=dict)
+    estimates: list[dict[str, Any]] = field(default_factory=list)
     service: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -121,8 +129,17 @@ class Report:
         return next(iter(self.overall))
 
 
-def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> Report:
-    """The report of a finished evaluation. beside: other evaluations by name, for `baselines.references`."""
+def report_of(records: Records, beside: Mapping[str, Records] | None = None, devices: Sequence[Hardware] = ()) -> Report:
+    """The report of a finished evaluation.
+
+    Args:
+        records: all that it recorded.
+        beside: other evaluations by name, for `baselines.references`.
+        devices: that are not at hand, for estimates.
+
+    Raises:
+        ValueError: devices for records without a probe.
+    """
     header, requests = records.header, records.requests
     reported = {request.prompt for request in requests}
     report = Report(
@@ -136,6 +153,7 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> 
         cost=records.forward,
         drafting=records.drafting,
         skipped=header["skipped"],
+        drift=records.drift,
     )
     labels = list(dict.fromkeys(request.setting for request in requests))
     for setting in labels:
@@ -145,8 +163,8 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> 
             domain: acceptance([request for request in chosen if request.domain == domain], records.tree["depth"])
             for domain in dict.fromkeys(request.domain for request in chosen)
         }
-        if not RULES[report.settings["rule"]].lossless and not greedy(setting):
-            report.lossy[setting] = report.settings["rule"]
+        if not RULES[rule_of(setting)].lossless and not greedy(setting):
+            report.lossy[setting] = rule_of(setting)
     first = [request for request in requests if request.setting == labels[0]]
     report.distinct = distinct_ngrams([request.tokens for request in first])
     report.answers = sum(request.checked for request in requests)
@@ -159,9 +177,10 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None) -> 
         for domain in dict.fromkeys(request.domain for request in first if request.timed):
             report.speedups[domain] = speedups([request for request in first if request.domain == domain])
     report.by_nodes = _by_nodes(records, labels[0])
-    report.references = references(records, beside)
+    report.rules, report.references = compare_rules(records), references(records, beside)
     report.degenerate, report.warnings = degenerate(records), lines(records)
     report.load, report.service = load_report(records), service(records, labels[0])
+    report.estimates = [estimate(records, device) for device in devices]
     return report
 
 
@@ -204,6 +223,12 @@ def round_cost(records: Records) -> tuple[cost.RoundCost, int]:
         return cost.relative_round(records.forward, records.drafting), max(records.forward)
     model = CostModel(records.load)
     return model.relative(model.nearest(records.header["settings"]["slots"]), model.contexts[0]), model.max_nodes
+
+
+def drawn_rules(report: Report) -> list[str]:
+    """The measured rules whose answers are the target's in distribution only: they draw the children."""
+    rules = dict.fromkeys(rule_of(setting) for setting in report.overall if not greedy(setting))
+    return [rule for rule in rules if RULES[rule].children in ("drawn", "replaced")]
 
 
 def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], list[PositionRecord]]:

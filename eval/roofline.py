@@ -6,6 +6,7 @@ are 2 · weights · M and attention's. Real kernels reach less of both, and thei
 Letters: B slots · C context length · N nodes with the root.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +65,21 @@ class ModelSize:
 
 
 def hardware(name: str) -> Hardware:
-    """A known device.
+    """A known device by its name, or one that is described as NAME=FLOPS,BYTES, both per second.
 
     Raises:
-        ValueError: an unknown one.
+        ValueError: an unknown one, or numbers that are none.
     """
-    if name not in KNOWN:
-        raise ValueError(f"got device {name!r}; expected one of {', '.join(KNOWN)}; or give its peak FLOP/s and bytes/s")
-    return KNOWN[name]
+    known, _, described = name.partition("=")
+    if not described and known in KNOWN:
+        return KNOWN[known]
+    try:
+        peak, bandwidth = (float(number) for number in described.split(","))
+    except ValueError:
+        peak = bandwidth = 0.0
+    if not (0 < peak < math.inf and 0 < bandwidth < math.inf):
+        raise ValueError(f"got device {name!r}; expected one of {', '.join(KNOWN)}, or its FLOP/s and bytes/s as in mine=989e12,3.35e12")
+    return Hardware(known, peak, bandwidth)
 
 
 def forward_seconds(device: Hardware, model: ModelSize, batch: int, nodes: int, context: int) -> float:
@@ -112,8 +120,8 @@ def estimate(
         drafter_nodes: tokens a slot of each.
 
     Returns:
-        kind ("estimate"), device, source, context, batches, speedup, ms_per_token and break_even: the least of the batches at which plain
-        decoding is as fast, or None.
+        kind ("estimate"), device, source, ridge (see `ridge`), context, batches, speedup, ms_per_token and break_even: the least of the batches from
+        which on plain decoding is as fast at each, or None.
     """
     speedups, latencies = [], []
     for batch in batches:
@@ -126,9 +134,10 @@ def estimate(
         "kind": ESTIMATE,
         "device": device.name,
         "source": device.source,
+        "ridge": ridge(device, target.bytes_per_weight),
         "context": context,
         "batches": batches,
         "speedup": speedups,
         "ms_per_token": latencies,
-        "break_even": next((batch for batch, speedup in zip(batches, speedups, strict=True) if speedup <= 1), None),
+        "break_even": next((batch for i, batch in enumerate(batches) if max(speedups[i:]) <= 1), None),
     }

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass, fields
 
+from draftsmith.inference.adaptive import AdaptiveDepth
+from draftsmith.inference.policy import LoadPolicy, PolicyDepth
+from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
 
 FILTERS = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+RULE = "rule="
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +17,14 @@ class Settings:
 
     Attributes:
         max_new_tokens: most tokens of an answer.
-        samplings: each is measured, by one rule; the first gives the tables by domain and chooses the tree.
+        samplings: each is measured; the first gives the tables by domain and chooses the tree.
         max_nodes: most nodes of a chosen tree, the root included.
         choose: "best" chooses the tree with the highest τ over the relative cost of its round, "largest" the best tree of `max_nodes`
             nodes, each on half of the prompts; "" keeps the drafter's tree and reports all prompts.
         slots: prompts decoded at a time, of those that are timed.
         timed: how many prompts of each domain are timed; None is all. The others are decoded several at a time, for τ and losslessness.
         adaptive_depth: draft only as deep as pays.
+        policy: says how deep to draft for the slots in use; None drafts as deep as the tree.
         kernels: decode with Triton kernels.
         probe_s: about how many seconds the probe of other loads may take (eval/probe.py); 0 leaves it out.
         exact: nodes of each forward, for rounds in which rounding cannot make answers diverge (`inference/exact.py`); None for ordinary rounds.
@@ -32,14 +37,16 @@ class Settings:
     slots: int = 1
     timed: int | None = None
     adaptive_depth: bool = False
+    policy: LoadPolicy | None = None
     kernels: bool = False
     probe_s: float = 0.0
     exact: int | None = None
 
-    @property
-    def rule(self) -> str:
-        """How drafts are verified at T > 0."""
-        return self.samplings[0].rule
+    def adaptive(self) -> AdaptiveDepth | None:
+        """What chooses the depth of each round; None drafts as deep as the tree."""
+        if self.policy is not None:
+            return PolicyDepth(self.policy)
+        return AdaptiveDepth() if self.adaptive_depth else None
 
     @property
     def labels(self) -> list[str]:
@@ -48,10 +55,22 @@ class Settings:
 
 
 def label(sampling: Sampling) -> str:
-    """A sampling setting in a report: its temperature, then what else is not off, as in `0.7 top_p=0.9`."""
+    """A sampling setting in a report: its temperature, then what else is not off, and the rule, as in `0.7 top_p=0.9 rule=rejection`."""
     defaults = {each.name: each.default for each in fields(Sampling)}
     others = [f"{name}={getattr(sampling, name):g}" for name in FILTERS if getattr(sampling, name) != defaults[name]]
-    return " ".join((f"{sampling.temperature:g}", *others))
+    rule = [] if sampling.greedy or sampling.rule == USUAL_RULE else [f"{RULE}{sampling.rule}"]
+    return " ".join((f"{sampling.temperature:g}", *others, *rule))
+
+
+def rule_of(setting: str) -> str:
+    """How drafts are verified in the setting of this label; at T = 0 all rules accept the likeliest token."""
+    last = setting.split()[-1]
+    return last.removeprefix(RULE) if last.startswith(RULE) else USUAL_RULE
+
+
+def without_rule(setting: str) -> str:
+    """The label of the same sampling under the usual rule."""
+    return " ".join(word for word in setting.split() if not word.startswith(RULE))
 
 
 def greedy(setting: str) -> bool:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.intervals import Interval, of_difference, of_ratio
-from draftsmith.eval.records import KEYED_RULES, PositionRecord, Records
+from draftsmith.eval.records import PositionRecord, Records
 from draftsmith.eval.round_rows import RoundRow, round_rows
+from draftsmith.eval.settings import greedy, rule_of
+from draftsmith.inference.rule_names import USUAL_RULE
 
 FIRST_CONTEXT, FIRST_OUTPUT = 64, 16  # tokens of the first slice; each later one is twice as long
 TIERS = ("lowest quarter", "second quarter", "third quarter", "highest quarter")
@@ -169,7 +171,7 @@ class DrawnRanks:
 def ranks_drawn(records: Records, setting: str) -> DrawnRanks | None:
     """What the rounds of a static tree accepted; None for dynamic trees, and where the children were not the likeliest tokens."""
     tree = records.tree["tree"]
-    keyed_by_rank = float(setting.split()[0]) == 0 or records.header["settings"]["rule"] == KEYED_RULES[0]
+    keyed_by_rank = greedy(setting) or rule_of(setting) == USUAL_RULE
     if isinstance(tree, dict) or not tree or not keyed_by_rank:
         return None
     nodes = {tuple(path): 0 for path in tree}

@@ -3,18 +3,21 @@
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import load_report
+from draftsmith.eval import drift, load_report
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
 from draftsmith.eval.records import KEYED_RULES
-from draftsmith.eval.report import Acceptance, Report, greedy
+from draftsmith.eval.report import Acceptance, Report, drawn_rules
+from draftsmith.eval.rules import best_rules
+from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.inference.terminal import printable
 
 MOST_COLUMNS = 40  # of a domain on a narrow terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 REFERENCE_HEADER = ("drafter", "T", "τ", "95 % interval", "Δτ")
+RULES_HEADER = ("rule", "T", "τ", "95 % interval", "Δτ")
 SPEED_HEADER = ("domain", "timed", "speedup", "95 % interval", "over transformers")
 
 
@@ -55,23 +58,33 @@ def reference_rows(report: Report) -> list[tuple[str, ...]]:
     return cells
 
 
+def rule_rows(report: Report) -> list[tuple[str, ...]]:
+    """The verification rules at each setting that was measured under several; columns as in RULES_HEADER."""
+    cells = []
+    for each in report.rules:
+        delta = "" if each.delta is None else f"{each.delta:+.2f} ({shown(each.delta_low, each.delta_high, '+.2f')})"
+        name = each.rule if each.lossless else f"{each.rule} LOSSY"
+        cells.append((name, each.setting, f"{each.tau:.2f}", shown(each.low, each.high), delta))
+    return cells
+
+
 def labelled(report: Report, setting: str) -> str:
     """The setting, marked LOSSY where the rule changes the output's distribution."""
     return f"{setting} LOSSY" if setting in report.lossy else setting
 
 
 def lossless(report: Report) -> str:
-    """One sentence on whether the answers equal plain decoding's."""
+    """One sentence on whether the answers equal plain decoding's, and for an adapted target that it is the one meant."""
     bugs = [divergence for divergence in report.divergences if divergence.verdict == "bug"]
-    same, rule = report.answers - len(report.divergences), report.settings["rule"]
+    same = report.answers - len(report.divergences)
     if report.answers:
         text = f"{same} of {report.answers} answers equal plain decoding's, token for token"
     else:
         text = "no answer was compared with plain decoding's"
     if report.lossy:
-        text += f"; LOSSY at T = {', '.join(report.lossy)}: rule {rule} changes the distribution of the output"
-    elif rule.startswith("rejection"):
-        text += f"; at T > 0 rule {rule} is lossless in distribution, which no single answer shows"
+        text += f"; LOSSY at T = {', '.join(report.lossy)}: the rule changes the distribution of the output"
+    if drawn := drawn_rules(report):
+        text += f"; rule {', '.join(drawn)} is lossless in distribution, which no single answer shows"
     if report.divergences:
         ties = len(report.divergences) - len(bugs)
         text += (
@@ -82,6 +95,8 @@ def lossless(report: Report) -> str:
         text += " (NOT LOSSLESS)"
     if report.compared:
         text += f"; {report.like_transformers} of {report.compared} equal transformers' generate"
+    if report.target.get("adapter_hash"):
+        text += f"; {drift.ADAPTED}"
     return text
 
 
@@ -112,7 +127,7 @@ def speed(report: Report) -> list[str]:
 
 def _same_tokens(report: Report) -> str:
     """What the speedup compares: rejection and lossy rules give other tokens than plain decoding."""
-    setting, rule = report.first_setting, report.settings["rule"]
+    setting, rule = report.first_setting, rule_of(report.first_setting)
     if greedy(setting) or rule in KEYED_RULES:
         return "of the same tokens"
     if setting in report.lossy:
@@ -137,14 +152,17 @@ def size(report: Report) -> str:
     text = f"{report.nodes} nodes a round"
     if isinstance(report.tree, dict):
         text = f"up to {text}"
-    if not all(map(greedy, report.overall)):
-        text += f", rule {settings['rule']}"
+    rules = dict.fromkeys(rule_of(setting) for setting in report.overall if not greedy(setting))
+    if rules:
+        text += f", rule {', '.join(rules)}"
     if settings["slots"] > 1:
         text += f", {settings['slots']} prompts at a time"
     if settings["exact"]:
         text += ", exact"
     if settings["adaptive_depth"]:
         text += ", adaptive depth"
+    if settings.get("policy"):
+        text += ", depth by a load policy"
     return text
 
 
@@ -170,15 +188,25 @@ def print_report(report: Report) -> None:
         _print_table(console, f"Speedup at T={report.first_setting}", SPEED_HEADER, speed_rows(report))
     if report.references:
         _print_table(console, "Ceilings and baselines", REFERENCE_HEADER, reference_rows(report))
+    if report.rules:
+        _print_table(console, "Verification rules", RULES_HEADER, rule_rows(report))
+        for sentence in best_rules(report.rules):
+            print(f"{sentence}.")
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
         print("No draft tree pays on this machine with this drafter: every τ/cost is below 1, so nothing is drafted.")
     for line in speed(report):
         print(line)
-    for line in (*load_report.lines(report.load), *load_report.service_lines(report.service)):
+    for line in (
+        *load_report.lines(report.load),
+        *load_report.estimate_lines(report.estimates),
+        *load_report.service_lines(report.service),
+    ):
         print(line)
     print(f"{precision(report)}.")
+    for line in drift.lines(report.drift):
+        print(f"{line}.")
     for warning in report.warnings:
         print(f"{printable(warning, keep='')}.")
     print(f"{lossless(report)}.  Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.")
@@ -189,7 +217,7 @@ def _print_table(console: Console, title: str, header: tuple[str, ...], cells: l
     for column, name in enumerate(header):
         # Only the last column may be cut short: a temperature carries its label.
         width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(header) - 1 else None
-        table.add_column(name, justify="left" if name in ("domain", "drafter") else "right", no_wrap=True, min_width=width)
+        table.add_column(name, justify="left" if name in ("domain", "drafter", "rule") else "right", no_wrap=True, min_width=width)
     for row in cells:
         table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
     console.print(table)

@@ -245,6 +245,7 @@ class Decoder:
             self.adaptive.drop(slots)
         runner.cache.reset(slots)
 
+    @torch.inference_mode(False)  # what is allocated here outlives a caller's inference mode
     def _bind(self, context: int, graphs: bool) -> tuple[TreeCache, Any]:
         """Bind the drafter -> a cache of `context` positions, an earlier call's if it is large enough, and what the drafter says a graph reads."""
         reusable, drafter = self._reusable, self.drafter

@@ -3,7 +3,8 @@
 Taps are auxiliary hidden states: tap i is the output of decoder layer i, counted from 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 
 if TYPE_CHECKING:
+    from draftsmith.inference.cache import TreeCache
     from draftsmith.inference.verify import Verdict
 
 __all__ = ["RoundContext", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput", "tensor_addresses"]
@@ -64,6 +66,8 @@ class RoundContext:
         depth: draft no deeper than this (at least 1).
         active: mask [B] of active slots in a static-shape (CUDA-graph) round: shapes must then not depend on what was accepted, and no
             host synchronisation is allowed. None outside graphs.
+        cache: the target's KV cache, the slots of the round selected, for a drafter that reads the target's own KV. It may write after the
+            committed positions, as many as its `max_nodes`: verification overwrites them. None where no target follows.
     """
 
     slots: list[int]
@@ -74,6 +78,7 @@ class RoundContext:
     sampling: Sampling
     depth: int
     active: Tensor | None = None
+    cache: "TreeCache | None" = None
 
     @property
     def static_shape(self) -> bool:
@@ -111,6 +116,10 @@ class Target(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> [...,V], the model's own logits."""
+        ...
+
+    def without(self, layers: Iterable[int]) -> AbstractContextManager[None]:
+        """Context in which these decoder layers return their input unchanged."""
         ...
 
 

@@ -284,7 +284,9 @@ class DynamicExpansion:
         parent = parents.gather(1, best)
         parent = torch.where(parent < 0, -1, new_index.gather(1, parent.clamp(min=0)))
         size = torch.full_like(best[:, 0], nodes)
-        return DraftTree.build(tokens.gather(1, best), parent, size), encoded_index.gather(1, best)
+        tree = DraftTree.build(tokens.gather(1, best), parent, size)
+        tree.order = torch.cat((torch.zeros_like(order[:, :1]), order + 1), 1)
+        return tree, encoded_index.gather(1, best)
 
 
 class FusedExpansion(DynamicExpansion):

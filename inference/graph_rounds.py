@@ -231,7 +231,7 @@ class GraphRunner:
         cache.select(slots)
         # Indexing copies: the round overwrites both.
         position, last_tokens = cache.length[cache.index], self._last_tokens[cache.index]
-        return RoundContext(slots, cache.index, last_tokens, position, self._noise_keys[cache.index], self.sampling, depth)
+        return RoundContext(slots, cache.index, last_tokens, position, self._noise_keys[cache.index], self.sampling, depth, cache=cache)
 
     def _accept_on_host(self, round: RoundContext, drafted: DraftTree, shared: _Shared, results: dict[int, HostResult]) -> None:
         """Let a drafter that needs the host learn what was accepted of its trees."""
@@ -261,7 +261,7 @@ class GraphRunner:
         cache.static_shape = True
         cache.select(range(slots))
         views = self._last_tokens[:slots], cache.selected_length, self._noise_keys[:slots]
-        shared = _Shared(RoundContext(cache.selected, cache.index, *views, self.sampling, depth, self._active[:slots]))
+        shared = _Shared(RoundContext(cache.selected, cache.index, *views, self.sampling, depth, self._active[:slots], cache))
         if nodes:
             tokens = torch.zeros(slots, nodes, dtype=torch.int64, device=self.target.device)
             shared.drafted = DraftTree.build(tokens, tokens.clone(), tokens[:, 0].clone())

@@ -147,21 +147,23 @@ class _LookupDrafter(HostDrafter):
         for slot in slots:
             self._indices.pop(slot, None)
 
-    def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-        """The tokens that each round commits where the target answers `prompt` with `answer`. No model runs: drafts depend on the text alone.
+    def replay(self, prompt: Sequence[int], answer: Sequence[int], depth: int | None = None) -> list[tuple[int, int]]:
+        """(nodes with the root, committed tokens) of each round where the target answers `prompt` with `answer`.
 
-        It is exact where a round accepts what the answer continues with: greedily, and with noise keyed by position. Nothing is remembered.
+        No model runs: drafts depend on the text alone. It is exact where a round accepts what the answer continues with: greedily, and with
+        noise keyed by position. Nothing is remembered. depth: draft no deeper.
         """
         self._paths = frozenset(self.tree_spec.paths) if isinstance(self.tree_spec, StaticTree) else None
-        text, committed = NgramIndex(self._orders), list[int]()
+        text, rounds = NgramIndex(self._orders), list[tuple[int, int]]()
         text.extend(prompt)
         position = 0
         while position < len(answer):
-            accepted = self._draft_of(text, self.max_depth).accepted(answer[position:])
-            committed.append(min(accepted + 1, len(answer) - position))
-            text.extend(answer[position : position + committed[-1]])
-            position += committed[-1]
-        return committed
+            draft = self._draft_of(text, self.max_depth if depth is None else min(depth, self.max_depth))
+            committed = min(draft.accepted(answer[position:]) + 1, len(answer) - position)
+            rounds.append((1 + len(draft.tokens), committed))
+            text.extend(answer[position : position + committed])
+            position += committed
+        return rounds
 
     def _draft(self, slot: int, depth: int) -> Draft:
         return self._draft_of(self._indices[slot], depth)

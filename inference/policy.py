@@ -6,8 +6,8 @@ entries in ascending order, each for the batches `from` to `to`:
     {"from": 1, "to": 3, "tree": [[0], [1], [0, 0]], "nodes": 4, "depth": 2, "num_speculative_tokens": 2, "tau": 1.8, "speedup": 1.3,
      "low": 1.2, "high": 1.4}
 
-`tree` has the rank paths, and is empty, with depth 0, where plain decoding is predicted to be as fast. `num_speculative_tokens` is the chain
-that pays most, for engines that draft chains; 0 is off. τ and the speedup with its 95 % interval (null with too few prompts) are predictions
+`tree` has the rank paths, or depth, width and nodes of a dynamic tree; it is empty, with depth 0, where plain decoding is predicted to be as
+fast. `num_speculative_tokens` is the chain that pays most, for engines that draft chains; 0 is off, null not known. τ and the speedup with its 95 % interval (null with too few prompts) are predictions
 at the batch `to`. A larger batch than any entry's was not measured: drafting is off there.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.adaptive import AdaptiveDepth
-from draftsmith.inference.expand import parse_tree_spec
+from draftsmith.inference.expand import TreeSpec, parse_tree_spec
 from draftsmith.inference.reading import field, read_json
 from draftsmith.inference.tree import StaticTree
 from draftsmith.inference.verify import HostResult
@@ -34,12 +34,12 @@ class PolicyEntry:
     Attributes:
         largest: the largest of them.
         tree: the draft tree; of the root alone where drafting is off.
-        chain: K of the chain that pays most; 0 is off.
+        chain: K of the chain that pays most; 0 is off, None not known.
     """
 
     largest: int
-    tree: StaticTree
-    chain: int
+    tree: TreeSpec
+    chain: int | None
 
 
 OFF = PolicyEntry(0, StaticTree(()), 0)
@@ -67,9 +67,8 @@ class LoadPolicy:
             expected = self.entries[-1].largest + 1 if self.entries else 1
             if first != expected or last < first:
                 raise ValueError(f"{source}: got an entry for the batches {first} to {last}; expected one from {expected} on; correct it")
-            tree = parse_tree_spec(field(entry, "tree", list, source))
-            assert isinstance(tree, StaticTree)  # a dynamic tree is an object
-            self.entries.append(PolicyEntry(last, tree, field(entry, "num_speculative_tokens", int, source)))
+            tree = parse_tree_spec(field(entry, "tree", (list, dict), source))
+            self.entries.append(PolicyEntry(last, tree, field(entry, "num_speculative_tokens", (int, type(None)), source)))
 
     @classmethod
     def read(cls, path: Path) -> "LoadPolicy":

@@ -91,7 +91,7 @@ class EagerRunner:
         started = self.clock()
         cache, batch = self.cache, self._batch
         round = RoundContext(
-            cache.selected, batch.slot_index, batch.last_tokens, cache.selected_length, batch.noise_keys, self.sampling, depth
+            cache.selected, batch.slot_index, batch.last_tokens, cache.selected_length, batch.noise_keys, self.sampling, depth, cache=cache
         )
         tree = self.drafter.propose(round) if depth else self._last_tokens_alone(batch.last_tokens)
         proposed = self.clock()

@@ -62,6 +62,7 @@ class DraftTree:
         replacement: the children were drawn with replacement.
         width: no node has more children, as far as the host knows.
         full: the host knows that no row has padding.
+        order: [B,N] int64, each node's place by likelihood, 0 of the root; of dynamic trees that plain torch made, else None.
     """
 
     tokens: Tensor
@@ -76,6 +77,7 @@ class DraftTree:
     replacement: bool = False
     width: int = -1
     full: bool = False
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.width < 0:

@@ -110,7 +110,7 @@ def check_notes(raw: dict[str, Any], source: str) -> None:
     """Check the entries `target` and `training`, which drafters and students both have."""
     target = field(raw, "target", (dict, type(None)), source)
     for key in TargetIdentity.__dataclass_fields__ if target else ():
-        field({"weights_hash": ""} | target, key, str, f"{source}: `target`")
+        field({"weights_hash": "", "adapter_hash": ""} | target, key, str, f"{source}: `target`")
     training = field(raw, "training", (dict, type(None)), source)
     for key in ("positions", "steps", "tokens"):
         field(training or {}, key, (int, type(None)), f"{source}: `training`")

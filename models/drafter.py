@@ -93,8 +93,9 @@ class DrafterModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "config_class" in vars(cls):
-            AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
-            AutoModel.register(cls.config_class, cls, exist_ok=True)
+            config_class: Any = cls.config_class
+            AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+            AutoModel.register(config_class, cls, exist_ok=True)
 
     @property
     def target(self) -> Target:
@@ -232,6 +233,8 @@ class DrafterModel(PreTrainedModel):
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
         if self._folder:
+            if (self._folder / "adapter").is_dir():  # the target's, of Medusa-2
+                shutil.copytree(self._folder / "adapter", Path(working_dir) / "adapter")
             if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
                 for file in self._folder.iterdir():
                     if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):

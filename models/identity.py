@@ -27,6 +27,7 @@ class TargetIdentity:
         config_hash: of its config (`config_hash`).
         tokenizer_hash: of its tokenizer (`tokenizer_hash`); "" without one.
         weights_hash: of its files (`weights.weights_hash`); "" for one in memory or on the Hub, and in older records.
+        adapter_hash: of the adapters that are in its weights (models/adapter.py); "" without any.
     """
 
     name: str
@@ -35,9 +36,11 @@ class TargetIdentity:
     config_hash: str
     tokenizer_hash: str
     weights_hash: str = ""
+    adapter_hash: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        return asdict(self)
+        """Its fields; the adapter's hash only where there is an adapter."""
+        return {name: value for name, value in asdict(self).items() if value or name != "adapter_hash"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, str]) -> "TargetIdentity":
@@ -57,7 +60,8 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool =
         A warning if only the precision or the weights differ, else "".
 
     Raises:
-        ValueError: the config differs, or both tokenizers are known and differ, or the weights; the message names both targets.
+        ValueError: the config differs, or both tokenizers are known and differ, or the weights, or one is adapted and the other not so; the
+            message names both targets.
     """
     parts = []
     if expected.config_hash != actual.config_hash:
@@ -72,11 +76,21 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool =
             f"the target differs in its {' and its '.join(parts)}: made for {expected.name!r}, got {actual.name!r}; "
             f"load {expected.name!r}, or train for {actual.name!r}"
         )
+    if expected.adapter_hash != actual.adapter_hash:
+        raise ValueError(
+            f"made for {expected.name!r} {_adapted(expected)}, got {actual.name!r} {_adapted(actual)}: drafts are lossless with respect to the "
+            "model that verifies them only; `draftsmith eval` and `generate` load a drafter of Medusa-2 with its adapters, in Python models.adapter.adapt "
+            "does"
+        )
     if expected.dtype != actual.dtype:
         return f"target {actual.name!r} is in {actual.dtype}, this was made with it in {expected.dtype}: acceptance may differ a little"
     if other_weights:
         return f"target {actual.name!r} has other weights than {expected.name!r}, for which this was made: acceptance may be lower"
     return ""
+
+
+def _adapted(identity: TargetIdentity) -> str:
+    return f"with adapters ({identity.adapter_hash[:12]})" if identity.adapter_hash else "without adapters"
 
 
 def config_hash(config: PretrainedConfig) -> str:

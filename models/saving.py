@@ -11,9 +11,9 @@ from draftsmith.inference.durable import give_usual_mode
 __all__ = ["save_model", "save_student"]
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """`model.save_pretrained(folder)`, its weights readable as other files are."""
-    model.save_pretrained(folder)
+def save_model(model: Any, folder: Path, **options: Any) -> None:
+    """`model.save_pretrained(folder, **options)`, its weights readable as other files are."""
+    model.save_pretrained(folder, **options)
     for file in Path(folder).glob("*.safetensors"):
         give_usual_mode(file)
 

@@ -8,9 +8,9 @@ supervised positions.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,13 +20,11 @@ from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.progress import Bar
+from draftsmith.models.adapter import plain, seeded
 from draftsmith.models.head import Head
 from draftsmith.models.target import Target, apart, resolve_path
 from draftsmith.models.target_defaults import rope_theta
 from draftsmith.models.tokenizer_check import check_draft
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 CHUNK = 1 << 22  # logits of each model that are compared at a time
 
@@ -78,7 +76,7 @@ def fresh(
         tie_word_embeddings=True,
         **special,
     )
-    with _seeded(seed):
+    with seeded(seed):
         model = LlamaForCausalLM(config).float()
     scale_residuals(model)
     model.generation_config = copy.deepcopy(target.model.generation_config)
@@ -213,7 +211,7 @@ def hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
     A token that the student lacks is read as its last token, as in drafting.
     """
-    base = _plain(model)
+    base = plain(model)
     ids = batch["input_ids"].clamp(max=len(base.get_input_embeddings().get_parameter("weight")) - 1)
     return base.get_decoder()(input_ids=ids, **apart(base.config.get_text_config(), base.dtype, batch), use_cache=False).last_hidden_state
 
@@ -223,7 +221,7 @@ def head(model: nn.Module, vocab_size: int) -> Tensor | Callable[[Tensor], Tenso
 
     D is the number of the student's logits, at most `vocab_size`: further logits of a padded student stand for no token.
     """
-    base = _plain(model)
+    base = plain(model)
     own = Head.of(base)
     if own.plain and type(own.module) is nn.Linear and own.module.bias is None:
         return own.weight[:vocab_size]
@@ -235,48 +233,13 @@ def frozen(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Targe
 
     The model is in eval mode afterwards; after further training call `eval()` before decoding.
     """
-    base = _plain(model)
+    base = plain(model)
     before = [parameter.requires_grad for parameter in base.parameters()]
     try:
         return Target.wrap(base, tokenizer, name="student")
     finally:
         for parameter, trained in zip(base.parameters(), before, strict=True):
             parameter.requires_grad_(trained)
-
-
-def with_lora(model: PreTrainedModel, rank: int, alpha: int | None = None, seed: int = 0) -> "PeftModel":
-    """`model` with low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) in all linear layers but the head.
-
-    Only the adapters are trained; alpha is 2·rank by default. `model` itself is changed.
-
-    Raises:
-        ValueError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("LoRA needs peft, which is not installed: pip install draftsmith[peft]") from None
-    config = LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    with _seeded(seed):
-        return cast("PeftModel", get_peft_model(model, config))
-
-
-def merged(model: nn.Module) -> PreTrainedModel:
-    """A plain copy with the adapters merged into its weights; the model itself where it has none."""
-    return copy.deepcopy(cast(Any, model)).merge_and_unload() if _plain(model) is not model else cast(PreTrainedModel, model)
-
-
-def _plain(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, with its adapters; any other model as it is."""
-    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU's random numbers start at `seed`; afterwards the generator is as it was before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 def _without_features(target: Target, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -287,9 +287,9 @@ class Target:
         def run(inputs: dict[str, Tensor]) -> TargetOutput:
             ids, positions = inputs.values()
             real = self.by_document and type(positions) is Tensor  # `draftsmith plan` runs it on fake tensors
-            how = {"documents": documents_of(positions)} if real else apart(self.config, self.dtype, inputs)
+            more: dict[str, Any] = {"documents": documents_of(positions)} if real else apart(self.config, self.dtype, inputs)
             with self._replaced_forwards(self._compiled):
-                return self.forward(ids, **{"position_ids": positions} | how, taps=taps)
+                return self.forward(ids, taps=taps, **{"position_ids": positions, **more})
 
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         out = in_turn(run, inputs) if self.parallel == "tensor" else run(inputs)

@@ -21,8 +21,11 @@ from draftsmith.models import gguf
 from draftsmith.models.model_files import check_config, model_file
 
 __all__ = [
+    "ADAPTER",
+    "ADAPTER_CONFIG",
     "Header",
     "assign",
+    "check_adapter",
     "check_finite",
     "check_folder",
     "check_headers",
@@ -61,7 +64,7 @@ def check_folder(folder: str) -> None:
     check_config(folder)
     headers(folder)
     if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
-        _check_adapter(folder)
+        check_adapter(folder)
 
 
 def stored_tensors(source: str, revision: str = "") -> dict[str, str]:
@@ -262,8 +265,8 @@ def _read_header(source: str, name: str, revision: str) -> dict[str, Header]:
         raise ValueError(f"{name} in {source!r} is damaged or cut off ({error}); {_ADVICE}") from None
 
 
-def _check_adapter(folder: str) -> None:
-    """Check the LoRA adapter beside a model's weights. Raises ValueError as `check_folder`."""
+def check_adapter(folder: str) -> None:
+    """Check the LoRA adapter in a folder. Raises ValueError and FileNotFoundError as `check_folder`."""
     path = os.path.join(folder, ADAPTER_CONFIG)
     config = read_json(Path(path))
     kind = field(config, "peft_type", str, path)

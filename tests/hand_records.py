@@ -11,11 +11,11 @@ NODES = len(PATHS) + 1
 PROMPT_TOKENS = 60
 
 
-def header(rule="target-sample", **settings):
+def header(**settings):
     return {
         "target": {"name": "tiny", "revision": "", "dtype": "float32", "config_hash": "c0", "tokenizer_hash": "70", "weights_hash": "e1"},
         "drafter": {"method": "medusa", "name": "by hand", "hash": "4a", "bytes": 1234567},
-        "settings": {"max_new_tokens": 48, "positions": 512, "dtype": "float32", "slots": 1, "timed": None, "rule": rule, "exact": None}
+        "settings": {"max_new_tokens": 48, "positions": 512, "dtype": "float32", "slots": 1, "timed": None, "exact": None}
         | {"adaptive_depth": False, "samplings": ["0"]}
         | settings,
         "prompts": {"count": 24, "hash": "ab12"},
@@ -71,11 +71,11 @@ def walk(ranks, tree):
     return committed
 
 
-def by_chance(prompts=24, tokens=40, seed=0, domains=("code", "chat"), settings=("0",), lossy=False):
+def by_chance(prompts=24, tokens=40, seed=0, domains=("code", "chat"), settings=("0",)):
     """Records of a static tree; half of the prompts chose it."""
     generator = torch.Generator().manual_seed(seed)
     chance = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1])
-    records = Records(header("typical" if lossy else "target-sample", samplings=list(settings)))
+    records = Records(header(samplings=list(settings)))
     records.forward, records.drafting = {1: 0.02, 2: 0.02, 4: 0.021, 8: 0.022}, {1: 0.004, 2: 0.008}
     records.tree = {"tree": PATHS, "nodes": NODES, "depth": 2}
     words = [" the", " tree", "_x", "(", "9", "\n", " Ada", ".", " of", "é"]

@@ -15,3 +15,24 @@ def corpus_of(lengths, vocab=48, seq_len=32, seed=0, epoch_samples=None) -> Corp
 
 
 LENGTHS = [5, 9, 32, 1, 14, 9, 9, 27, 3, 3, 3, 18, 2, 14, 9, 30, 21, 5]
+
+
+def two_rows(vocab, length=24):
+    """A packed batch [2,S]; the first row has two documents, the second padding."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(vocab, (2, length), generator=generator)
+    mask = torch.rand(2, length, generator=generator) < 0.8
+    document, positions = torch.zeros_like(ids), torch.arange(length).repeat(2, 1)
+    document[0, 10:], positions[0, 10:] = 1, torch.arange(length - 10)
+    document[1, 18:], positions[1, 18:], mask[1, 18:] = -1, torch.arange(length - 18), False
+    mask[:, 0] = mask[0, 10] = False
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, "document": document, "sample_id": document}
+
+
+def documents(data):
+    """(ids, loss mask) of each document of a batch."""
+    for row in range(2):
+        for number in range(2):
+            positions = (data["document"][row] == number).nonzero().flatten()
+            if len(positions):
+                yield data["input_ids"][row][positions], data["loss_mask"][row][positions]

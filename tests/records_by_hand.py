@@ -8,7 +8,6 @@ TARGET = {"name": "tiny", "revision": "", "dtype": "float32", "config_hash": "c"
 SETTINGS = {
     "max_new_tokens": 64,
     "dtype": "float32",
-    "rule": "target-sample",
     "slots": 1,
     "timed": None,
     "exact": None,

@@ -36,7 +36,7 @@ def test_replayed_rounds_are_those_of_real_decoding(target, make, sampling):
     accepted = {round.length for answer in answers for round in answer.rounds}
     assert len(accepted) > 1, "something must have been accepted"
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert make().replay(prompt, answer.tokens) == [round.length for round in answer.rounds]
+        assert [committed for _, committed in make().replay(prompt, answer.tokens)] == [round.length for round in answer.rounds]
 
 
 def test_a_replay_changes_nothing_in_a_drafter_that_decodes(target):
@@ -102,10 +102,10 @@ def test_the_table_of_references():
     assert (by_name["medusa"].tau, by_name["medusa"].delta) == (2.0, None)
     assert by_name["perfect drafter, 3 deep"].tau == pytest.approx(4) and by_name["before"].delta == pytest.approx(1)
     assert by_name["before"].low == pytest.approx(3) == by_name["before"].high and by_name["before"].delta_low == pytest.approx(1)
-    committed = Ngram().replay([1, 2, 3, 4, 1], text)
+    committed = [each for _, each in Ngram().replay([1, 2, 3, 4, 1], text)]
     assert by_name["ngram"].tau == pytest.approx(24 / len(committed)) and sum(committed) == 24 and by_name["ngram"].tau > 4
 
-    lossy = replace(made, header=made.header | {"settings": made.header["settings"] | {"rule": "typical"}})
+    lossy = replace(made, requests=[replace(each, setting=each.setting.replace("1", "1 rule=typical")) for each in made.requests])
     assert [row.name for row in references(lossy) if row.kind == "baseline"] == ["ngram", "suffix"]  # greedy answers only
     assert {row.setting for row in references(lossy) if row.kind == "baseline"} == {"0"}
     own = replace(made, header=made.header | {"drafter": {"method": "suffix"}})

@@ -281,7 +281,7 @@ def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, mon
         (("--nodes=1",), "--nodes 1: expected 2 to"),
         (
             ("--drafter=ngram", "--drafter=medusa"),
-            "drafter 'medusa': expected ngram, suffix, recycling, lookahead, suffix:FILE, rest:FOLDER, the folder",
+            "drafter 'medusa': expected ngram, suffix, recycling, lookahead, suffix:FILE, rest:FOLDER, early-exit:LAYERS,",
         ),
         (("--drafter=ngram", "--drafter={folder}/nowhere"), "no folder '{folder}/nowhere'"),
         (("--drafter={folder}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
@@ -308,7 +308,7 @@ def test_a_mistake_is_one_line(folder, target_folder, capsys, more, says):
 def test_all_drafters_get_the_requested_tree_and_adaptive_depth(folder, target_folder, monkeypatch, more, shapes):
     benchmarked = []
 
-    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth):
+    def benchmark(target, drafters, prompts, max_new_tokens, repeats, adaptive_depth, sampling):
         assert adaptive_depth is not (more == ("--no-adaptive-depth",))
         benchmarked.extend(drafters.values())
         raise KeyboardInterrupt

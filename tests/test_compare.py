@@ -273,7 +273,7 @@ def test_drafters_side_by_side(student, capsys):
     real = json.loads(capsys.readouterr().out)
     assert computed["rows"][:2] == real["rows"] and computed["trees"] == real["trees"]  # to the last bit: exact at T = 0
     assert computed["settings"]["rule"] == "rejection" and not computed["same"] and real["same"] == {"0": 4}
-    assert computed["rows"][2]["setting"] == "1" and computed["rows"][2]["rounds"] % 1
+    assert computed["rows"][2]["setting"] == "1 rule=rejection" and computed["rows"][2]["rounds"] % 1
     exit_on_error(compare.main, [*words, "--temperature", "1"])
     printed = capsys.readouterr().out
     assert "Δτ" in printed and "T = 1: 4 of 4 answers are the same with every drafter" in printed

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_data import documents, two_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from watching import Largest
@@ -20,26 +21,6 @@ from draftsmith.train.losses.survival import chain
 from draftsmith.train.objective import supervised_tokens
 
 DEPTH = 3
-
-
-def batch(vocab, length=24):
-    """Two rows; the first has two documents, the second padding."""
-    generator = torch.Generator().manual_seed(4)
-    ids = torch.randint(vocab, (2, length), generator=generator)
-    mask = torch.rand(2, length, generator=generator) < 0.8
-    document, positions = torch.zeros_like(ids), torch.arange(length).repeat(2, 1)
-    document[0, 10:], positions[0, 10:] = 1, torch.arange(length - 10)
-    document[1, 18:], positions[1, 18:], mask[1, 18:] = -1, torch.arange(length - 18), False
-    mask[:, 0] = mask[0, 10] = False
-    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, "document": document, "sample_id": document}
-
-
-def documents(data):
-    for row in range(2):
-        for number in range(2):
-            positions = (data["document"][row] == number).nonzero().flatten()
-            if len(positions):
-                yield data["input_ids"][row][positions], data["loss_mask"][row][positions]
 
 
 DIVERGENCES = {
@@ -70,7 +51,7 @@ def by_hand(model, target, data, formula, temperature):
 @pytest.mark.parametrize(("kind", "temperature"), [("llama", 1.0), ("gemma2", 0.7)])
 def test_the_objective_is_its_formula(loss, kind, temperature):
     target = Target.wrap(tiny(kind).double())
-    data = batch(target.vocab_size)
+    data = two_rows(target.vocab_size)
     section = DistillSection(loss=loss, temperature=temperature)
     results = []
     for fast in (True, False):
@@ -94,7 +75,7 @@ def test_the_objective_is_its_formula(loss, kind, temperature):
 
 
 def test_survival_is_counted_over_complete_chains():
-    data = batch(50)
+    data = two_rows(50)
     document = data["document"]
     weight = torch.zeros_like(document, dtype=torch.bool)
     weight[:, :-1] = data["loss_mask"][:, 1:] & (document[:, 1:] == document[:, :-1])
@@ -119,7 +100,7 @@ def test_padding_of_either_vocabulary_is_left_out(rows):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
     target, model = (LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=64, **sizes)).double() for size in (50, rows))
-    data = batch(40)
+    data = two_rows(40)
     target = Target.wrap(target)
     loss_of_batch = objective(model, data, target=target, section=DistillSection(loss="tv"), depth=DEPTH)
     slow = 0.0
@@ -139,7 +120,7 @@ def test_no_tensor_grows_with_positions_times_vocabulary(loss):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     target, model = (LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=length, **sizes)) for _ in range(2))
     target = Target.wrap(target)
-    data = {name: torch.cat([one[:1].repeat(1, 22)[:, :length]]) for name, one in batch(vocab).items()}
+    data = {name: torch.cat([one[:1].repeat(1, 22)[:, :length]]) for name, one in two_rows(vocab).items()}
     data["document"], data["position_ids"] = torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None]
     with Largest() as seen:
         objective(model, data, target=target, section=DistillSection(loss=loss), depth=DEPTH).sum.backward()

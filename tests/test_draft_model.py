@@ -151,3 +151,12 @@ def test_tokens_that_the_draft_model_may_lack():
     ours.add_special_tokens({"additional_special_tokens": ["<other>"]})
     with pytest.raises(ValueError, match=r"at token 257 the target has '<tool>', the draft model has '<other>'"):
         tokenizer_check.check_tokens("t", theirs, "d", ours)
+
+
+def test_a_decoder_serves_in_inference_mode_and_then_outside():
+    """What the first call allocates is used again by the second, of another decoder too."""
+    target, drafter = Target.wrap(tiny("llama")), DraftModel(relative("llama"), StaticTree.chain(3))
+    plain = texts(Decoder(target).generate(PROMPTS, Sampling(), 12, ()))
+    with torch.inference_mode():
+        inside = texts(Decoder(target, drafter, slots=2).generate(PROMPTS, Sampling(), 12, ()))
+    assert inside == texts(Decoder(target, drafter, slots=2).generate(PROMPTS, Sampling(), 12, ())) == plain

@@ -174,7 +174,7 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, node_cost):
         target.tokenizer = None
     report, records = report_of(measured), measured.positions
     rounds = [each for request in measured.requests if request.setting == "0" for each in request.rounds]
-    assert set(report.domains["0"]) == {"x", "y", "z"} and set(report.overall) == set(report.domains) == {"0", "1"}
+    assert set(report.domains["0"]) == {"x", "y", "z"} and set(report.overall) == set(report.domains) == {"0", "1 rule=shared-noise"}
     assert report.answers == 10 and not report.divergences and report.like_transformers == report.compared == 5
     assert report.overall["0"].rounds == len(rounds)
     assert all(r.committed >= 1 and r.nodes == report.nodes for r in rounds if r.position > 0)
@@ -246,7 +246,7 @@ def test_any_drafter_is_evaluated(readable, number, slots, capsys):
 def test_the_report_says_what_a_rule_does_to_the_output(readable, rule, capsys, tmp_path):
     drafter = DraftModel(relative("llama", 0.005), StaticTree.chain(3))
     report = report_of(evaluate_drafter(readable, drafter, PROMPTS[:2], Settings(12, settings(1, 0, rule=rule), 8, choose="")))
-    assert report.lossy == ({"1": "typical"} if rule == "typical" else {})
+    assert report.lossy == ({"1 rule=typical": "typical"} if rule == "typical" else {})
     assert report.answers == 2, "at T = 0 every rule is greedy"
     table.print_report(report)
     printed = capsys.readouterr().out
@@ -255,8 +255,8 @@ def test_the_report_says_what_a_rule_does_to_the_output(readable, rule, capsys, 
     else:
         assert "LOSSY" not in printed and "lossless in distribution" in printed
     assert f"plain decoding per token, of other tokens (rule {rule}" in printed and "of the same tokens" not in printed
-    assert ("1 LOSSY" in table.markdown(report)) == (rule == "typical")
-    assert (json.loads(as_json(report))["lossy"] == {"1": "typical"}) == (rule == "typical")
+    assert ("1 rule=typical LOSSY" in table.markdown(report)) == (rule == "typical")
+    assert (json.loads(as_json(report))["lossy"] == {"1 rule=typical": "typical"}) == (rule == "typical")
     plot.survival(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 

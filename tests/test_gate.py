@@ -123,9 +123,11 @@ def test_what_cannot_be_judged_is_an_error():
         outcome(diverged(margin=5.0, noise=0.1), easy)[1].startswith("NOT LOSSLESS: 1 answers")
         and "(p9)" in outcome(diverged(margin=5.0, noise=0.1), easy)[1]
     )
-    lossy = evaluation(settings=SETTINGS | {"rule": "typical"})
-    assert outcome(lossy, easy) == ("pass", "") and "rule typical is LOSSY" in outcome(lossy, easy, setting="1")[1]
-    assert "is not one that this Draftsmith knows" in outcome(evaluation(settings=SETTINGS | {"rule": "hope"}), easy)[1]
+    for rule, reason in (("typical", "rule typical is LOSSY"), ("hope", "is not one that this Draftsmith knows")):
+        label = f"1 rule={rule}"
+        requests = [replace(each, setting=label if each.setting == "1" else each.setting) for each in made.requests]
+        judged = replace(made, requests=requests)
+        assert outcome(judged, easy) == ("pass", "") and reason in outcome(judged, easy, setting=label)[1]
     assert judge(made, [], None).outcome == "error"
 
 

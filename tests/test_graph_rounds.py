@@ -23,6 +23,7 @@ from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -75,6 +76,10 @@ def drafter_of(kind, target):
         return Ngram(StaticTree.from_paths([(0,), (0, 0), (1,), (0, 0, 0)]))
     if kind == "recycling":
         return Recycling(StaticTree.cartesian((2, 1)))
+    if kind == "early-exit":
+        drafter = early_exit(target, 1)
+        drafter.tree_spec = DynamicTree(3, 2, 6)
+        return drafter
     if kind == "lookahead":
         return Lookahead(DynamicTree(2, 2, 5), window=3)
     if kind.startswith("student"):
@@ -104,7 +109,7 @@ def near(target):
     return Target.wrap(model.to(target.device))
 
 
-KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-dynamic")
+KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-dynamic", "early-exit")
 HOST = ("student-sure", "ngram", "recycling", "lookahead")
 
 

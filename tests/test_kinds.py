@@ -22,6 +22,7 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.self_speculation import early_exit, skip_layers
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -74,7 +75,7 @@ def store(answers):
     return Datastore(tokens, suffixes, VOCAB)
 
 
-def make(kind, tree, heads, answers, store=None):
+def make(kind, tree, heads, answers, store=None, target=None):
     if kind.startswith("hybrid "):
         return Hybrid(make(kind.removeprefix("hybrid "), tree, heads, answers), Suffix(memory=500))
     if kind == "medusa":
@@ -84,8 +85,16 @@ def make(kind, tree, heads, answers, store=None):
         return DraftModel(relative("llama", 0.005), tree)
     if kind == "planting":
         return PlantingDrafter(REPEATED, answers, VOCAB, duplicates=True)
-    makers = {"ngram": Ngram, "suffix": lambda: Suffix(memory=500), "recycling": Recycling, "lookahead": lambda: Lookahead(window=4)}
-    drafter = Rest(store) if kind == "rest" else makers[kind]()
+    makers = {
+        "ngram": Ngram,
+        "suffix": lambda: Suffix(memory=500),
+        "recycling": Recycling,
+        "lookahead": lambda: Lookahead(window=4),
+        "rest": lambda: Rest(store),
+        "early-exit": lambda: early_exit(target, 1),
+        "skip": lambda: skip_layers(target, [0]),
+    }
+    drafter = makers[kind]()
     drafter.tree_spec = tree
     return drafter
 
@@ -93,13 +102,16 @@ def make(kind, tree, heads, answers, store=None):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     "kind",
-    ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "rest", "hybrid medusa", "hybrid draft model", "planting"],
+    [
+        *("medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "rest", "early-exit", "skip"),
+        *("hybrid medusa", "hybrid draft model", "planting"),
+    ],
 )
 def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
     seen: Counter[object] = Counter()
     for name, how in HOWS.items():
         for rows in (1, 5, 3):
-            drafter = make(kind, TREES[tree], heads, answers[name], store)
+            drafter = make(kind, TREES[tree], heads, answers[name], store, target)
             decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
             texts_by_prompt, counts = seen_in(stream, len(REPEATED))
@@ -117,13 +129,16 @@ def test_rejection_gives_other_tokens_and_the_same_for_the_same_key(target, head
     """Lossless in distribution (test_rules), not in tokens; still a function of prompt, sampling and key alone, not of the batch."""
     how = Sampling(1.0, top_k=30, seed=3, rule="rejection")
     plain = texts(Decoder(target).generate(PROMPTS, how, NEW, ()))
-    for kind in ("medusa", "draft model"):
+    for kind in ("medusa", "draft model", "early-exit"):
         for tree in ("chain", "static"):
-            alone, batch = (texts(Decoder(target, make(kind, TREES[tree], heads, [])).generate(PROMPTS, how, NEW, ())) for _ in "ab")
-            batch = texts(Decoder(target, make(kind, TREES[tree], heads, []), slots=4).generate(PROMPTS, how, NEW, ()))
+            drafters = [make(kind, TREES[tree], heads, [], target=target) for _ in "ab"]
+            alone, batch = (
+                texts(Decoder(target, drafter, slots=slots).generate(PROMPTS, how, NEW, ()))
+                for drafter, slots in zip(drafters, (1, 4), strict=True)
+            )
             assert alone == batch != plain
         with pytest.raises(ValueError, match="with a dynamic tree"):
-            Decoder(target, make(kind, TREES["dynamic"], heads, [])).generate(PROMPTS[1:], how, NEW, ())
+            Decoder(target, make(kind, TREES["dynamic"], heads, [], target=target)).generate(PROMPTS[1:], how, NEW, ())
 
 
 def test_a_stop_token_inside_an_accepted_path(target, answers, heads):
@@ -144,11 +159,11 @@ def test_plain_decoding_takes_a_round_for_each_token(target, answers):
 
 
 @pytest.mark.parametrize("how", ["greedy", "shared-noise", "penalised", "rejection"])
-@pytest.mark.parametrize("kind", ["medusa chain", "medusa static", "medusa dynamic", "draft model chain"])
+@pytest.mark.parametrize("kind", ["medusa chain", "medusa static", "medusa dynamic", "draft model chain", "early-exit chain"])
 def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monkeypatch):
     if kind == "medusa dynamic" and how == "rejection":
         pytest.skip("refused: see test_rejection_gives_other_tokens_and_the_same_for_the_same_key")
-    drafter = make(kind.rsplit(" ", 1)[0], TREES[kind.rsplit(" ", 1)[1]], heads, [])
+    drafter = make(kind.rsplit(" ", 1)[0], TREES[kind.rsplit(" ", 1)[1]], heads, [], target=target)
     sampling = Sampling(0.9, seed=1, rule="rejection") if how == "rejection" else HOWS[how]
     stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 40, ())
     next(stream)

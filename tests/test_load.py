@@ -13,14 +13,16 @@ from draftsmith.eval import load_report, probe
 from draftsmith.eval.intervals import Interval
 from draftsmith.eval.load import CostModel, break_even, by_batch, predict
 from draftsmith.eval.load_check import check, occupancy, rounds_of, timed_batches
-from draftsmith.eval.policy import load_policy, lookup_policy
+from draftsmith.eval.policy import best_replayed, best_static, load_policy
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord
+from draftsmith.eval.replay import Replayed
 from draftsmith.eval.trees import Candidates, Positions, Rounds, chain, gap
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.policy import LoadPolicy, PolicyDepth
 from draftsmith.inference.sampler import Sampling
@@ -138,7 +140,7 @@ def positions(seed, prompts, ranks=3, depth=3, length=40, domain="d", choosing=F
 
 def test_the_policy_takes_at_each_batch_what_pays_most(model):
     choosing, reported = positions(1, 10, choosing=True), positions(2, 10)
-    policy = load_policy(model, choosing, reported, 100, 16)
+    policy = load_policy(model, best_static(model, choosing, reported, 100, 16), 100)
     candidates = Candidates(choosing, 16)
     read = LoadPolicy(json.loads(json.dumps(policy)))
     sizes = []
@@ -158,7 +160,7 @@ def test_the_policy_takes_at_each_batch_what_pays_most(model):
 
 def test_where_nothing_pays_drafting_is_off():
     dear = CostModel(load_record(draft=9.0))
-    policy = load_policy(dear, positions(1, 4), positions(2, 4), 100, 16)
+    policy = load_policy(dear, best_static(dear, positions(1, 4), positions(2, 4), 100, 16), 100)
     (entry,) = policy["entries"]
     assert (entry["from"], entry["to"], entry["tree"], entry["num_speculative_tokens"]) == (1, 8, [], 0)
     assert entry["tau"] == entry["speedup"] == 1.0
@@ -196,14 +198,27 @@ def test_a_damaged_policy_is_refused(content, message):
         LoadPolicy(content)
 
 
-def test_the_best_depth_of_a_look_up_by_batch(model):
-    rows = lookup_policy(model, {1: of(1.4, 2, 1), 4: of(1.9, 5, 4)}, 100)
-    for row in rows:
-        speedups = {k: t / model.round(row["batch"], k + 1, k, 100) for k, t in ((1, 1.4), (4, 1.9))}
+def test_the_best_replayed_tree_by_batch(model):
+    """Chosen by the rounds on one half of the prompts, reported with those on the other."""
+    taus = {1: (1.4, 1.45), 4: (1.9, 1.7)}
+    drafts = [Replayed(StaticTree.chain(k), of(chooses, k + 1, k), of(reported, k + 1, k)) for k, (chooses, reported) in taus.items()]
+    policy = load_policy(model, best_replayed(model, drafts, 100), 100)
+    read = LoadPolicy(json.loads(json.dumps(policy)))
+    for batch in range(1, 9):
+        speedups = {k: chooses / model.round(batch, k + 1, k, 100) for k, (chooses, _) in taus.items()}
         best = max(speedups, key=speedups.get)
-        assert row["depth"] == best and row["speedup"] == pytest.approx(speedups[best])
-    assert [row["batch"] for row in rows] == [1, 2, 8]
-    assert {row["depth"] for row in lookup_policy(model, {1: of(1.0, 2, 1)}, 100)} == {0}
+        assert read.policy_for(batch).tree.max_depth == read.policy_for(batch).chain == (best if speedups[best] > 1 else 0)
+    for entry in policy["entries"]:
+        assert entry["tau"] == pytest.approx(taus[entry["depth"]][1] if entry["depth"] else 1.0)
+    off = [Replayed(StaticTree.chain(1), of(1.0, 2, 1), of(3.0, 2, 1))]
+    (entry,) = load_policy(model, best_replayed(model, off, 100), 100)["entries"]
+    assert (entry["tree"], entry["num_speculative_tokens"], entry["speedup"]) == ([], 0, 1.0)
+    spec = DynamicTree(2, 2, 4)
+    dynamic = [Replayed(spec, of(2.0, 4, 2), of(2.0, 4, 2))]
+    (first, *_) = load_policy(model, best_replayed(model, dynamic, 100), 100)["entries"]
+    assert first["tree"] == {"depth": 2, "width": 2, "nodes": 4} and first["num_speculative_tokens"] is None
+    entry = LoadPolicy(load_policy(model, best_replayed(model, dynamic, 100), 100)).policy_for(1)
+    assert entry.tree == spec and entry.chain is None
 
 
 def test_the_check_predicts_the_work_that_was_timed():

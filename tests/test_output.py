@@ -31,7 +31,6 @@ def report(*domains: str) -> Report:
         "max_new_tokens": 8,
         "dtype": "float32",
         "slots": 1,
-        "rule": "target-sample",
         "adaptive_depth": False,
         "exact": None,
     }

@@ -119,13 +119,13 @@ def test_budgets_of_artifacts(tmp_path):
 
 def test_differences_of_headers():
     a = {
-        "settings": {"slots": 1, "rule": "x", "tree": "best"},
+        "settings": {"slots": 1, "tree": "best"},
         "machine": {"device": "CPU"},
         "versions": {"torch": "2.11"},
         "drafter": {"method": "m"},
     }
     b = {
-        "settings": {"slots": 4, "rule": "x", "tree": "saved"},
+        "settings": {"slots": 4, "tree": "saved"},
         "machine": {"device": "CPU"},
         "versions": {"torch": "2.12"},
         "prompts": {"count": 3},

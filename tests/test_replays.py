@@ -1,16 +1,26 @@
-"""Replays against real decoding: look-ups at any depth, dynamic trees of heads, and trees by tensors against a slow reference."""
+"""Replays against real decoding: look-ups at any depth, dynamic trees inside a superset, and trees by tensors against a slow reference."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from decoding_cases import relative
+from eagle_drafters import fit, make
 from zoo import tiny
 
+from draftsmith.data.prompts import Prompt
 from draftsmith.eval import replay, trees
-from draftsmith.eval.records import PositionRecord, rank_of
+from draftsmith.eval.answers import EncodedPrompt
+from draftsmith.eval.record_store import RecordStore
+from draftsmith.eval.records import PositionRecord
+from draftsmith.eval.supersets import record_supersets
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -55,7 +65,7 @@ def test_look_ups_are_replayed_as_they_decode(target, setting, make):
     seen = set()
     for depth in (1, 5):
         out = Decoder(target, make(), adaptive=FixedDepth(depth)).generate(prompts, sampling, COUNT, ())
-        replayed = replay.lookup_rounds(make(), target, texts, depth)
+        replayed = replay.lookup_rounds(make(), texts.values(), depth)
         rounds = [each for answer in out for each in answer.rounds]
         assert replayed.rounds.tolist() == [len(answer.rounds) for answer in out]
         assert replayed.tokens.tolist() == [COUNT] * len(prompts) and replayed.depth == depth
@@ -75,29 +85,46 @@ def heads(target):
     return drafter
 
 
-@pytest.mark.parametrize("tree", [DynamicTree(3, 2, 8), DynamicTree(4, 3, 12), DynamicTree(2, 4, 5), DynamicTree(4, 1, 5)])
-def test_dynamic_trees_of_heads_are_replayed_as_they_decode(target, heads, tree):
+@pytest.fixture(scope="module")
+def eagle(target):
     prompts = repetitive(target, 3)
     answers = [answer.tokens for answer in Decoder(target).generate(prompts, Sampling(), COUNT, ())]
-    ranks, chances = [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor(prompt + answer)
-        with torch.inference_mode():
-            features = heads.position_features(ids, target.forward(ids[None]))
-            roots = torch.arange(len(prompt) - 1, len(ids) - 1)
-            logits = heads.position_logits(features, roots)  # [S,K,D]
-        own = torch.full(logits.shape[:2], -1)
-        for k in range(4):
-            inside = roots + k + 1 < len(ids)
-            own[inside, k] = rank_of(logits[inside, k], ids[roots[inside] + k + 1], 32)[0]
-        ranks.append(own)
-        chances.append(logits.float().log_softmax(-1).topk(4, -1).values)
-    replayed = replay.dynamic_rounds(ranks, chances, tree)
-    heads.tree_spec = tree
-    out = Decoder(target, heads).generate(prompts, Sampling(), COUNT, ())
-    assert [answer.tokens for answer in out] == answers
-    assert replayed.rounds.tolist() == [len(answer.rounds) for answer in out] and replayed.rounds.sum() < 3 * COUNT
-    assert set(replayed.sizes) == {tree.num_nodes}
+    lines = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    return fit(make(target, draft_size=96, num_heads=4, head_dim=8), target, lines).eval()
+
+
+SUPERSETS = [
+    (4, 3, [DynamicTree(3, 3, 8), DynamicTree(4, 3, 12), DynamicTree(2, 3, 5), DynamicTree(4, 3, 40)]),
+    (3, 1, [DynamicTree(2, 1, 3)]),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("depth, width, trees", SUPERSETS)
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft model", "early exit"])
+def test_dynamic_trees_are_replayed_inside_their_superset(target, heads, eagle, method, depth, width, trees, setting):
+    """As they decode: the same number of rounds for each prompt, for drafters that read their own drafts too."""
+    drafters = {
+        "medusa": heads,
+        "eagle3": eagle,
+        "early exit": early_exit(target, 1),
+        "draft model": DraftModel(relative("llama"), StaticTree.chain(2)),
+    }
+    drafter = drafters[method]
+    sampling = replace(SETTINGS[setting], rule="target-sample")
+    prompts = [EncodedPrompt(Prompt(str(i), "d", ""), ids, i, i) for i, ids in enumerate(repetitive(target, 3))]
+    drafter.tree_spec, store = DynamicTree(depth, width, 2), RecordStore()
+    with store.opened({"target": {}, "drafter": {}, "settings": {}, "skipped": {}}):
+        record_supersets(target, drafter, prompts, sampling, COUNT, store)
+        tables = list(store.records().supersets.values())
+    assert drafter.tree_spec == DynamicTree(depth, width, 2) and {table.shape for table in tables} == {(COUNT, depth, depth)}
+    for tree in trees:
+        replayed = replay.dynamic_rounds(tables, tree)
+        drafter.tree_spec = tree
+        out = Decoder(target, drafter).generate([prompt.ids for prompt in prompts], sampling, COUNT, requests=range(3))
+        assert replayed.rounds.tolist() == [len(answer.rounds) for answer in out]
+        assert set(replayed.sizes) == {tree.num_nodes}
+    assert replayed.rounds.sum() < 3 * COUNT
 
 
 def slow_rounds(record, paths):

@@ -6,6 +6,7 @@ import pytest
 from load_records import load_record, records, request
 
 from draftsmith.eval import load_report, roofline
+from draftsmith.eval.load import CostModel
 from draftsmith.eval.service import percentiles, service, token_gaps
 
 
@@ -55,6 +56,11 @@ def test_the_ridge_of_known_devices():
     )
     with pytest.raises(ValueError, match="got device 'H1000'; expected one of A100"):
         roofline.hardware("H1000")
+    mine = roofline.hardware("mine=1e12,2e11")
+    assert (mine.name, mine.peak, mine.bandwidth) == ("mine", 1e12, 2e11)
+    for wrong in ("mine=", "mine=1", "mine=1,2,3", "mine=1e12,-1", "mine=nan,1", "mine=inf,1", "H200=x,y"):
+        with pytest.raises(ValueError, match="as in mine="):
+            roofline.hardware(wrong)
 
 
 def test_a_forward_is_bound_by_memory_and_then_by_arithmetic():
@@ -86,7 +92,11 @@ def test_an_estimate_is_called_one_and_breaks_even_past_the_ridge():
 def test_the_estimate_of_records_is_that_of_their_sizes():
     made = records([request("a", [3, 1, 2])], load_record(), (), [(0,), (0, 0)])
     device = roofline.hardware("H200")
-    result = load_report.estimate(made, device, [1, 64], 500)
+    result = load_report.estimate(made, device)
     drafter = roofline.ModelSize(500, 2, 10)  # 1,000 bytes; with a KV cache, so that it runs twice
     target = roofline.ModelSize(8e9, 2, 100)
-    assert result == roofline.estimate(device, target, 2.0, 3, [1, 64], 500, drafter, 2) and result["device"] == "H200"
+    context = CostModel(made.load).contexts[0]
+    assert result == roofline.estimate(device, target, 2.0, 3, load_report.BATCHES, context, drafter, 2)
+    assert (result["device"], result["context"]) == ("H200", context)
+    with pytest.raises(ValueError, match="what the probe records"):
+        load_report.estimate(records([request("a", [3])]), device)

@@ -16,9 +16,9 @@ from draftsmith.eval.round_rows import round_rows
 from draftsmith.eval.slices import calibration, ranks_drawn, ranks_formed, slices
 
 
-def records_of(requests, positions=(), tree=PATHS, depth=2, rule="target-sample"):
+def records_of(requests, positions=(), tree=PATHS, depth=2):
     tree = {"tree": tree, "nodes": len(tree) + 1, "depth": depth}
-    return Records(header(rule), tree=tree, requests=list(requests), positions=list(positions), pieces={i: f" w{i}" for i in range(100)})
+    return Records(header(), tree=tree, requests=list(requests), positions=list(positions), pieces={i: f" w{i}" for i in range(100)})
 
 
 def by_name(cells):
@@ -97,10 +97,9 @@ def test_ranks_drawn_are_those_of_real_rounds():
 
 
 def test_ranks_drawn_are_unknown_where_they_cannot_be_known():
-    records = by_chance(settings=("1",))
-    assert ranks_drawn(records, "1") is not None
-    records.header["settings"]["rule"] = "shared-noise"  # whose children are not the likeliest tokens
-    assert ranks_drawn(records, "1") is None
+    noisy = "1 rule=shared-noise"  # whose children are not the likeliest tokens
+    records = by_chance(settings=("1", noisy))
+    assert ranks_drawn(records, "1") is not None and ranks_drawn(records, noisy) is None
     records = by_chance()
     records.tree["tree"] = {"depth": 2, "width": 2, "nodes": 5}
     assert ranks_drawn(records, "0") is None

@@ -16,7 +16,7 @@ from zoo import _COMMON, CONFIGS, VOCAB, tiny
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models import student, tokenizer_check
+from draftsmith.models import adapter, student, tokenizer_check
 from draftsmith.models.head import Head
 from draftsmith.models.target import Target, check_loaded
 from draftsmith.train.losses.chunked import chunked_cross_entropy
@@ -96,7 +96,7 @@ def only(model, layers):
 
 def adapted(model, rank, **how):
     pytest.importorskip("peft")
-    return student.with_lora(model, rank, **how)
+    return adapter.with_lora(model, rank, **how)
 
 
 def reloaded(model, folder):
@@ -425,7 +425,7 @@ def test_adapters(wide, name, tmp_path):
     assert torch.equal(logits(model), logits(before)), "adapters begin as nothing"
     trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * 7 * 2 and all(".lora_" in path and "lm_head" not in path for path in trained)
-    others = [student.with_lora(copy.deepcopy(before), 3, seed=seed) for seed in (1, 2)]
+    others = [adapter.with_lora(copy.deepcopy(before), 3, seed=seed) for seed in (1, 2)]
     assert same(model, others[0]) and not same(model, others[1])
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -433,7 +433,7 @@ def test_adapters(wide, name, tmp_path):
                 parameter.normal_(0, 0.15, generator=torch.Generator().manual_seed(len(path)))
     want, kept = logits(model), copy.deepcopy(model)
     assert (want - logits(before)).abs().max() > 0.1
-    made = student.merged(model)
+    made = adapter.merged(model)
     torch.testing.assert_close(logits(made), want, rtol=1e-5, atol=1e-5)
     assert type(made) is type(before) and same(model, kept) and torch.equal(logits(model), want)
     assert made.state_dict().keys() == before.state_dict().keys()
@@ -441,13 +441,13 @@ def test_adapters(wide, name, tmp_path):
     layer, path = model.model.model.layers[0].mlp.up_proj, before.model.layers[0].mlp.up_proj
     step = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight  # alpha is twice the rank
     torch.testing.assert_close(made.model.layers[0].mlp.up_proj.weight, path.weight + step, rtol=1e-5, atol=1e-6)
-    assert student.merged(before) is before
+    assert adapter.merged(before) is before
 
 
 def test_adapters_without_peft(wide, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install draftsmith\[peft\]"):
-        student.with_lora(wide("llama"), 4)
+        adapter.with_lora(wide("llama"), 4)
 
 
 @pytest.fixture

@@ -102,6 +102,7 @@ from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
 from draftsmith.inference.reading import read_json
 from draftsmith.inference.terminal import printable
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models import adapter
 from draftsmith.models import student as students
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.saving import save_model, save_student
@@ -242,7 +243,7 @@ def _ready(section: StudentSection, model: PreTrainedModel, seed: int) -> PreTra
     """The model with gradient checkpointing and LoRA adapters, where the recipe wants them."""
     if section.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return cast(Any, students.with_lora(model, section.lora, seed=seed)) if section.lora else model
+    return cast(Any, adapter.with_lora(model, section.lora, seed=seed)) if section.lora else model
 
 
 def _read_start(folder: Path, trust_remote_code: bool) -> Any:
@@ -358,7 +359,7 @@ def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafte
             "confidence": recipe.distill.confidence,
             "training": training,
         }
-        save_student(students.merged(model), folder, entry, drafter.max_depth)
+        save_student(adapter.merged(model), folder, entry, drafter.max_depth)
 
     return write
 

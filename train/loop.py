@@ -59,9 +59,10 @@ def fit(
         measure_tau: measures τ at each evaluation, on the main process. `model` ends with the weights that had the best τ, and the run ends
             after train.patience evaluations without a better one.
         collective: call `measure_tau` on all ranks, since the target's forward needs all of them.
-        refresh: makes on-policy samples. It is called on all ranks before the first step and after each step, with the number of steps taken,
-            a function that says whether a signal asks the run to stop, and a context, entered by all ranks, in which `model` has complete
-            weights. Samples that it had no time for are asked for again when the run continues.
+        refresh: makes on-policy samples, or notes the steps taken, where the objective depends on them. It is called on all ranks before the
+            first step and after each step, with the number of steps taken, a function that says whether a signal asks the run to stop, and a
+            context, entered by all ranks, in which `model` has complete weights. Samples that it had no time for are asked for again when the
+            run continues.
 
     Returns:
         The Accelerator, and the step whose weights `model` has on the main process.

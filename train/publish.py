@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from safetensors import SafetensorError
@@ -13,19 +13,25 @@ from safetensors.torch import load_file
 from draftsmith.eval import card
 from draftsmith.eval.loading import command
 from draftsmith.inference import durable
+from draftsmith.models import adapter
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
 from draftsmith.train.engine import checkpoint
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, changeable_keys, save
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 MEASURED = ("README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png")  # README.md, the sign of completeness, first
 
 
-def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int) -> Path:
-    """`publish` for a drafter with an architecture of models/."""
+def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int, adapted: "PeftModel | None" = None) -> Path:
+    """`publish` for a drafter with an architecture of models/. adapted: the target's model with the adapters that the drafter belongs to."""
 
     def write(folder: Path, training: dict[str, Any]) -> None:
+        if adapted is not None:
+            drafter.config.target["adapter_hash"] = adapter.save(adapted, folder / adapter.FOLDER, drafter.config.target["name"])
         drafter.config.training = training
         drafter.save_pretrained(folder)
 

@@ -21,6 +21,7 @@ from draftsmith.eval.answers import EncodedPrompt, skipped_line
 from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
 from draftsmith.eval.output import cell
+from draftsmith.eval.settings import label
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -32,6 +33,8 @@ from draftsmith.models.target import Target
 
 PLAIN, THEIRS = "plain", "transformers"
 LOOKUP, COMPILED = f"{THEIRS}, prompt_lookup", f"{THEIRS}, static cache compiled"
+GREEDY = Sampling()
+UNCOMPARED = {"answers": None, "same": None, "ties": None}  # sampled by transformers, whose noise is another
 MAX_NODES = 64  # of the c(N) table
 MIN_COLUMNS = 100  # of the printed table where the output is no terminal
 
@@ -39,7 +42,7 @@ Repeats = list[list[TimedAnswers]]  # of one contender: [repeats][prompts]
 
 
 def contenders(
-    target: Target, drafters: dict[str, Any], prompt: EncodedPrompt, max_new_tokens: int, adaptive_depth: bool
+    target: Target, drafters: dict[str, Any], prompt: EncodedPrompt, max_new_tokens: int, adaptive_depth: bool, sampling: Sampling = GREEDY
 ) -> tuple[dict[str, AnswerFunction], dict[str, str], dict[str, str]]:
     """What takes part.
 
@@ -49,6 +52,7 @@ def contenders(
         prompt: a trial for the contender that needs a compiler.
         max_new_tokens: most tokens of an answer.
         adaptive_depth: whether drafters draft only as deep as pays.
+        sampling: of all contenders.
 
     Returns:
         The functions by name, ours first; for names of ours the counterpart in transformers; the names of those that are left out, with the
@@ -57,16 +61,17 @@ def contenders(
 
     def ours(drafter: Any = None) -> AnswerFunction:
         adaptive = AdaptiveDepth() if adaptive_depth and drafter is not None else None
-        return interleaved.answer_with_decoder(Decoder(target, drafter, adaptive=adaptive), Sampling(), max_new_tokens)
+        return interleaved.answer_with_decoder(Decoder(target, drafter, adaptive=adaptive), sampling, max_new_tokens)
 
     functions = {PLAIN: ours()}
     for name, drafter in drafters.items():
         functions[name] = ours(drafter)
-    functions[THEIRS] = interleaved.answer_with_transformers(target, max_new_tokens)
-    functions[LOOKUP] = interleaved.answer_with_transformers(target, max_new_tokens, prompt_lookup_num_tokens=10)
+    theirs = partial(interleaved.answer_with_transformers, target, max_new_tokens, sampling=sampling)
+    functions[THEIRS] = theirs()
+    functions[LOOKUP] = theirs(prompt_lookup_num_tokens=10)
     left_out: dict[str, str] = {}
     if _compiles(target):
-        functions[COMPILED] = interleaved.answer_with_transformers(target, max_new_tokens, cache_implementation="static")
+        functions[COMPILED] = theirs(cache_implementation="static")
         try:
             functions[COMPILED]([prompt])
         except RuntimeError as error:  # of the compiler; the others can be measured
@@ -83,7 +88,7 @@ def contenders(
                 left_out[assisted] = f"{sizes[0]} logits, the target has {sizes[1]}"
                 continue
             counterparts[name] = assisted
-            functions[assisted] = interleaved.answer_with_transformers(target, max_new_tokens, drafter.model.model)
+            functions[assisted] = theirs(assistant=drafter.model.model)
     return functions, counterparts, left_out
 
 
@@ -133,15 +138,23 @@ def speedup(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
 
 
 def benchmark(
-    target: Target, drafters: dict[str, Any], prompts: list[EncodedPrompt], max_new_tokens: int, repeats: int, adaptive_depth: bool
+    target: Target,
+    drafters: dict[str, Any],
+    prompts: list[EncodedPrompt],
+    max_new_tokens: int,
+    repeats: int,
+    adaptive_depth: bool,
+    sampling: Sampling = GREEDY,
 ) -> dict[str, Any]:
     """The report as it is written to JSON; the raw times in seconds are `contenders[name]["seconds"]` [repeats][prompts]."""
     with _without_warnings():
-        functions, counterparts, left_out = contenders(target, drafters, _longest(prompts), max_new_tokens, adaptive_depth)
+        functions, counterparts, left_out = contenders(target, drafters, _longest(prompts), max_new_tokens, adaptive_depth, sampling)
         timed = time_contenders(functions, prompts, repeats)
     entries = {}
     for name, turns in timed.items():
-        entries[name] = _entry(turns, name in (PLAIN, *drafters)) | _equal_answers(target, prompts, timed[PLAIN], turns)
+        ours = name in (PLAIN, *drafters)
+        same = _equal_answers(target, prompts, timed[PLAIN], turns, sampling) if ours or sampling.greedy else UNCOMPARED
+        entries[name] = _entry(turns, ours) | same
     for entry in entries.values():
         entry |= {"over_plain": speedup(entry, entries[PLAIN]), "over_transformers": speedup(entry, entries[THEIRS])}
     context = statistics.median_low([len(prompt.ids) for prompt in prompts]) + max_new_tokens // 2
@@ -155,6 +168,7 @@ def benchmark(
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
             "adaptive_depth": adaptive_depth,
+            "sampling": label(sampling),
             "trees": {name: tree_config(drafter.tree_spec) for name, drafter in drafters.items()},
         },
         "prompts": [{"id": prompt.prompt.id, "domain": prompt.prompt.domain, "tokens": len(prompt.ids)} for prompt in prompts],
@@ -179,7 +193,9 @@ def _entry(repeats: Repeats, ours: bool) -> dict[str, Any]:
     }
 
 
-def _equal_answers(target: Target, prompts: list[EncodedPrompt], plain: Repeats, repeats: Repeats) -> dict[str, int]:
+def _equal_answers(
+    target: Target, prompts: list[EncodedPrompt], plain: Repeats, repeats: Repeats, sampling: Sampling
+) -> dict[str, int | None]:
     """How many answers equal plain decoding's; how many of the others differ at a tie within measured noise."""
     verdicts: list[str] = []
     judged: dict[tuple[int, ...], str] = {}
@@ -187,7 +203,7 @@ def _equal_answers(target: Target, prompts: list[EncodedPrompt], plain: Repeats,
         for prompt, *turns in zip(prompts, *pair, strict=True):
             expected, got = (turn.answers[0].tokens for turn in turns)
             if (prompt.index, *got) not in judged:
-                divergence = first_divergence(target, prompt.prompt.id, prompt.ids, expected, got, Sampling(), prompt.index)
+                divergence = first_divergence(target, prompt.prompt.id, prompt.ids, expected, got, sampling, prompt.index)
                 judged[prompt.index, *got] = divergence.verdict if divergence else "same"
             verdicts.append(judged[prompt.index, *got])
     return {"answers": len(verdicts), "same": verdicts.count("same"), "ties": verdicts.count("tie")}
@@ -224,7 +240,9 @@ def print_benchmark(report: dict[str, Any]) -> None:
     for name, entry in report["contenders"].items():
         tau = f"{entry['tau']:.2f}" if entry["tau"] else ""
         ratios = [*_cells(entry["over_plain"]), *_cells(entry["over_transformers"])]
-        table.add_row(cell(name), f"{entry['tokens_per_s']:.0f}", tau, *ratios, f"{entry['same']}/{entry['answers']}")
+        table.add_row(
+            cell(name), f"{entry['tokens_per_s']:.0f}", tau, *ratios, "" if entry["same"] is None else f"{entry['same']}/{entry['answers']}"
+        )
     pairs = _table("ours over theirs", "×", "total")
     for pair in report["pairs"]:
         pairs.add_row(cell(f"{pair['ours']}  /  {pair['theirs']}"), *_cells(pair))
@@ -240,7 +258,7 @@ def print_benchmark(report: dict[str, Any]) -> None:
     for name, reason in report["left_out"].items():
         say(printable(f"left out: {name} ({reason})"))
     for name, entry in report["contenders"].items():
-        if entry["same"] < entry["answers"]:
+        if entry["same"] is not None and entry["same"] < entry["answers"]:
             unexplained = entry["answers"] - entry["same"] - entry["ties"]
             label = " (NOT LOSSLESS)" if name in not_lossless(report) else ""
             say(
@@ -255,7 +273,7 @@ def _heading(report: dict[str, Any]) -> str:
     return (
         f"{report['target']['name']} in {settings['dtype']} on {machine['device']}; CPU cores {machine['cores']}, threads "
         f"{machine['threads']}; torch {machine['torch']}, transformers {machine['transformers']}. {len(prompts)} prompts of {lengths[0]} "
-        f"to {lengths[-1]} tokens, {settings['max_new_tokens']} new ones at most, repeats {settings['repeats']}; greedy, batch 1, "
+        f"to {lengths[-1]} tokens, {settings['max_new_tokens']} new ones at most, repeats {settings['repeats']}; T={settings['sampling']}, batch 1, "
         f"adaptive depth {'on' if settings['adaptive_depth'] else 'off'}."
     )
 

@@ -36,7 +36,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]
     """
     if tokenizer is None or not tokenizer.is_fast:
         raise ValueError(f"--to gguf: a fast tokenizer is needed, whose rules can be read; {_OTHER_WAY}")
-    raw = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend: Any = tokenizer.backend_tokenizer
+    raw = json.loads(backend.to_str())
     splitting = raw.get("pre_tokenizer") or {}
     steps = splitting.get("pretokenizers", [splitting])
     for expected, name in _SPLITS:
@@ -138,7 +139,7 @@ def _write(
     for key, value in numbers.items():
         writer.add_float32(f"{architecture}.{key}", value)
     for key, value in more.items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_array
+        add: Any = writer.add_bool if isinstance(value, bool) else writer.add_array
         add(f"{architecture}.{key}", value)
     _add_tokenizer(writer, tokenizer, sizes["vocab_size"], config)
     heads = {"attn_q": sizes["attention.head_count"], "attn_k": sizes["attention.head_count_kv"]}

@@ -108,7 +108,8 @@ def _sizes(config: dict[str, Any]) -> _Sizes:
 
 def _gguf_sizes(entries: dict[str, Any], kind: str) -> _Sizes:
     keys = ("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "rope.freq_base")
-    return _Sizes(*(entries[f"{kind}.{key}"] for key in keys), True)
+    heads, kv_heads, dim, eps, theta = (entries[f"{kind}.{key}"] for key in keys)
+    return _Sizes(heads, kv_heads, dim, eps, theta, True)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -106,7 +106,7 @@ def table() -> None:
     machine.threads()
     target = Target.load("tiny", dtype=torch.float32)
     encoded = [encode(target, prompt) for prompt in prompts.load(None)]
-    results: dict[Cell, list[tuple[float, ...]]] = {cell: [] for cell in cells()}
+    results: dict[Cell, list[tuple[float | None, ...]]] = {cell: [] for cell in cells()}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, rule="rejection")
         own = target_texts(target, encoded, sampling, NEW_TOKENS)

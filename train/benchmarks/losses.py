@@ -51,7 +51,7 @@ def plain(loss: str, x: Tensor, head: Tensor, target_hidden: Tensor, target_head
 
 
 def liger(loss: str, x: Tensor, head: Tensor, target_hidden: Tensor, target_head: Tensor, targets: Tensor) -> Tensor:
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
     mean = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False)
     return mean(x, head, target_hidden, target_head, targets) * len(x)

@@ -14,23 +14,31 @@ from draftsmith.train.engine.section import TrainSection
 
 # The quintic of Jordan's post. It drives all singular values of a matrix towards 1, to between about 0.7 and 1.2.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+KINDS = ("matrix", "table", "vector", "muon")  # in the order of the optimizer's groups
 RMS = 0.2  # of an entry of an update at rate 1, as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982): both take one learning rate
 
 
 def new_optimizer(model: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters. Norms and biases have no weight decay. A group's "factor" multiplies the learning rate."""
-    by_kind: dict[str, list[nn.Parameter]] = {"muon": [], "table": [], "matrix": [], "vector": []}
-    for parameter, kind in _kinds(model, section).values():
-        by_kind[kind].append(parameter)
-    decay, factor = section.weight_decay, 1.0 if section.head_lr is None else section.head_lr / section.lr
-    groups: list[dict[str, Any]] = [
-        {"params": by_kind["matrix"], "weight_decay": decay, "factor": 1.0},
-        {"params": by_kind["table"], "weight_decay": decay, "factor": factor},
-        {"params": by_kind["vector"], "weight_decay": 0.0, "factor": 1.0},
-    ]
-    groups += [{"params": [matrix], "weight_decay": decay, "factor": 1.0, "shape": matrix.shape} for matrix in by_kind["muon"]]
+    """The optimizer over the trained parameters. Norms and biases have no weight decay. A group's "factor" multiplies the learning rate.
+
+    A model may have `learning_rates`: the highest learning rate of a part of it, by the part's name.
+    """
+    rates: dict[str, float] = getattr(model, "learning_rates", {})
+    tables = section.lr if section.head_lr is None else section.head_lr
+    by_kind: dict[tuple[str, float], list[nn.Parameter]] = {}
+    for name, (parameter, kind) in _kinds(model, section).items():
+        rate = rates.get(name.partition(".")[0], tables if kind == "table" else section.lr)
+        by_kind.setdefault((kind, rate / section.lr), []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for kind, factor in sorted(by_kind, key=lambda key: KINDS.index(key[0])):
+        group = {"weight_decay": 0.0 if kind == "vector" else section.weight_decay, "factor": factor}
+        parameters = by_kind[kind, factor]
+        if kind == "muon":
+            groups += [{"params": [matrix], **group, "shape": matrix.shape} for matrix in parameters]
+        else:
+            groups.append({"params": parameters, **group})
     make = Muon if section.optimizer == "muon" else torch.optim.AdamW
-    return make([group for group in groups if group["params"]], lr=section.lr, betas=section.betas, fused=True)
+    return make(groups, lr=section.lr, betas=section.betas, fused=True)
 
 
 def state_keys(model: nn.Module, section: TrainSection) -> dict[str, tuple[str, ...]]:
@@ -45,7 +53,7 @@ def state_size(model: nn.Module, section: TrainSection) -> int:
 
 
 def _kinds(model: nn.Module, section: TrainSection) -> dict[str, tuple[nn.Parameter, str]]:
-    """Each trained parameter by name, and its kind: "vector", "table" (a row for each token), "muon" or "matrix"."""
+    """Each trained parameter by name, and its kind, one of KINDS; a table has a row for each token."""
     tables = {
         module.weight
         for name, module in model.named_modules()

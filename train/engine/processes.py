@@ -35,6 +35,11 @@ def deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
+def sharded() -> bool:
+    """Whether this process was launched for DeepSpeed or FSDP, under which each rank holds a part of what is trained."""
+    return deepspeed() or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def join() -> PartialState:
     """Join the processes of this launch; later calls return the same state.
 

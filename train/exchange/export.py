@@ -83,7 +83,7 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
     """An artifact with its target, and the dtype of the target's checkpoint.
 
     Raises:
-        FileNotFoundError, ValueError: no artifact, another target than it was made for, or a draft model with other tokens.
+        FileNotFoundError, ValueError: no artifact, another target than it was made for, an adapted target, or a draft model with other tokens.
     """
     from draftsmith.models.artifact import student_entry
     from draftsmith.models.drafter import default_paths, is_drafter, load_config, load_drafter
@@ -99,6 +99,11 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
     name = target or recorded.get("name")
     if not name:
         raise ValueError(f"{path!r} does not say which target it was made for; give --target")
+    if recorded.get("adapter_hash"):
+        raise ValueError(
+            f"{path!r} drafts for {name!r} with the adapters in its folder `adapter`, and no engine's format has a place for them; it runs with "
+            "`draftsmith generate`"
+        )
     folder = Path(resolve_path(path))
     local = folder if folder.is_dir() else None
     revision = recorded.get("revision") if name == recorded.get("name") and not Path(name).exists() else None

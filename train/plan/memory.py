@@ -85,6 +85,7 @@ class PlannedRun:
         has_layers: whether the target's decoder layers are loaded, or its input embeddings and output head alone.
         target_parameters: of the complete target.
         trained, frozen: parameters of the drafter.
+        adapts: whether the target's own adapters are trained, which sharded launchers cannot do.
 
     Raises:
         OSError, ValueError: what the run itself would refuse in its target, its student or its keys.
@@ -115,10 +116,13 @@ class PlannedRun:
             )
         with trace.shapes_only():
             model, objective = method.build_untrained(recipe, self.target)
-        self.target_parameters = sum(parameter.numel() for parameter in self.target.model.parameters())
+        # What is trained of the target, its adapters, counts as the drafter's; what the drafter shares with it, as the target's.
+        own = {id(parameter): parameter.numel() for parameter in self.target.model.parameters() if not parameter.requires_grad}
+        self.target_parameters = sum(own.values())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer_state = FP32 * optimizer.state_size(model, recipe.train)
-        self.frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        self.frozen = sum(parameter.numel() for parameter in model.parameters() if not (parameter.requires_grad or id(parameter) in own))
+        self.adapts = any(id(parameter) in own for parameter in model.parameters())
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
@@ -129,6 +133,8 @@ class PlannedRun:
         """The memory that each launcher for so many processes needs, the fastest launcher first."""
         if self.machine.cpu or self.layout == "layers":
             names: tuple[str, ...] = ("one",)
+        elif self.adapts:
+            names = ("one",) if self.ranks == 1 else ("ddp",)
         else:
             names = SINGLE_RANK if self.ranks == 1 else SEVERAL
         return [self._replicated(name) if name in ("one", "ddp") else self._sharded(name) for name in names]
@@ -215,7 +221,9 @@ class PlannedRun:
     def _bytes(self, *modules: nn.Module) -> float:
         kind = self.recipe.target.quantise or quantised_as(self.target.model.config)
         linear = {id(part.weight) for part in self.target.decoder.modules() if isinstance(part, nn.Linear)} if kind else set()
-        tensors = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        tensors = {
+            id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if not tensor.requires_grad
+        }
         return sum(tensor.numel() * (bytes_per_weight(kind) if key in linear else tensor.element_size()) for key, tensor in tensors.items())
 
 

@@ -1,0 +1,105 @@
+"""`draftsmith eval` with several rules, a load policy, dynamic trees and estimates: from the command to the files that it writes."""
+
+import json
+
+import pytest
+from conftest import save_byte_target
+
+from draftsmith.eval import acceptance
+from draftsmith.eval.rules import compare_rules
+from draftsmith.inference.policy import LoadPolicy
+
+WORDS = ["--max-new-tokens", "12", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    save_byte_target(folder / "target")
+    rows = [{"prompt": f"{d} {n} and {d} {n} and {d} {n}", "domain": d, "id": f"{d}{n}"} for d in "ab" for n in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def evaluate(folder, out, *words):
+    target, prompts = str(folder / "target"), str(folder / "prompts.jsonl")
+    acceptance.main([*words, "--target", target, "--prompts", prompts, *WORDS, "--out", str(folder / out)])
+    return json.loads((folder / out / "acceptance.json").read_text())
+
+
+def test_rules_side_by_side(folder, capsys):
+    rules = ["target-sample", "shared-noise", "rejection", "typical"]
+    words = [word for rule in rules for word in ("--rule", rule)]
+    report = evaluate(folder, "rules", str(folder / "target"), "--tree", "chain", "--temperature", "0", "--temperature", "0.8", *words)
+    assert set(report["overall"]) == {"0", "0.8", "0.8 rule=shared-noise", "0.8 rule=rejection", "0.8 rule=typical"}
+    assert {row["rule"] for row in report["rules"]} == set(rules) and {row["setting"] for row in report["rules"]} == {"0.8"}
+    taus = [row["tau"] for row in report["rules"]]
+    assert taus == sorted(taus, reverse=True) and [row["lossless"] for row in report["rules"]].count(False) == 1
+    for row in report["rules"]:
+        setting = "0.8" if row["rule"] == "target-sample" else f"0.8 rule={row['rule']}"
+        assert row["tau"] == pytest.approx(report["overall"][setting]["tau"])
+        assert (row["delta"] is None) == (row["rule"] == "target-sample")
+    assert report["lossy"] == {"0.8 rule=typical": "typical"} and report["answers"] == 3 * 16  # greedy and two keyed rules are compared
+    printed = capsys.readouterr().out
+    best = next(row["rule"] for row in report["rules"] if row["lossless"])
+    assert f"T=0.8: of the lossless rules {best} has the highest τ" in printed and "typical LOSSY" in printed
+    assert "Verification rules" in (folder / "rules" / "report.html").read_text()
+
+
+def test_one_rule_is_compared_with_nothing(folder):
+    from draftsmith.eval import record_store
+
+    evaluate(folder, "single", "ngram", "--temperature", "0.8", "--rule", "shared-noise")
+    assert compare_rules(record_store.read(folder / "single")) == []
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "target"])
+def test_a_policy_is_written_and_followed(folder, drafter, capsys):
+    name = drafter if drafter == "suffix" else str(folder / "target")
+    tree = [] if drafter == "suffix" else ["--tree", "dynamic", "--depth", "2", "--width", "2", "--nodes", "6"]
+    report = evaluate(folder, f"load {drafter}", name, *tree, "--temperature", "0", "--probe", "2", "--timed", "1", "--estimate", "H200")
+    policy = LoadPolicy.read(folder / f"load {drafter}" / "policy.json")
+    assert "policy.json" in capsys.readouterr().out and len(policy.entries) >= 1
+    assert report["load"]["policy"] == json.loads((folder / f"load {drafter}" / "policy.json").read_text())
+    replayed = report["load"]["replayed"]
+    deepest = max(row["depth"] for row in replayed)
+    assert deepest == (2 if drafter == "target" else 16) and len({row["tau"] for row in replayed}) > 1
+    (estimate,) = report["estimates"]
+    assert (estimate["kind"], estimate["device"]) == ("estimate", "H200")
+    page = (folder / f"load {drafter}" / "report.html").read_text()
+    assert "Estimated, not measured" in page and "predicted to pay most at each batch" in page
+
+    # The policy says for one slot to draft nothing, or as deep as the tree.
+    entries = [{"from": 1, "to": 1, "tree": [], "num_speculative_tokens": 0}]
+    (folder / "off.json").write_text(json.dumps({"kind": "load policy", "format": 1, "entries": entries}))
+    off = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0", "--policy", str(folder / "off.json"))
+    assert off["overall"]["0"]["tau"] == 1.0 < report["overall"]["0"]["tau"] and off["settings"]["policy"] == [[1, 0]]
+    again = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0")
+    assert again["settings"]["policy"] is None and again["overall"]["0"]["tau"] == report["overall"]["0"]["tau"]
+
+
+def test_a_policy_without_a_successor_is_removed(folder):
+    evaluate(folder, "removed", "suffix", "--temperature", "0", "--probe", "1", "--timed", "1")
+    assert (folder / "removed" / "policy.json").is_file()
+    evaluate(folder, "removed", "suffix", "--temperature", "0")
+    assert not (folder / "removed" / "policy.json").exists()
+    (folder / "removed" / "policy.json").write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=r"policy\.json is there already, and not of an evaluation"):
+        evaluate(folder, "removed", "suffix", "--temperature", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--estimate", "H1000"), "got device 'H1000'; expected one of A100"),
+        (("--estimate", "H200", "--probe", "0"), "--estimate needs what the probe records"),
+        (("--policy", "nowhere.json"), "nowhere.json"),
+        (("--policy", "prompts.jsonl", "--adaptive-depth"), "both choose the depth"),
+        (("--rule", "target-sample", "--rule", "rejection"), "got rule rejection with a dynamic tree"),
+        (("--rule", "target-sample", "--rule", "membership"), "--rule membership needs a filter"),
+    ],
+)
+def test_mistakes(folder, words, says):
+    with pytest.raises((ValueError, OSError)) as caught:
+        evaluate(folder, "mistakes", "suffix", *words)
+    assert says in str(caught.value)
