@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
@@ -28,6 +29,7 @@ ENGINES = {
     "gguf": "llama.cpp",
 }
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark"}
 
 
 class Row(NamedTuple):
@@ -48,6 +50,9 @@ _VLLM = 'vllm serve {{target}} --speculative-config \'{{{{"method":"{}","model":
 _SGLANG = (
     "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "
     "--speculative-num-steps {{depth}} --speculative-eagle-topk 1 --speculative-num-draft-tokens {{nodes}}"
+)
+_SGLANG_BLOCK = (
+    "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}}"
 )
 _TENSORRT = "trtllm-serve {target} --extra_llm_api_options {folder}/tensorrt-llm.yaml"
 
@@ -76,6 +81,9 @@ ROWS: dict[tuple[str, str], Row] = {
     ("eagle3", "gguf"): Row(
         "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}"
     ),
+    ("dflash", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dflash")),
+    ("dflash", "sglang"): Row("the embedding and the head", "read", _SGLANG_BLOCK.format("DFLASH")),
+    ("dspark", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dspark")),
     ("student", "vllm"): Row("nothing", "run", _VLLM.format("draft_model")),
     ("student", "sglang"): Row("nothing", "read", _SGLANG.format("STANDALONE")),
     ("student", "tensorrt-llm"): Row("nothing", "read", _TENSORRT),
@@ -114,7 +122,9 @@ class Limit(NamedTuple):
 
 
 def family_of(drafter: Any) -> str:
-    """medusa, mlp, eagle1, eagle3; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    """medusa, mlp, eagle1, eagle3, dflash, dspark; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    if isinstance(drafter, DflashModel):
+        return drafter.method
     if isinstance(drafter, EagleModel):
         return f"eagle{drafter.config.version}"
     return "medusa" if isinstance(drafter, MedusaModel) else "mlp" if isinstance(drafter, MlpModel) else "student"
@@ -153,7 +163,24 @@ def limits_of(drafter: Any, target: Target) -> list[Limit]:
     """What engines do otherwise with a drafter, in the order of the engines."""
     if isinstance(drafter, EagleModel):
         return eagle_limits(drafter.config, target)
+    if isinstance(drafter, DflashModel):
+        return _dflash_limits(drafter.config, target)
     return _mlp_limits(drafter.config) if isinstance(drafter, MlpModel) else []
+
+
+def _dflash_limits(config: DflashConfig, target: Target) -> list[Limit]:
+    """`limits_of` DFlash and DSpark."""
+    own_mask, dspark = config.mask_token_id is None, config.model_type == "dspark"
+    kind = getattr(target.config, "model_type", "")
+    rules = (
+        (own_mask and dspark, "vLLM", "reads no mask embedding of its own: train with dspark.mask_token", True),
+        (own_mask, "SGLang", "reads no mask embedding of its own: train with dflash.mask_token", True),
+        (config.causal, "SGLang", "lets the rows of a block see all of it", True),
+        (kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets", True),
+        (target.head_scale != 1, "vLLM SGLang", f"applies the target's head without its scale {target.head_scale:.4g}", False),
+        (scales_embedding(target), "vLLM SGLang", "shares the target's embedding without its scaling", True),
+    )
+    return [Limit(engine, why, refused) for holds, names, why, refused in rules if holds for engine in names.split()]
 
 
 def _mlp_limits(config: MlpConfig) -> list[Limit]:

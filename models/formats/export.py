@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
 from draftsmith.models.formats import gguf_file
+from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
 from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, family_of, limits_of, serving
 from draftsmith.models.formats.medusa import write_medusa
@@ -139,7 +140,9 @@ def _write_format(source: Source, family: str, engine: str, part: Path, folder: 
             _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": str(folder)})
         return cast(Any, written).float()
     drafter = source.drafter
-    if family in ("medusa", "mlp"):
+    if family in ("dflash", "dspark"):
+        write_dflash(drafter, part, dtype)
+    elif family in ("medusa", "mlp"):
         write_medusa(drafter, part, engine, dtype) if family == "medusa" else write_mlp(drafter, part, dtype)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(part)

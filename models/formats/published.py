@@ -1,4 +1,4 @@
-"""Drafters in other people's folders and on the Hub: EAGLE-1 and -3, Medusa, MLP speculators, speculators', read into our own models.
+"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, MLP speculators, DFlash, DSpark.
 
 Only safetensors are read. A folder that `draftsmith export` wrote brings its tree and its target's identity along, in draftsmith.json.
 """
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import DrafterModel, methods
+from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
 from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
 from draftsmith.models.formats.mlp import MODEL_TYPE, read_mlp
@@ -25,8 +26,8 @@ from draftsmith.models.weights import WEIGHTS, headers
 __all__ = ["MARKS", "check_files", "format_of", "folder_of", "open_tensors", "read_published", "target_of"]
 
 # A key of a config.json -> a family that has no architecture here.
-MARKS = {"hydra_num_heads": "Hydra heads", "dflash_config": "a DFlash drafter"}
-KINDS = "EAGLE, Medusa or an MLP speculator"
+MARKS = {"hydra_num_heads": "Hydra heads"}
+KINDS = "EAGLE, Medusa, an MLP speculator, DFlash or DSpark"
 PICKLES = (".bin", ".pt", ".pth")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
@@ -35,7 +36,7 @@ _CONVERT = (
 
 
 def format_of(path: str) -> str:
-    """eagle, medusa or mlp for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
+    """eagle, medusa, mlp, dflash or dspark for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
 
     Raises:
         FileNotFoundError: no config.json.
@@ -49,6 +50,11 @@ def format_of(path: str) -> str:
             raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected {KINDS}")
     if raw.get("model_type") == MODEL_TYPE or "n_predict" in raw:
         return "mlp"
+    for kind, name in ARCHITECTURES.items():
+        if name in names:
+            return kind
+    if INNER in raw:
+        return "dflash"
     if raw.get("speculators_model_type") or any(VERSIONS.get(name) for name in names):
         return "eagle"
     ours = {"target", "tree", "share_head"} & raw.keys()
@@ -135,7 +141,9 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     if kind == "eagle":
         drafter: DrafterModel = read_eagle(folder, target)
     else:
-        drafter = {"medusa": read_medusa, "mlp": read_mlp}[kind](folder, open_tensors(folder), target)
+        drafter = {"medusa": read_medusa, "mlp": read_mlp, "dflash": read_dflash, "dspark": read_dflash}[kind](
+            folder, open_tensors(folder), target
+        )
     if kind == "eagle" and note.get("depth"):
         drafter.config.steps = note["depth"]
     if note.get("tree"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.inference.reading import read_json
 from draftsmith.models import vocab
+from draftsmith.models.formats import dflash
 from draftsmith.models.formats.eagle import ARCHITECTURES, BIAS, COUNT, INNER, TAPS, VERSIONS
 from draftsmith.models.formats.engines import OVERRIDING
 from draftsmith.models.formats.layouts import EMBEDDING
@@ -24,7 +25,7 @@ from draftsmith.models.formats.student import GENERATION
 from draftsmith.models.model_files import TOKENIZER_FILES
 from draftsmith.models.target import Target
 
-__all__ = ["Fault", "eagle_faults", "gguf_faults", "medusa_faults", "mlp_faults", "path_faults", "student_faults"]
+__all__ = ["FAULTS", "Fault", "eagle_faults", "gguf_faults", "path_faults", "student_faults"]
 
 Fault = tuple[str, str]  # engines of `engines.ENGINES`, with blanks between; what is wrong
 _ALL3 = "vllm sglang tensorrt-llm speculators eagle"
@@ -128,6 +129,45 @@ def mlp_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, 
         plain -= set(names)
     if plain:
         yield both, f"tensors that are read by nothing: {min(plain)}{_more(sorted(plain))}"
+
+
+def dflash_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:
+    """Faults of a folder of DFlash or DSpark."""
+    both, inner, dspark = "vllm sglang", (raw.get(dflash.INNER) or {}) | raw, "markov_rank" in raw
+    if raw.get("architectures") != [dflash.ARCHITECTURES["dspark" if dspark else "dflash"]]:
+        yield (
+            both,
+            f"config.json has architectures {raw.get('architectures')}; expected [{dflash.ARCHITECTURES['dspark' if dspark else 'dflash']!r}]",
+        )
+    for key, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if raw.get(key) != size:
+            yield both, f"config.json has {key} {raw.get(key, 'missing')}, target {target.name!r} has {size}"
+    taps = inner.get("target_layer_ids")
+    if not taps:
+        yield both, "config.json names no target_layer_ids: other layers are read"
+    elif not all(isinstance(tap, int) and 0 <= tap < target.num_layers for tap in taps):
+        yield both, f"target_layer_ids {taps} are not the outputs of layers 0 to {target.num_layers - 1}"
+    mask = inner.get("mask_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
+        yield both, f"mask_token_id is {mask}; masks need a token of the target"
+    if "block_size" not in inner:
+        yield both, "config.json lacks block_size: 16 is taken"
+    if "rope_theta" not in raw and "rope_theta" not in (raw.get("rope_parameters") or {}):
+        yield both, "config.json names no rope_theta: 1000000 is taken"
+    if dspark and any(raw.get(key) != value for key, value in dflash.MARKOV.items()):
+        yield "vllm", f"config.json lacks one of {', '.join(dflash.MARKOV)}: the confidence is dropped, or read at another width"
+    if "mask_embedding" in tensors:
+        yield "sglang", "mask_embedding is read by nothing: masks are the token's embedding"
+    layers = raw.get("num_hidden_layers") or 0
+    needed = [
+        f"layers.{number}.{name}.weight" for number in range(layers) for name in ("self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+    ]
+    if lacking := [name for name in (*needed, "fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]:
+        yield both, f"tensors are missing: {lacking[0]}{_more(lacking)}"
+
+
+# By family, for those whose files have one form.
+FAULTS = {"medusa": medusa_faults, "mlp": mlp_faults, "dflash": dflash_faults, "dspark": dflash_faults}
 
 
 def eagle_faults(version: int, raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:

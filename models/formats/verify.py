@@ -59,8 +59,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
     if family == "student":
         return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted)
-    if family in ("medusa", "mlp"):
-        faults_of = rules.medusa_faults if family == "medusa" else rules.mlp_faults
+    if faults_of := rules.FAULTS.get(family):
         lines += _said(faults_of(raw, tensors, target, folder), wanted)
     else:
         lines += _said(rules.eagle_faults(int(family[-1]), raw, tensors, target, folder), wanted)
@@ -115,6 +114,8 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
         return _compare("root", dict(enumerate(logits)), {root: rows[root] for root in range(LENGTH - 1)}, tolerance)
     if family == "mlp":
         second = plain.mlp_logits(config, tensors, inputs)
+    elif family in ("dflash", "dspark"):
+        second = plain.dflash_logits(config, tensors, inputs)
     else:
         read = plain.tapped(engine, config, folder, target.num_layers) if family == "eagle3" else []
         second = plain.eagle_logits(config, tensors, inputs, read, min(STEPS, logits.shape[1]), gguf=engine == "gguf")
