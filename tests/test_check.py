@@ -30,6 +30,10 @@ BASES = {
     "two layers": ("eagle3 of two layers", "vllm"),
     "3.1": ("eagle3.1", "vllm"),
     "speculators": ("eagle3", "speculators"),
+    "dflash": ("dflash", "vllm"),
+    "dflash for sglang": ("dflash", "sglang"),
+    "own mask": ("dflash with its own mask", "vllm"),
+    "dspark": ("dspark", "vllm"),
     "student": ("student", "transformers"),
 }
 
@@ -106,6 +110,31 @@ TRAPS = {
     "TensorRT-LLM's heads": ("shared", "tensorrt-llm", having(num_medusa_heads=3), "an output layer of its own"),
     "tensors nobody reads": ("medusa", "vllm", put("9.extra", lambda t: torch.ones(1)), "read by nothing: 9.extra"),
     # MLP speculators
+    "a class of nobody": ("dflash", "vllm", having(architectures=["DFlash"]), "expected \\['DFlashDraftModel'\\]"),
+    "a block of another target": ("dflash", "vllm", having(hidden_size=64), "hidden_size 64, target"),
+    "no taps named": ("dflash", "vllm", lambda c, t: c["dflash_config"].pop("target_layer_ids"), "names no target_layer_ids"),
+    "taps that are inputs": (
+        "dflash",
+        "vllm",
+        lambda c, t: c["dflash_config"].update(target_layer_ids=[1, 4, L]),
+        "are not the outputs of",
+    ),
+    "no mask token": ("dflash", "vllm", lambda c, t: c["dflash_config"].update(mask_token_id=V), "masks need a token of the target"),
+    "no block size": ("dflash", "vllm", lacking("block_size"), "lacks block_size: 16 is taken"),
+    "no base of RoPE": ("dflash", "vllm", lacking("rope_theta", "rope_parameters"), "names no rope_theta: 1000000"),
+    "norms of heads left out": (
+        "dflash",
+        "vllm",
+        lacking("layers.1.self_attn.k_norm.weight"),
+        "tensors are missing: layers.1.self_attn.k_norm",
+    ),
+    "an own mask for SGLang": (
+        "dflash for sglang",
+        "sglang",
+        put("mask_embedding", lambda t: torch.ones(H)),
+        "mask_embedding is read by nothing",
+    ),
+    "the confidence left out": ("dspark", "vllm", lacking("confidence_head_with_markov"), "the confidence is dropped, or read"),
     "another class": (
         "mlp",
         "vllm",

@@ -126,7 +126,7 @@ def test_memory_is_linear_in_positions_and_a_fifth_of_a_dense_mask():
 # Anchors
 
 
-def test_anchors_are_drawn_alike_from_all_that_fit_and_keyed_by_example():
+def test_anchors_are_drawn_from_all_that_fit_and_keyed_by_example():
     batch = packed()
     fitting = {
         (b, a)
@@ -273,12 +273,12 @@ def test_the_objective_is_the_loops(name, weights):
 
 def test_rows_add_up_however_they_are_split(target):
     drafter, batch, section = make(target).train(), packed(), DflashSection(anchors=4)
-    whole_batch = objective(drafter, batch, target=target, section=section)
+    complete = objective(drafter, batch, target=target, section=section)
     rows = [
         objective(drafter, {name: values[b : b + 1] for name, values in batch.items()}, target=target, section=section) for b in range(2)
     ]
     rest = objective(drafter, {name: values[2:] for name, values in batch.items()}, target=target, section=section)
-    torch.testing.assert_close(whole_batch.sum, sum(part.sum for part in (*rows, rest)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(complete.sum, sum(part.sum for part in (*rows, rest)), rtol=1e-5, atol=1e-5)
 
 
 def test_no_position_behind_the_anchor_reaches_a_block(target):

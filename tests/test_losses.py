@@ -105,8 +105,8 @@ def test_kl_heads_share_the_target_rows_that_they_predict():
 @pytest.mark.parametrize("kind", ["weight", "callable"])
 def test_one_head_that_serves_all_has_one_gradient(kind):
     """The sum of the K losses of copies of it, with their hits one after the other, and one buffer for its gradient instead of K."""
-    target_x, target_w, _, _ = problem(41, 97, hidden=5, seed=9)
-    xs, ws, _, weights = zip(*(problem(41, 97, seed=k) for k in range(3)), strict=True)
+    target_x, target_w, _, _ = problem(41, 7, hidden=5, seed=9)
+    xs, ws, _, weights = zip(*(problem(41, 7, seed=k) for k in range(3)), strict=True)
     head, _ = heads(kind, ws[0])
     given = target_x, target_w, weights, [1, 2, 60]
     each = chunked_kl_heads(xs, [head] * 3, *given, budget=300)
