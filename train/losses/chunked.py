@@ -138,7 +138,8 @@ def chunked_kl_heads(
     _check_heads(heads, len(draft_heads), len(weights), shifts)
     distinct = [ChunkedHead(hidden, head) for hidden, head in zip(_stacked(draft_hidden, tied), draft_heads, strict=True)]
     parts = distinct * heads if tied else distinct
-    target = ChunkedHead(target_hidden.detach(), target_head)
+    with torch.no_grad():
+        target = ChunkedHead(target_hidden.detach(), target_head)
     rows, weight = aligned(torch.stack([weight.to(parts[0].sum_dtype) for weight in weights]), shifts)
     if tied:
         rows = rows + len(target_hidden) * torch.arange(heads, device=rows.device)[:, None]
@@ -148,8 +149,7 @@ def chunked_kl_heads(
     def fused(index: Tensor) -> Tensor:
         from draftsmith.train.losses.kernels import target_distribution
 
-        with torch.no_grad():
-            raw = target.raw(index, used[:, index].any(0))
+        raw = target.raw(index, used[:, index].any(0))
         shared, sums = target_distribution(raw, weight[:, index], temperature=temperature), []
         for k, part in enumerate(parts):
             scale = weight[k, index]
@@ -158,11 +158,9 @@ def chunked_kl_heads(
         return by_part(sums)
 
     def step(index: Tensor) -> Tensor:
-        with torch.no_grad():
-            raw = target.logits(index, used[:, index].any(0))
-            best = ranked(raw, 1)
-            target_logp = softened(raw, temperature)
-            target_p = target_logp.exp()
+        raw = target.logits(index, used[:, index].any(0))
+        best, target_logp = ranked(raw, 1), softened(raw, temperature)
+        target_p = target_logp.exp()
         sums = []
         for k, part in enumerate(parts):
             row, scale, supervised = rows[k, index], weight[k, index][:, None], used[k, index][:, None]
