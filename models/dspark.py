@@ -12,6 +12,7 @@ Letters: B rows of a round · K draft depth · V vocabulary · H hidden size · 
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.inference.drafter import RoundContext
@@ -99,7 +100,8 @@ class DsparkModel(DflashModel):
     def head_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,H+r] -> logits [...,V]."""
         size = self.config.hidden_size
-        return super().head_logits(states[..., :size]) + self.markov_head.markov_w2(states[..., size:])
+        # Read by name: under ZeRO-3 a weight that its own module reads is there for the module's forward alone.
+        return super().head_logits(states[..., :size]) + F.linear(states[..., size:], self.markov_head.markov_w2.weight)
 
     def confidence_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,H+r] -> log-odds [...] that a draft is accepted."""
