@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             setup.start_from(drafter, section.start, target, "dspark.start")
         fingerprint = setup.fingerprint(target, train)
-        monitors = setup.monitors(recipe, target, drafter)
+        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             publish.publish_drafter(recipe, drafter, target, steps)
