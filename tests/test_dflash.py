@@ -1,5 +1,6 @@
 """DFlash: attention of blocks and the objective against loops in float64, its anchors, its memory by counting, what decoding reads."""
 
+import json
 import math
 
 import pytest
@@ -13,8 +14,9 @@ from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.block_attention import attend_blocks, blocks_at
 from draftsmith.models.dflash import DflashConfig
-from draftsmith.models.drafter import new_drafter
+from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train import data_cli, dspark
 from draftsmith.train import dflash as train
 from draftsmith.train.dflash import DflashSection, objective
 from draftsmith.train.losses.anchors import draw_anchors, paced, per_sequence, tokens_behind
@@ -290,6 +292,36 @@ def test_no_position_behind_the_anchor_reaches_a_block(target):
     reached = set(gradient.abs().sum(-1)[0].nonzero().flatten().tolist())
     anchor = int(anchors)
     assert reached == {p for p in range(anchor) if document[0, p] == document[0, anchor]} and len(reached) == 3
+
+
+# Training
+
+
+@pytest.mark.parametrize("script", [train, dspark])
+def test_it_trains_from_a_store_as_with_the_target(script, target_folder, tmp_path):
+    method = script.__name__.split(".")[-1]
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
+    own = [f"{method}.{key}" for key in ("taps=[0,1]", "layers=1", "anchors=6", "block_size=4")]
+    data = [f"data.{key}" for key in (f"train={text}", "valid=null", f"cache={tmp_path}", "seq_len=32", "num_proc=1", "template=null")]
+    steps = [
+        f"train.{key}" for key in ("steps=6", "batch_size=2", "warmup_steps=0", "eval_batches=2", "eval_every=3", "log_every=1", "lr=3e-3")
+    ]
+    words = [f"{method}-tiny", f"target.path={target_folder}", "data.near_duplicate=1.0", *own, *data, *steps]
+    store = [f"features.store={tmp_path}/store", "features.precision=float32"]
+    data_cli.main(["capture", *words, f"train.output={tmp_path}/captured", *store, "features.taps=[1,0]"])
+    losses = {}
+    for name, more in (("online", []), ("offline", [*store, "features.mode=offline"])):
+        script.main([*words, f"train.output={tmp_path / name}", *more])
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row.get("loss", row.get("valid_loss")) for row in rows]
+    assert losses["online"] == pytest.approx(losses["offline"], rel=1e-5) and len(losses["online"]) >= 8
+    drafter = load_drafter(tmp_path / "online" / "artifact", Target.load(str(target_folder)))
+    assert drafter.method == method and drafter.config.training["positions"] == 32
+    fresh = new_drafter(
+        method, drafter.target, **{name: getattr(drafter.config, name) for name in ("taps", "num_layers", "num_heads", "block_size")}
+    )
+    assert not torch.equal(fresh.mask_embedding, drafter.mask_embedding)
 
 
 # Settings
