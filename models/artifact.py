@@ -56,7 +56,7 @@ def check_settings(raw: dict[str, Any], config_class: type[PretrainedConfig], so
         value = field(raw, own.name, kinds, source)  # pyright: ignore[reportArgumentType]
         if type(value) is int and float not in kinds and not (1 if own.default else 0) <= value < _LARGEST:
             raise ValueError(f"{source}: `{own.name}` is {value}; expected a size: correct it or restore the file")
-        if float in kinds and not (math.isfinite(value) and value > 0):
+        if float in kinds and not (math.isfinite(value) and (value > 0 or value == own.default)):
             raise ValueError(f"{source}: `{own.name}` is {value}; expected a number above 0: correct it or restore the file")
     for size in ("hidden_size", "vocab_size"):
         if not field(raw, size, int, source):

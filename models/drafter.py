@@ -379,3 +379,12 @@ def default_paths(depth: int, nodes: int = 15) -> list[list[int]]:
             for rank, chance in enumerate(ranks):
                 heapq.heappush(queue, (weight * chance * 0.85 ** len(path), (*path, rank)))
     return [list(path) for path in sorted(chosen, key=lambda path: (len(path), path))]
+
+
+def fill_tree(config: DrafterConfig, heads: int) -> None:
+    """Give the config of K heads its default tree, one level for each head. Raises ValueError for a tree deeper than that."""
+    if config.tree is None:
+        config.tree = default_paths(heads)
+    deepest = parse_tree_spec(config.tree).max_depth
+    if deepest > heads:
+        raise ValueError(f"got a tree {deepest} deep for {heads} heads; expected at most one level per head; cut the tree")

@@ -67,10 +67,20 @@ class PairDrafter(DrafterModel):
         """Run the layers on pairs: feature [B,n,·], tokens [B,n], positions [B,n] -> output [B,n,W]."""
         raise NotImplementedError
 
+    def encode(self, feature: Tensor, tokens: Tensor, attention: TreeAttention) -> Tensor:
+        """Write the keys and values of pairs into the cache, after the selected rows: feature [B,n,·], tokens [B,n] -> output [B,n,W]."""
+        return self.step(feature, tokens, attention.positions(), self._cached(attention))
+
     @property
     def reads_context(self) -> bool:
         """Whether `step` attends to earlier pairs. A drafter that does not is as good after texts longer than those it was trained on."""
         return True
+
+    def drafted_positions(self, tree_spec: TreeSpec) -> int:
+        """Positions of the cache that drafting with this tree takes after the accepted pairs."""
+        if isinstance(tree_spec, StaticTree):
+            return sum(level.nodes for level in tree_spec.levels()[1:])
+        return (tree_spec.depth - 1) * tree_spec.width
 
     # The Drafter protocol, but for `propose`
 
@@ -85,12 +95,8 @@ class PairDrafter(DrafterModel):
                 stacklevel=2,
             )
         tree_spec = self.tree_spec.to(target.device)
-        if isinstance(tree_spec, StaticTree):
-            drafted = sum(level.nodes for level in tree_spec.levels()[1:])
-        else:
-            drafted = (tree_spec.depth - 1) * tree_spec.width
         # A graph lets a slot run one round past its end.
-        capacity = context + tree_spec.max_depth + 1 + max(drafted, tree_spec.max_depth + 1)
+        capacity = context + tree_spec.max_depth + 1 + max(self.drafted_positions(tree_spec), tree_spec.max_depth + 1)
         output = torch.zeros(slots, self.config.draft_size, dtype=self.dtype, device=target.device)
         state = self._state
         if state and state.bound_spec is self.tree_spec and state.cache.capacity >= capacity and same_layout(state.last_output, output):
@@ -139,7 +145,7 @@ class PairDrafter(DrafterModel):
         state.cache.static_shape = True  # prompts may have been encoded since, and nothing proposed
         state.cache.select(round.slots)
         attention = TreeAttention.causal(state.cache, width)
-        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
+        output = self.encode(feature, tokens, attention)
         state.cache.keep(attention.depth, counts, in_place=True)
         last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
         state.last_output[round.slot_index] = torch.where(counts[:, None] > 0, last, state.last_output[round.slot_index])
@@ -150,7 +156,7 @@ class PairDrafter(DrafterModel):
         state = self._state
         state.cache.select(slots)
         attention = TreeAttention.causal(state.cache, tokens.shape[1])
-        output = self.step(feature, tokens, attention.positions(), self._cached(attention))
+        output = self.encode(feature, tokens, attention)
         state.cache.advance(counts)
         rows = [row for row, count in enumerate(counts) if count]
         if rows:

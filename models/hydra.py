@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
-from draftsmith.inference.expand import choose, expand, parse_tree_spec
+from draftsmith.inference.expand import CurrentLevel
+from draftsmith.inference.level_heads import draft_levels
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.decoder_layer import DecoderLayer, rotary
-from draftsmith.models.drafter import DrafterConfig, default_paths
+from draftsmith.models.drafter import DrafterConfig, fill_tree
 from draftsmith.models.feature_drafter import Attend, PairDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import attend, blocks
@@ -74,11 +75,7 @@ class HydraConfig(DrafterConfig):
                 f"got {self.attention_heads} attention heads of {self.head_dim} entries for {self.kv_heads} KV heads; expected a multiple of "
                 "the KV heads, and an even number of entries, since RoPE turns pairs of them"
             )
-        if self.tree is None:
-            self.tree = default_paths(self.num_heads)
-        deepest = parse_tree_spec(self.tree).max_depth
-        if deepest > self.num_heads:
-            raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
+        fill_tree(self, self.num_heads)
 
     @property
     def draft_size(self) -> int:
@@ -233,21 +230,17 @@ class HydraModel(PairDrafter):
     @torch.no_grad()
     def propose(self, round: RoundContext) -> DraftTree:
         """One head per level of the tree, on the tokens of each node's path; the root alone where a slot has no hidden state."""
-        state = self._state
-        if state.tree_spec.max_depth == 0:
-            return DraftTree.root(round.last_tokens)
-        expansion = expand(state.tree_spec, round)
-        root, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
+        root = self._state.last_output[round.slot_index][:, None]
         path = self.target.embed(round.last_tokens)[:, None, None]  # [B,F,k+1,H], the embeddings from the root to each node
-        for k in range(self.config.num_heads):
-            nodes = path.shape[1]
-            logits = self.logits_of(k, root.expand(-1, nodes, -1), path)
-            level = expansion.add_level(*choose(logits, expansion.count, round, (index + k).expand(-1, nodes), expansion.scored))
-            if level is None:
-                break
-            parent = level.parent_index[:, :, None, None].expand(-1, -1, *path.shape[2:])
-            path = torch.cat((path.gather(1, parent), self.target.embed(level.tokens)[:, :, None]), 2)
-        tree, _ = expansion.finish()
+
+        def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
+            nonlocal path
+            if level is not None:
+                parent = level.parent_index[:, :, None, None].expand(-1, -1, *path.shape[2:])
+                path = torch.cat((path.gather(1, parent), self.target.embed(level.tokens)[:, :, None]), 2)
+            return self.logits_of(k, root.expand(-1, path.shape[1], -1), path)
+
+        tree = draft_levels(self._state.tree_spec, self.config.num_heads, round, logits_of)
         return self._ready(tree, round)
 
     # Position records

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.expand import DynamicExpansion, choose, expand, parse_tree_spec
+from draftsmith.inference.level_heads import draft_marginals
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
-from draftsmith.models.drafter import DrafterConfig, default_paths
+from draftsmith.models.drafter import DrafterConfig, fill_tree
 from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 from draftsmith.models.target import Target
 
@@ -48,11 +48,7 @@ class MedusaConfig(DrafterConfig):
             )
         if not self.medusa_fc_bias:
             raise ValueError("got medusa_fc_bias false; these heads have biases: leave it out")
-        if self.tree is None:
-            self.tree = default_paths(self.num_heads)
-        deepest = parse_tree_spec(self.tree).max_depth
-        if deepest > self.num_heads:
-            raise ValueError(f"got a tree {deepest} deep for {self.num_heads} heads; expected at most one level per head; cut the tree")
+        fill_tree(self, self.num_heads)
 
     @property
     def least_tensors(self) -> int:
@@ -159,25 +155,9 @@ class MedusaModel(HiddenStateDrafter):
         tree_spec = self._state.tree_spec
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        expansion = expand(tree_spec, round)
         hidden, has_state = self.hidden_states(round)
         depth = min(round.depth, tree_spec.max_depth)
-        logits = torch.stack([self.logits_of(k, hidden) for k in range(depth)], dim=1)  # [B,K,V]
-        index = round.positions[:, None] + 1 + torch.arange(depth, device=hidden.device)
-        width = expansion.count if isinstance(expansion, DynamicExpansion) else expansion.tree_spec.width
-        ids, scores, q_logits = choose(logits, width, round, index, expansion.scored)
-        if isinstance(expansion, DynamicExpansion):
-            assert scores is not None
-            inner = 1
-            for k in range(depth):  # a head's candidates are the same whatever was drafted before
-                shape = (-1, inner, -1)
-                level = expansion.add_level(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
-                inner = level.tokens.shape[1] if level else 0
-            tree, _ = expansion.finish()
-        else:
-            tree = expansion.tree_spec.tree(round.last_tokens, ids)
-            if q_logits is not None:  # leaves have no children, so that any distribution will do for them
-                tree.q_logits, tree.replacement = q_logits[:, expansion.tree_spec.depth.clamp(max=depth - 1)], expansion.replacement
+        tree = draft_marginals(tree_spec, torch.stack([self.logits_of(k, hidden) for k in range(depth)], 1), round)
         return tree.only(has_state)
 
 

@@ -25,3 +25,24 @@ def rope_theta(config: Any) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta", 10_000.0))
+
+
+def layer_sizes(section: Any, target: Target) -> dict[str, Any]:
+    """Taps and sizes of the layers of a drafter that is as wide as the target: the recipe's, else the target's.
+
+    Args:
+        section: of a recipe, with taps, layers, heads, kv_heads and intermediate_size, which are None where nobody says.
+        target: whose sizes are taken over.
+    """
+    config = target.config
+    heads = section.heads or config.num_attention_heads
+    return {
+        "taps": list(section.taps or default_taps(target)),
+        "num_layers": section.layers,
+        "num_heads": heads,
+        "num_kv_heads": section.kv_heads or (not section.heads and getattr(config, "num_key_value_heads", None)) or heads,
+        "head_dim": (not section.heads and getattr(config, "head_dim", None)) or 0,
+        "intermediate_size": section.intermediate_size or getattr(config, "intermediate_size", None) or 0,
+        "rope_theta": rope_theta(config),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+    }

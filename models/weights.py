@@ -24,6 +24,7 @@ __all__ = [
     "ADAPTER",
     "ADAPTER_CONFIG",
     "Header",
+    "assign",
     "check_adapter",
     "check_finite",
     "check_folder",
@@ -170,6 +171,22 @@ def check_loaded(path: str, info: dict[str, Any]) -> None:
         if names:
             shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+
+
+def assign(path: str, model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Give a model on the meta device its weights, on `device`; they keep their dtypes.
+
+    Raises:
+        ValueError: naming tensors that are missing, unexpected, misshapen or not finite.
+    """
+    expected = model.state_dict()
+    both = tensors.keys() & expected.keys()
+    misshapen = [(name, tensors[name].shape, expected[name].shape) for name in both if tensors[name].shape != expected[name].shape]
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    check_loaded(path, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": misshapen})
+    model.load_state_dict(tensors, strict=True, assign=True)
+    nn.Module.to(model, device)
+    check_finite(path, model)
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 import torch
 
+from draftsmith.models import training_time_test
+
 HEADS = 4
 LAYOUTS = ["one", "packed", "padded"]
 
@@ -38,3 +40,8 @@ def with_grads(function, leaves, weight):
 def assert_close(got, want, tolerance):
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b.double()).abs().max() <= tolerance * max(1, b.abs().max())
+
+
+def causal_spans(document, positions, before=0):
+    """The spans of causal attention in two rows of documents, of the positions after the first `before`."""
+    return training_time_test._causal(training_time_test.document_starts(document, 2, positions, "cpu"), before)

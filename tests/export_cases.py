@@ -20,12 +20,19 @@ CHAIN = [[0] * k for k in range(1, K + 1)]
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 44, "steps": K, "tree": CHAIN}
 THREE = SIZES | {"taps": [1, L // 2 - 1, L - 4], "draft_vocab_size": D}
 
+BLOCK = {name: SIZES[name] for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "tree")}
+BLOCK |= {"taps": [0, 3, 6], "block_size": K + 1, "num_layers": 2}
+
 # By name: the architecture and its settings. The first words are the family of models/formats/engines.py.
 DRAFTERS = {
     "medusa": ("medusa", {"num_heads": 3}),
     "medusa of two blocks": ("medusa", {"num_heads": 2, "num_layers": 2}),
     "medusa that shares the head": ("medusa", {"num_heads": 3, "share_head": True}),
     "medusa that shares, two blocks": ("medusa", {"num_heads": 2, "num_layers": 2, "share_head": True}),
+    "mlp": ("mlp", {"num_heads": 3, "inner_size": 20}),
+    "mlp of own weights": ("mlp", {"num_heads": 3, "tie_weights": False, "scale_input": False}),
+    "mlp of one head": ("mlp", {"num_heads": 1, "inner_size": 40, "tree": [[0], [1]]}),
+    "mlp with an LSTM": ("mlp", {"num_heads": 3, "cell": "lstm"}),
     "eagle1": ("eagle", SIZES | {"version": 1}),
     "eagle1 of two layers": ("eagle", SIZES | {"version": 1, "num_layers": 2}),
     "eagle3": ("eagle", THREE),
@@ -35,6 +42,10 @@ DRAFTERS = {
     "eagle3 of two layers": ("eagle", THREE | {"num_layers": 2}),
     "eagle3.1": ("eagle", THREE | {"fc_norm": True, "norm_output": True}),
     "eagle3 of speculators": ("eagle", THREE | {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}),
+    "dflash": ("dflash", BLOCK | {"mask_token_id": 3}),
+    "dflash with its own mask": ("dflash", BLOCK | {"causal": True}),
+    "dspark": ("dspark", BLOCK | {"mask_token_id": 3, "block_size": K, "markov_rank": 6, "num_layers": 1}),
+    "dspark with its own mask": ("dspark", BLOCK | {"block_size": K, "markov_rank": 6}),
     "student": ("student", {}),
     "student with more rows": ("student", {"vocab_size": V + 7}),
 }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from training_cases import Numbers, new_model, new_recipe, objective
 
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.train import distill, eagle, hydra, loop, medusa
+from draftsmith.train import distill, dspark, eagle, hydra, loop, medusa, mlp
 from draftsmith.train.engine import processes, resume
 from draftsmith.train.engine.sharded import ShardedModel
 
@@ -25,6 +25,12 @@ OPTIMIZERS = ("adamw", "muon")
 METHODS = {
     "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
     "hydra": (hydra.main, "hydra-tiny", ["hydra.heads=2", "hydra.layers=2", "hydra.prefix=true"]),
+    "mlp": (mlp.main, "mlp-tiny", ["mlp.heads=3", "mlp.cell=lstm"]),
+    "dspark": (
+        dspark.main,
+        "dspark-tiny",
+        ["dspark.taps=[0,1]", "dspark.layers=1", "dspark.anchors=6", "dspark.block_size=3", "tree.depth=3"],
+    ),
     "eagle": (eagle.main, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=2", "tree.depth=2", "eagle.vocab_size=64"]),
     "distill": (
         distill.main,

@@ -20,6 +20,8 @@ BASES = {
     "medusa": ("medusa", "vllm"),
     "medusa for tgi": ("medusa", "tgi"),
     "shared": ("medusa that shares the head", "vllm"),
+    "mlp": ("mlp", "vllm"),
+    "mlp for tgi": ("mlp", "tgi"),
     "eagle1": ("eagle1", "vllm"),
     "eagle3": ("eagle3", "vllm"),
     "all tokens": ("eagle3 of all tokens", "vllm"),
@@ -28,6 +30,10 @@ BASES = {
     "two layers": ("eagle3 of two layers", "vllm"),
     "3.1": ("eagle3.1", "vllm"),
     "speculators": ("eagle3", "speculators"),
+    "dflash": ("dflash", "vllm"),
+    "dflash for sglang": ("dflash", "sglang"),
+    "own mask": ("dflash with its own mask", "vllm"),
+    "dspark": ("dspark", "vllm"),
     "student": ("student", "transformers"),
 }
 
@@ -103,6 +109,55 @@ TRAPS = {
     "TensorRT-LLM's count": ("medusa", "tensorrt-llm", having(), "lacks num_medusa_heads"),
     "TensorRT-LLM's heads": ("shared", "tensorrt-llm", having(num_medusa_heads=3), "an output layer of its own"),
     "tensors nobody reads": ("medusa", "vllm", put("9.extra", lambda t: torch.ones(1)), "read by nothing: 9.extra"),
+    # MLP speculators
+    "a class of nobody": ("dflash", "vllm", having(architectures=["DFlash"]), "expected \\['DFlashDraftModel'\\]"),
+    "a block of another target": ("dflash", "vllm", having(hidden_size=64), "hidden_size 64, target"),
+    "no taps named": ("dflash", "vllm", lambda c, t: c["dflash_config"].pop("target_layer_ids"), "names no target_layer_ids"),
+    "taps that are inputs": (
+        "dflash",
+        "vllm",
+        lambda c, t: c["dflash_config"].update(target_layer_ids=[1, 4, L]),
+        "are not the outputs of",
+    ),
+    "no mask token": ("dflash", "vllm", lambda c, t: c["dflash_config"].update(mask_token_id=V), "masks need a token of the target"),
+    "no block size": ("dflash", "vllm", lacking("block_size"), "lacks block_size: 16 is taken"),
+    "no base of RoPE": ("dflash", "vllm", lacking("rope_theta", "rope_parameters"), "names no rope_theta: 1000000"),
+    "norms of heads left out": (
+        "dflash",
+        "vllm",
+        lacking("layers.1.self_attn.k_norm.weight"),
+        "tensors are missing: layers.1.self_attn.k_norm",
+    ),
+    "an own mask for SGLang": (
+        "dflash for sglang",
+        "sglang",
+        put("mask_embedding", lambda t: torch.ones(H)),
+        "mask_embedding is read by nothing",
+    ),
+    "the confidence left out": ("dspark", "vllm", lacking("confidence_head_with_markov"), "the confidence is dropped, or read"),
+    "another class": (
+        "mlp",
+        "vllm",
+        having(architectures=["ArcticMLPSpeculatorPreTrainedModel"]),
+        "vLLM knows MLPSpeculatorPreTrainedModel",
+    ),
+    "candidates of other heads": ("mlp", "vllm", having(top_k_tokens_per_head=[1, 1]), "2 numbers for 3 heads: refused"),
+    "scaling left out": ("mlp", "vllm", lacking("scale_input"), "lacks scale_input: false is taken"),
+    "ties left out": ("mlp", "vllm", lacking("tie_weights"), "lacks tie_weights: false is taken"),
+    "another target's size": ("mlp", "vllm", having(emb_dim=64), "emb_dim 64, target"),
+    "no inner size": ("mlp for tgi", "tgi", having(inner_dim=0), "by which tokens are weighed"),
+    "tied ones once, for vLLM": ("mlp", "vllm", lacking("speculator.proj.1.weight"), "are left random: proj.1.weight"),
+    "tied ones once, for TGI": ("mlp for tgi", "tgi", lacking("speculator.emb.2.weight"), "emb.2.weight; tied ones too are read"),
+    "tied ones that differ": (
+        "mlp",
+        "vllm",
+        put("speculator.ln.1.bias", lambda t: torch.ones(20)),
+        "ln.1.bias is not speculator.ln.0.bias",
+    ),
+    "no prefix": ("mlp for tgi", "tgi", renamed("speculator.", ""), "do not begin with speculator."),
+    "a norm too many": ("mlp", "vllm", put("speculator.ln0.weight", lambda t: torch.ones(H)), "read by nothing: ln0.weight"),
+    "heads that say they are not tied": ("mlp for tgi", "tgi", having(tie_weights=False), "reads heads wrongly"),
+    "a speculator of no target": ("mlp for tgi", "tgi", lacking("base_model_name_or_path"), "lacks base_model_name_or_path"),
     # EAGLE-1
     "bias left out": ("eagle1", "eagle", lacking("bias"), "lacks bias, so that fc gets a random one"),
     "bias true": ("eagle1", "vllm", having(bias=True), "q, k and v biases that it leaves uninitialised"),
@@ -176,7 +231,7 @@ def test_a_trap_is_seen_and_ours_is_not_in_it(workshop, target, trap, tmp_path):
 
 
 def test_many_traps_are_tried():
-    assert len(TRAPS) > 55 and {engine for _, engine, _, _ in TRAPS.values()} >= {
+    assert len(TRAPS) > 70 and {engine for _, engine, _, _ in TRAPS.values()} >= {
         "vllm",
         "sglang",
         "tgi",
@@ -315,7 +370,8 @@ def test_the_logits_of_another_drafter_are_seen(workshop, target):
         folder = workshop / "out" / base
         ours = read_published(str(folder), target)
         with torch.no_grad():
-            next(iter(ours.parameters())).mul_(1.01)
+            for parameter in ours.parameters():
+                parameter.mul_(1.01)
         family = "medusa" if name.startswith("medusa") else name[:6]
         assert verify.differences(folder, engine, family, ours, target, verify.EXACT), base
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import LAYOUTS, assert_close, case, documents, halves, with_grads
+from attention_cases import LAYOUTS, assert_close, case, causal_spans, documents, halves, with_grads
 from context_ranks import FAULTS, JOBS, LONG
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 
-from draftsmith.models import training_time_test
+from draftsmith.models import span_attention
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
-from draftsmith.models.training_time_test import attend, blocks
+from draftsmith.models.training_time_test import _merge, attend, blocks
 from draftsmith.train import distill, eagle, medusa
 from draftsmith.train.engine import processes
 
@@ -43,7 +43,7 @@ def test_parts_are_the_row(layout, positions, cuts):
     document = documents(layout, positions)
     if document is not None:
         assert any((document[:, cut - 1] == document[:, cut]).any() for cut in cuts)  # documents cross from part to part
-    for kv, k, budget in ((4, 0, training_time_test.BUDGET), (2, 3, training_time_test.BUDGET), (1, 2, 600)):
+    for kv, k, budget in ((4, 0, span_attention.BUDGET), (2, 3, span_attention.BUDGET), (1, 2, 600)):
         leaves, weight = case(positions, kv, k)
         want = with_grads(lambda leaves: attend(*halves(leaves), document), leaves, weight)
         got = with_grads(
@@ -56,18 +56,18 @@ def test_parts_are_the_row(layout, positions, cuts):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_block_mask_of_a_part_is_the_documents(before, queries, layout):
     positions, rows = before + queries, queries + -queries % 128
-    columns = before + rows + -(before + rows) % 128
+    columns = positions + -positions % 128
     document = documents(layout, positions)
     if document is not None and positions > 300:
         document = torch.where(document < 0, document, document // 40)  # long enough for full blocks
     full = torch.zeros(2, columns, dtype=torch.int64) if document is None else F.pad(document, (0, columns - positions))
-    tail = torch.arange(columns).where(torch.arange(columns) >= positions, -1)
 
-    def seen(b, h, q, k):
-        return (k <= q + before) & (full[b, q + before] == full[b, k]) & (tail[q + before] == tail[k])
+    def seen(b, h, q, k):  # queries behind the last see the last key
+        at = (q + before).clamp(max=columns - 1)
+        return torch.where(q < queries, (k <= at) & (full[b, at] == full[b, k]), k == columns - 1)
 
     want = flex.create_block_mask(seen, 2, None, rows, columns, device="cpu")
-    got = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu")[:, before:], before)
+    got = span_attention.block_mask(*causal_spans(document, positions, before), positions)
     assert got.seq_lengths == (rows, columns) and torch.equal(got.to_dense(), want.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -87,9 +87,9 @@ def test_flex_attention_of_parts_is_that_of_the_row(monkeypatch, positions, cuts
 
     def path(query, keys, values, document):
         before = keys[0].shape[2] - query.shape[2]
-        mask = training_time_test._block_mask(training_time_test._starts(document, 2, keys[0].shape[2], "cpu")[:, before:], before)
-        out, lse = training_time_test._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
-        return training_time_test._merge(query, out, lse, keys[1:], values[1:], 0.25)
+        mask = span_attention.block_mask(*causal_spans(document, keys[0].shape[2], before), keys[0].shape[2])
+        out, lse = span_attention.flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
+        return _merge(query, out, lse, keys[1:], values[1:], 0.25)
 
     want = with_grads(lambda leaves: attend(*halves(leaves), document), leaves, weight)
     assert_close(with_grads(lambda leaves: parts(leaves, document, cuts, path), leaves, weight), want, 1e-5)
@@ -101,10 +101,10 @@ def test_new_documents_in_a_part_do_not_compile_again():
     compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
     for seed in range(3):
         document = documents("packed", 400, seed=seed)
-        start = training_time_test._starts(document, 2, 400, "cpu")[:, 200:]
+        spans = causal_spans(document, 400, 200)
         query, (key,), (value,) = halves([leaf.detach() for leaf in case(400, 2, 0, torch.float32, dim=16, seed=seed)[0]])
-        got = training_time_test._flex(query[:, :, 200:], key, value, training_time_test._block_mask(start, 200), 0.25, compiled)
-        assert_close(got, training_time_test._Causal.apply(query[:, :, 200:], key, value, start, 0.25, training_time_test.BUDGET), 1e-5)
+        got = span_attention.flex(query[:, :, 200:], key, value, span_attention.block_mask(*spans, 400), 0.25, compiled)
+        assert_close(got, span_attention.Spans.apply(query[:, :, 200:], key, value, *spans, 0.25, span_attention.BUDGET), 1e-5)
     assert counter.frame_count == 1
 
 

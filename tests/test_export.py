@@ -21,6 +21,10 @@ pytest.importorskip("gguf")
 LEFT_OUT = {
     ("eagle1 of two layers", "nothing"),
     *((name, "eagle") for name in DRAFTERS if name not in ("eagle1", "eagle1 of two layers", "eagle3", "eagle3 of all tokens")),
+    *((name, "tgi") for name in ("mlp of own weights", "mlp of one head")),
+    ("dflash with its own mask", "sglang"),
+    ("dspark with its own mask", "vllm"),
+    *(("mlp with an LSTM", engine) for engine in ("vllm", "tgi")),
     *((name, "gguf") for name in ("eagle3 with two taps", "eagle3 of two layers", "eagle3.1", "eagle3 of speculators")),
     *(("eagle3 of speculators", engine) for engine in ("sglang", "tensorrt-llm")),
 }
@@ -65,6 +69,12 @@ REFUSED = [
     ("medusa", "sglang", "SGLang does not serve Medusa.*nearest: --to vllm, tgi, tensorrt-llm"),
     ("medusa", "gguf", "llama.cpp does not serve Medusa"),
     ("medusa", "transformers", "its assistant is a causal LM"),
+    ("mlp", "sglang", "SGLang does not serve an MLP speculator.*nearest: --to vllm, tgi"),
+    ("mlp of own weights", "tgi", "reads heads wrongly that do not share their weights; nearest: --to vllm"),
+    ("mlp with an LSTM", "vllm", "has no LSTM: .*; no engine does; it runs here alone"),
+    ("dflash with its own mask", "sglang", "lets the rows of a block see all of it; nearest: --to vllm"),
+    ("dspark with its own mask", "vllm", "reads no mask embedding of its own: train with dspark.mask_token; no engine does"),
+    ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
     ("eagle1", "tgi", "TGI does not serve EAGLE-1"),
     ("eagle3.1", "gguf", "llama.cpp would not draft as this drafter does: it has neither fc_norm.*nearest: --to vllm, sglang"),

@@ -8,9 +8,10 @@ from random_targets import random_model, randomise
 from transformers import LlamaConfig, LlamaModel
 
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference import level_heads
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput
-from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.expand import DynamicTree, parse_tree_spec
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models import hydra
 from draftsmith.models.drafter import new_drafter
@@ -155,9 +156,9 @@ def test_propose_equals_a_slow_loop(target, name, tree):
 def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     """In every round, the logits that propose uses are those of the objective on the same tokens."""
     drafter, rounds, levels = make(target, name).eval(), [], []
-    drafter.tree_spec = tree if isinstance(tree, DynamicTree) else hydra.parse_tree_spec(tree)
-    plain_choose, plain_propose, plain_embed = hydra.choose, drafter.propose, target.embed
-    monkeypatch.setattr(hydra, "choose", lambda logits, *rest: levels.append(logits) or plain_choose(logits, *rest))
+    drafter.tree_spec = tree if isinstance(tree, DynamicTree) else parse_tree_spec(tree)
+    plain_choose, plain_propose, plain_embed = level_heads.choose, drafter.propose, target.embed
+    monkeypatch.setattr(level_heads, "choose", lambda logits, *rest: levels.append(logits) or plain_choose(logits, *rest))
     monkeypatch.setattr(target, "embed", lambda ids: inputs.append(ids) or plain_embed(ids))
     inputs = []
 

@@ -311,6 +311,12 @@ def kl_heads(one):
     return result[0].sum + 0.5 * result[1].sum, [loss.hits for loss in result]
 
 
+def kl_one_head(one):
+    given = list(one.x), [one.full], one.target, lambda x: x @ one.target_w.T, list(one.weights), [1, 3]
+    (result,) = chunked_kl_heads(*given, budget=5 * 70)
+    return result.sum, [result.hits]
+
+
 def draft(one, loss=FINITE, head=None, **how):
     given = one.x, one.w if head is None else head, one.target, one.target_w, one.weights, [1, 2], one.targets, loss, [1.0, 0.6]
     result = chunked_draft_loss(*given, tokens=one.tokens, budget=5 * 80, **how)
@@ -332,7 +338,7 @@ def cut(one):
     return draft(one, temperature=0.7, top_k=9)
 
 
-CHUNKED = (cross_entropy, kl, kl_heads, draft, distilled, capped, cut)
+CHUNKED = (cross_entropy, kl, kl_heads, kl_one_head, draft, distilled, capped, cut)
 
 
 def outcome(one, function, on):

@@ -102,6 +102,25 @@ def test_kl_heads_share_the_target_rows_that_they_predict():
         assert (a - b).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("kind", ["weight", "callable"])
+def test_one_head_that_serves_all_has_one_gradient(kind):
+    """The sum of the K losses of copies of it, with their hits one after the other, and one buffer for its gradient instead of K."""
+    target_x, target_w, _, _ = problem(41, 7, hidden=5, seed=9)
+    xs, ws, _, weights = zip(*(problem(41, 7, seed=k) for k in range(3)), strict=True)
+    head, _ = heads(kind, ws[0])
+    given = target_x, target_w, weights, [1, 2, 60]
+    each = chunked_kl_heads(xs, [head] * 3, *given, budget=300)
+    want = torch.autograd.grad(sum(loss.sum for loss in each), [*xs, ws[0]])
+    (shared,) = chunked_kl_heads(xs, [head], *given, budget=300)
+    got = torch.autograd.grad(shared.sum, [*xs, ws[0]])
+    assert abs(shared.sum - sum(loss.sum for loss in each)) < 1e-10 and torch.equal(shared.hits, torch.cat([loss.hits for loss in each]))
+    assert shared.hits.any()
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-10
+    with pytest.raises(ValueError, match="one of each per head"):
+        chunked_kl_heads(xs, [head] * 2, *given)
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("kind", ["weight", "callable"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

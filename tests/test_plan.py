@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.models import training_time_test
+from draftsmith.models import span_attention
 from draftsmith.models.target import Target
-from draftsmith.train import distill, eagle, hydra, medusa, recipe
+from draftsmith.train import dflash, distill, dspark, eagle, hydra, medusa, mlp, recipe
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -35,6 +35,12 @@ CASES = {
     "hydra": (hydra, "hydra-tiny", []),
     "hydra, shared head": (hydra, "hydra-tiny", ["hydra.share_head=true", "hydra.distill=0.5"]),
     "hydra++": (hydra, "hydra-tiny", ["hydra.prefix=true", "hydra.layers=4", "hydra.noise=0.1"]),
+    "mlp": (mlp, "mlp-tiny", []),
+    "mlp, own weights": (mlp, "mlp-tiny", ["mlp.tie_weights=false", "mlp.distill=0.5", "mlp.heads=3"]),
+    "mlp, LSTM by CE": (mlp, "mlp-tiny", ["mlp.cell=lstm", "mlp.distill=0.0", "mlp.inner_size=96"]),
+    "dflash": (dflash, "dflash-tiny", []),
+    "dflash, causal, paced": (dflash, "dflash-tiny", ["dflash.causal=true", "dflash.weights=pace", "dflash.loss=0.5 kl + 0.5 nll"]),
+    "dspark": (dspark, "dspark-tiny", []),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),
@@ -119,10 +125,12 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
     peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, chosen)
     run = PlannedRun(chosen, method, CPU)
-    assert run.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=0.01)
+    # Where heads are tied, a chunk of their loss has rows of all of them, more than are traced.
+    tolerance = 0.05 if method is mlp else 0.01
+    assert run.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=tolerance)
     estimate = run.estimates()[0]
     assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, optimizer_state)
-    assert estimate.gradients + estimate.activations == pytest.approx(max(peaks.values()), rel=0.01)
+    assert estimate.gradients + estimate.activations == pytest.approx(max(peaks.values()), rel=tolerance)
     target = Target.load("tiny", dtype=torch.float32).model
     assert estimate.target == sum(tensor.nbytes for tensor in (*target.parameters(), *target.buffers()))
 
@@ -359,7 +367,9 @@ def test_a_recipe_says_whose_it_is(tmp_path):
         (tmp_path / f"{file}.yaml").write_text(bare + text)
         assert report.method_of(str(tmp_path / f"{file}.yaml"), overrides) is method
     (tmp_path / "mine.yaml").write_text(bare)
-    with pytest.raises(ValueError, match=r"cannot tell which script trains it; expected keys of one of distill\.\* for train/distill\.py"):
+    with pytest.raises(
+        ValueError, match=r"cannot tell which script trains it; expected keys of one of .*distill\.\* for train/distill\.py"
+    ):
         report.method_of(str(tmp_path / "mine.yaml"), [])
     with pytest.raises(ValueError, match="cannot tell"):
         report.method_of(str(tmp_path / "mine.yaml"), ["eagle.steps=2", "medusa.heads=1"])
@@ -384,7 +394,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     assert "MiB" in text and "accelerate-one.yaml" in text and "predicted" not in text and "fits" not in text
     exit_on_error(command.main, ["medusa-tiny.yaml", "--gpus", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["chosen"] == "one"
-    assert training_time_test._Causal.__name__ == "_Causal"  # what stood in for it is gone
+    assert span_attention.Spans.__name__ == "Spans"  # what stood in for it is gone
 
 
 @pytest.mark.parametrize(

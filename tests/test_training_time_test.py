@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import HEADS, LAYOUTS, assert_close, case, documents, halves, with_grads
+from attention_cases import HEADS, LAYOUTS, assert_close, case, causal_spans, documents, halves, with_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.models import training_time_test
+from draftsmith.models import span_attention, training_time_test
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
 
@@ -42,7 +42,7 @@ def dense(leaves, document):
     return F.scaled_dot_product_attention(query, k, v, attn_mask=mask)
 
 
-def ours(document, budget=training_time_test.BUDGET):
+def ours(document, budget=span_attention.BUDGET):
     return lambda leaves: attend(*halves(leaves), document, budget=budget)
 
 
@@ -54,7 +54,7 @@ def test_equals_the_loop(positions, kv, layout):
     for k in range(7) if positions < 33 else [positions % 7, kv]:
         leaves, weight = case(positions, kv, k, seed=k)
         want = with_grads(lambda leaves: loop(leaves, document), leaves, weight)
-        for budget in (1, 150, training_time_test.BUDGET):
+        for budget in (1, 150, span_attention.BUDGET):
             assert_close(with_grads(ours(document, budget), leaves, weight), want, 1e-10)
             single = [leaf.detach().float().requires_grad_() for leaf in leaves]
             assert_close(with_grads(ours(document, budget), single, weight), want, 1e-5)
@@ -66,7 +66,7 @@ def test_equals_the_table_over_several_blocks(layout, positions):
     document = documents(layout, positions)
     leaves, weight = case(positions, 2, 3)
     want = with_grads(lambda leaves: dense(leaves, document), leaves, weight)
-    for budget in (3000, training_time_test.BUDGET):
+    for budget in (3000, span_attention.BUDGET):
         assert_close(with_grads(ours(document, budget), leaves, weight), want, 1e-10)
 
 
@@ -84,7 +84,7 @@ def test_scale_and_transposed_inputs():
     assert_close(with_grads(lambda leaves: attend(*halves(leaves), None, scale=0.7), turned, weight), want, 1e-10)
 
 
-@pytest.mark.parametrize("budget", [1, 600, training_time_test.BUDGET])
+@pytest.mark.parametrize("budget", [1, 600, span_attention.BUDGET])
 def test_documents_do_not_see_each_other(budget):
     document = torch.tensor([[0] * 10 + [1] * 12 + [2] * 11]).expand(2, -1)
     leaves, weight = case(33, 2, 3, torch.float32)
@@ -158,7 +158,7 @@ def faulty_merge(change):
     def merge(query, out, lse, keys, values, scale):
         return change(right, query, out, lse, keys, values, scale)
 
-    return "_merge", merge
+    return training_time_test, "_merge", merge
 
 
 def without_the_peak(_, query, out, lse, keys, values, scale):
@@ -174,10 +174,14 @@ FAULTS = {
     ),
     "a merge without the peak": faulty_merge(without_the_peak),
     "no gradient through the log-sum-exp": faulty_merge(lambda f, q, o, lse, ks, vs, scale: f(q, o, lse.detach(), ks, vs, scale)),
-    "not causal": ("_hidden", lambda start, at, key_at: (key_at < start) & (at >= 0)),
-    "strictly causal": ("_hidden", lambda start, at, key_at: (key_at >= at.clamp(min=1)) | (key_at < start)),
-    "documents mixed": ("_starts", lambda document, rows, positions, device: torch.zeros(rows, positions, dtype=torch.int64)),
-    "a gradient without D": ("_row_terms", lambda d_out, out: torch.zeros_like(out[..., 0])),
+    "not causal": (span_attention, "_hidden", lambda start, end, key_at: (key_at < start) & (end >= 0)),
+    "strictly causal": (span_attention, "_hidden", lambda start, end, key_at: (key_at >= (end - 1).clamp(min=1)) | (key_at < start)),
+    "documents mixed": (
+        training_time_test,
+        "document_starts",
+        lambda document, rows, positions, device: torch.zeros(rows, positions, dtype=torch.int64),
+    ),
+    "a gradient without D": (span_attention, "_row_terms", lambda d_out, out: torch.zeros_like(out[..., 0])),
 }
 
 
@@ -188,7 +192,7 @@ def test_planted_faults_are_seen(monkeypatch, fault, dtype, wide, tolerance):
     leaves, weight = case(20, 2, 3, dtype, wide=wide)
     want = with_grads(lambda leaves: loop(leaves, document), leaves, weight)
     if fault:
-        monkeypatch.setattr(training_time_test, *FAULTS[fault])
+        monkeypatch.setattr(*FAULTS[fault])
     got = with_grads(ours(document, 400), leaves, weight)
     # In float64 this merge is the right one, as long as nothing overflows.
     if not fault or (fault == "a merge without the peak" and dtype == torch.float64):
@@ -206,11 +210,15 @@ def test_the_block_mask_is_the_documents(positions, layout):
         document = torch.where(document < 0, document, document // 40)  # long enough for full blocks
     padded = positions + -positions % 128
     full = torch.zeros(2, padded, dtype=torch.int64) if document is None else F.pad(document, (0, padded - positions))
-    tail = torch.arange(padded).where(torch.arange(padded) >= positions, -1)
     want = flex.create_block_mask(
-        lambda b, h, q, k: (k <= q) & (full[b, q] == full[b, k]) & (tail[q] == tail[k]), 2, None, padded, padded, device="cpu"
+        lambda b, h, q, k: torch.where(q < positions, (k <= q) & (full[b, q] == full[b, k]), k == padded - 1),
+        2,
+        None,
+        padded,
+        padded,
+        device="cpu",
     )
-    got = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu"))
+    got = span_attention.block_mask(*causal_spans(document, positions), positions)
     assert got.shape == want.shape and torch.equal(got.to_dense(), want.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -223,12 +231,12 @@ def test_flex_attention_gives_the_same(monkeypatch, positions, layout, kv):
     """The GPU's path but for the compiled kernel: FlexAttention's own reference, whose backward pass is merely not offered on a CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     document = documents(layout, positions)
-    mask = training_time_test._block_mask(training_time_test._starts(document, 2, positions, "cpu"))
+    mask = span_attention.block_mask(*causal_spans(document, positions), positions)
     leaves, weight = case(positions, kv, 3, torch.float32, dim=16)
 
     def path(leaves):
         query, keys, values = halves(leaves)
-        out, lse = training_time_test._flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
+        out, lse = span_attention.flex(query, keys[0], values[0], mask, 0.25, flex.flex_attention)
         return training_time_test._merge(query, out, lse, keys[1:], values[1:], 0.25)
 
     assert_close(with_grads(path, leaves, weight), with_grads(ours(document), leaves, weight), 1e-5)
@@ -241,10 +249,10 @@ def test_new_documents_and_lengths_do_not_compile_again():
     compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
     for seed, positions in enumerate((256, 256, 300, 513, 130, 700)):
         document = documents("packed", positions, seed=seed)
-        start = training_time_test._starts(document, 2, positions, "cpu")
+        spans = causal_spans(document, positions)
         query, (key,), (value,) = halves([leaf.detach() for leaf in case(positions, 2, 0, torch.float32, dim=16)[0]])
-        got = training_time_test._flex(query, key, value, training_time_test._block_mask(start), 0.25, compiled)
-        assert_close(got, training_time_test._Causal.apply(query, key, value, start, 0.25, training_time_test.BUDGET), 1e-5)
+        got = span_attention.flex(query, key, value, span_attention.block_mask(*spans, positions), 0.25, compiled)
+        assert_close(got, span_attention.Spans.apply(query, key, value, *spans, 0.25, span_attention.BUDGET), 1e-5)
     assert counter.frame_count == 2
 
 

@@ -366,7 +366,7 @@ def main(arguments: list[str]) -> None:
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
         sizes = architecture(section, target)
-        drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, reads=tuple(sizes.get("taps", ())), **sizes)
+        drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, **sizes)
         assert isinstance(drafter, EagleModel)
         if sizes.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
             drafter.take(frequent_tokens(train, target, sizes["draft_vocab_size"]))

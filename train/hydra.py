@@ -56,10 +56,8 @@ from draftsmith.models.target_defaults import rope_theta
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
 from draftsmith.train.losses import blocks
-from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl_heads
-from draftsmith.train.losses.heads import head_weights, shifted
+from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.losses.noise import feature_noise
-from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -71,35 +69,24 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     distribution of the token after position s. The mean of head k in document d is over the supervised tokens that the head predicts there,
     n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
     """
-    hidden, ids, heads = target.features(batch).hidden, batch["input_ids"], range(section.heads)
+    hidden, ids = target.features(batch).hidden, batch["input_ids"]
     feature = drafter.feature_of(TargetOutput(hidden))
     if drafter.training and section.noise:
         feature = feature + feature_noise(batch, feature, section.noise, seed)
     root = drafter.root_states(feature, batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]
-    counted, weights = head_weights(batch, section.heads)
+    counted, weights = head_weights(batch, section.heads, section.decay)
     actual, tokens = hidden.flatten(0, 1), torch.stack([shifted(ids, k + 1) for k in range(section.heads + 1)])  # [K+1,B·S]
 
     def block_loss(root: Tensor, given: dict[str, Tensor], read: slice, own: slice) -> tuple[Tensor, Tensor]:
         states = drafter.hidden_along(root, target.embed(tokens[:-1, read].T), given)
-        outputs = [drafter.output(k, given) for k in heads]
-        weight, parts = F.pad(weights[:, own], (0, read.stop - own.stop)), []
-        if section.distill > 0:
-            shifts = [k + 1 for k in heads]
-            parts.append((section.distill, chunked_kl_heads(states, outputs, actual[read], target.logits, list(weight), shifts)))
-        if section.distill < 1:
-            labels = tokens[1:, read]
-            parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], labels[k], weight[k]) for k in heads]))
-        total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
-        return total, torch.stack([loss.hits for _, losses in (parts[0], parts[-1]) for loss in losses])
+        outputs = [drafter.output(k, given) for k in range(section.heads)]
+        weight = F.pad(weights[:, own], (0, read.stop - own.stop))
+        return head_losses(states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill)
 
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)
-    chains, right = hits.chunk(2)  # [K,B·S]
     weight = supervised_tokens(batch)
-    # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
-    rates = right.sum(1) / counted.sum(1).clamp(min=1) * weight
-    top1 = {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}
-    return Loss(total, weight, survival_metrics(chains, counted.float(), weight) | top1)
+    return Loss(total, weight, head_metrics(hits, counted, weight))
 
 
 def check(recipe: HydraRecipe) -> None:

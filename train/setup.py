@@ -31,7 +31,7 @@ from draftsmith.train.recipe import Recipe
 
 
 def new_drafter_and_data(
-    recipe: Recipe, method: str, target: Target, corpora: dict[str, Corpus], *, reads: tuple[int, ...] = (), **architecture: Any
+    recipe: Recipe, method: str, target: Target, corpora: dict[str, Corpus], **architecture: Any
 ) -> tuple[DrafterModel, PackedDataset | FeatureDataset, PackedDataset | FeatureDataset]:
     """An untrained drafter for the target, and the training and held-out sequences.
 
@@ -40,7 +40,6 @@ def new_drafter_and_data(
         method: name of an architecture, a file in models/.
         target: the frozen target.
         corpora: "train" and "valid".
-        reads: taps of the target that the drafter reads.
         architecture: fields of the architecture's Config.
     """
     kinds = drafters.architecture(method)
@@ -55,7 +54,7 @@ def new_drafter_and_data(
         drafter.tree_spec = tree_spec_from_options(
             "chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes
         )
-    train, valid = datasets(recipe, target, corpora, reads)
+    train, valid = datasets(recipe, target, corpora, drafter.taps)
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had
     return drafter, train, valid

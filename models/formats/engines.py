@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
+from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
-__all__ = ["ENGINES", "ROWS", "Limit", "Row", "check_row", "eagle_limits", "family_of", "scales_embedding", "serving"]
+__all__ = ["ENGINES", "ROWS", "Limit", "Row", "check_row", "eagle_limits", "family_of", "limits_of", "scales_embedding", "serving"]
 
 # What --to takes -> the engine's name.
 ENGINES = {
@@ -26,7 +28,8 @@ ENGINES = {
     "transformers": "transformers",
     "gguf": "llama.cpp",
 }
-FAMILIES = {"medusa": "Medusa", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
+FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark"}
 
 
 class Row(NamedTuple):
@@ -48,6 +51,9 @@ _SGLANG = (
     "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "
     "--speculative-num-steps {{depth}} --speculative-eagle-topk 1 --speculative-num-draft-tokens {{nodes}}"
 )
+_SGLANG_BLOCK = (
+    "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}}"
+)
 _TENSORRT = "trtllm-serve {target} --extra_llm_api_options {folder}/tensorrt-llm.yaml"
 
 ROWS: dict[tuple[str, str], Row] = {
@@ -60,6 +66,8 @@ ROWS: dict[tuple[str, str], Row] = {
         "read",
         "examples/medusa/convert_checkpoint.py --model_dir {target} --medusa_model_dir {folder} --num_medusa_heads {depth}",
     ),
+    ("mlp", "vllm"): Row("nothing", "read", _VLLM.format("mlp_speculator")),
+    ("mlp", "tgi"): Row("nothing", "read", "text-generation-launcher --model-id {folder}"),  # --speculate would change w_s
     ("eagle1", "vllm"): Row("the head", "run", _VLLM.format("eagle")),
     ("eagle1", "sglang"): Row("the embedding and the head", "read", _SGLANG.format("EAGLE")),
     ("eagle1", "eagle"): Row(
@@ -73,6 +81,9 @@ ROWS: dict[tuple[str, str], Row] = {
     ("eagle3", "gguf"): Row(
         "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}"
     ),
+    ("dflash", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dflash")),
+    ("dflash", "sglang"): Row("the embedding and the head", "read", _SGLANG_BLOCK.format("DFLASH")),
+    ("dspark", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dspark")),
     ("student", "vllm"): Row("nothing", "run", _VLLM.format("draft_model")),
     ("student", "sglang"): Row("nothing", "read", _SGLANG.format("STANDALONE")),
     ("student", "tensorrt-llm"): Row("nothing", "read", _TENSORRT),
@@ -111,10 +122,12 @@ class Limit(NamedTuple):
 
 
 def family_of(drafter: Any) -> str:
-    """medusa, eagle1, eagle3; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    """medusa, mlp, eagle1, eagle3, dflash, dspark; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    if isinstance(drafter, DflashModel):
+        return drafter.method
     if isinstance(drafter, EagleModel):
         return f"eagle{drafter.config.version}"
-    return "medusa" if isinstance(drafter, MedusaModel) else "student"
+    return "medusa" if isinstance(drafter, MedusaModel) else "mlp" if isinstance(drafter, MlpModel) else "student"
 
 
 def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
@@ -146,8 +159,42 @@ def scales_embedding(target: Target) -> bool:
     return not torch.equal(target.embed(torch.arange(len(weight), device=weight.device)), weight)
 
 
+def limits_of(drafter: Any, target: Target) -> list[Limit]:
+    """What engines do otherwise with a drafter, in the order of the engines."""
+    if isinstance(drafter, EagleModel):
+        return eagle_limits(drafter.config, target)
+    if isinstance(drafter, DflashModel):
+        return _dflash_limits(drafter.config, target)
+    return _mlp_limits(drafter.config) if isinstance(drafter, MlpModel) else []
+
+
+def _dflash_limits(config: DflashConfig, target: Target) -> list[Limit]:
+    """`limits_of` DFlash and DSpark."""
+    own_mask, dspark = config.mask_token_id is None, config.model_type == "dspark"
+    kind = getattr(target.config, "model_type", "")
+    rules = (
+        (own_mask and dspark, "vLLM", "reads no mask embedding of its own: train with dspark.mask_token", True),
+        (own_mask, "SGLang", "reads no mask embedding of its own: train with dflash.mask_token", True),
+        (config.causal, "SGLang", "lets the rows of a block see all of it", True),
+        (kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets", True),
+        (target.head_scale != 1, "vLLM SGLang", f"applies the target's head without its scale {target.head_scale:.4g}", False),
+        (scales_embedding(target), "vLLM SGLang", "shares the target's embedding without its scaling", True),
+    )
+    return [Limit(engine, why, refused) for holds, names, why, refused in rules if holds for engine in names.split()]
+
+
+def _mlp_limits(config: MlpConfig) -> list[Limit]:
+    lstm, tied = config.cell == "lstm", config.tie_weights and config.num_heads > 1
+    rules = (
+        (lstm, "vLLM TGI", "has no LSTM: Snowflake's ArcticInference has, by names of its own", True),
+        (not lstm, "vLLM", "registers this class in versions before its V1 engine; 0.32 has it and refuses the folder", False),
+        (not tied, "TGI", "reads heads wrongly that do not share their weights", True),
+    )
+    return [Limit(engine, why, refused) for holds, names, why, refused in rules if holds for engine in names.split()]
+
+
 def eagle_limits(config: EagleConfig, target: Target) -> list[Limit]:
-    """What engines do otherwise with an EAGLE drafter, in the order of the engines."""
+    """`limits_of` an EAGLE drafter."""
     three, taps, usual = config.version == 3, list(config.taps or ()), list(usual_taps(target.num_layers))
     kind = getattr(target.config, "model_type", "")
     engines = ("vLLM", "SGLang", "TensorRT-LLM", "SafeAILab", "llama.cpp")

@@ -11,11 +11,12 @@ import yaml
 from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
-from draftsmith.models.eagle import EagleModel
 from draftsmith.models.formats import gguf_file
+from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
-from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, eagle_limits, family_of, serving
+from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, family_of, limits_of, serving
 from draftsmith.models.formats.medusa import write_medusa
+from draftsmith.models.formats.mlp import write_mlp
 from draftsmith.models.formats.note import NOTE, licence_of, write_note
 from draftsmith.models.formats.rules import path_faults
 from draftsmith.models.formats.student import fitted, write_student
@@ -97,7 +98,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exp
         OSError: the disk; what was there stays.
     """
     family, target = family_of(source.drafter), source.target
-    limits = eagle_limits(source.drafter.config, target) if isinstance(source.drafter, EagleModel) else []
+    limits = limits_of(source.drafter, target)
     row = check_row(family, engine, limits)
     folder = folder.absolute()
     check_output(folder)
@@ -139,8 +140,10 @@ def _write_format(source: Source, family: str, engine: str, part: Path, folder: 
             _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": str(folder)})
         return cast(Any, written).float()
     drafter = source.drafter
-    if family == "medusa":
-        write_medusa(drafter, part, engine, dtype)
+    if family in ("dflash", "dspark"):
+        write_dflash(drafter, part, dtype)
+    elif family in ("medusa", "mlp"):
+        write_medusa(drafter, part, engine, dtype) if family == "medusa" else write_mlp(drafter, part, dtype)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(part)
     elif engine == "gguf":

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["GGUF_EAGLE3", "GGUF_LLAMA", "MEDUSA", "MIDLAYER", "NUMBERED", "Layout", "medusa_blocks"]
+__all__ = ["GGUF_EAGLE3", "GGUF_LLAMA", "MEDUSA", "MIDLAYER", "NUMBERED", "Layout", "medusa_blocks", "speculator"]
 
 _PARTS = {"i": r"\d+", "j": r"\d+", "n": r"[1-9]\d*", "rest": r".+"}
 
@@ -80,6 +80,15 @@ def medusa_blocks(num_layers: int) -> Layout:
         ("{i}.{j}.linear.{rest}", ("blocks.{i}.layers.{j}.{rest}",)),
     )
     return Layout(names, ("lm_head.weight",))
+
+
+def speculator(heads: int, tied: bool) -> Layout:
+    """IBM's names of an MLP speculator with this many heads: tied weights stand at every head's index."""
+    every = "speculator.{0}.{1}.{{rest}}"
+    copies = {name: tuple(every.format(name, i) for i in range(heads)) for name in ("emb", "head", "ln")}
+    shared = tuple((f"{name}.0.{{rest}}", stored) for name, stored in copies.items())
+    shared += (("proj.1.{rest}", tuple(every.format("proj", i) for i in range(1, heads))),)
+    return Layout((*(shared if tied else ()), ("{rest}", ("speculator.{rest}",))))
 
 
 _ENDS = (("{0}embed_tokens.weight", "token_embd.weight"), ("{0}norm.weight", "output_norm.weight"), ("lm_head.weight", "output.weight"))

@@ -22,8 +22,8 @@ from draftsmith.models.drafter import CONFIG
 from draftsmith.models.formats.layouts import MEDUSA, medusa_blocks
 from draftsmith.models.medusa import MedusaConfig, MedusaModel
 from draftsmith.models.model_files import check_config
-from draftsmith.models.target import Target, check_loaded
-from draftsmith.models.weights import check_finite
+from draftsmith.models.target import Target
+from draftsmith.models.weights import assign
 
 __all__ = ["HEADS", "SHARED", "WEIGHTS", "heads_and_blocks", "read_medusa", "write_medusa"]
 
@@ -135,22 +135,8 @@ def read_medusa(folder: Path, tensors: dict[str, Tensor], target: Target) -> Med
     )
     with torch.device("meta"):
         drafter = MedusaModel(config)
-    expected = drafter.state_dict()
-    misshapen = [
-        (name, tensors[name].shape, expected[name].shape)
-        for name in tensors.keys() & expected
-        if tensors[name].shape != expected[name].shape
-    ]
-    loading_info = {
-        "missing_keys": expected.keys() - tensors.keys(),
-        "unexpected_keys": tensors.keys() - expected.keys(),
-        "mismatched_keys": misshapen,
-    }
-    check_loaded(str(folder), loading_info)
-    drafter.load_state_dict(tensors, strict=True, assign=True)
+    assign(str(folder), drafter, tensors, target.device)
     config.dtype = next(iter(tensors.values())).dtype
-    torch.nn.Module.to(drafter, target.device)
-    check_finite(str(folder), drafter)
     return drafter.attach(target).eval()
 
 

@@ -16,7 +16,17 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["Inputs", "eagle_logits", "gguf_content", "llama_logits", "medusa_logits", "read_folder", "tapped"]
+__all__ = [
+    "Inputs",
+    "dflash_logits",
+    "eagle_logits",
+    "gguf_content",
+    "llama_logits",
+    "medusa_logits",
+    "mlp_logits",
+    "read_folder",
+    "tapped",
+]
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Our table of names of a GGUF file's parts, apart from the one that writes it.
@@ -24,6 +34,9 @@ _GGUF = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "
 _GGUF |= {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_norm": "post_attention_layernorm"}
 _GGUF |= {"attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm"}
 _GGUF_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
+
+_DFLASH = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+_DFLASH += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")] + ["input_layernorm", "post_attention_layernorm"]
 
 Logits = dict[tuple[int, int], Tensor]  # (root, draft step) -> [V], −inf outside the draft vocabulary
 
@@ -170,6 +183,73 @@ def medusa_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: In
         weight = tensors.get("lm_head.weight") if config.get("original_lm_head") else own
         rows.append(inputs.head(x) if weight is None else x @ weight.T)
     return torch.stack(rows, 1)
+
+
+@torch.no_grad()
+def mlp_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: Inputs) -> Logits:
+    """The logits of every head from every root, drafting along the text itself."""
+    heads, inner = config["n_predict"], config["inner_dim"] or config["emb_dim"]
+    state_weight = 0.5 ** (0.5 / heads)
+    token_weight = (1 - state_weight**2) ** 0.5 * (inner / 2) ** 0.5
+    tensors = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
+    rows: Logits = {}
+
+    def weight(part: str, i: int, kind: str = "weight") -> Tensor:
+        """Of tied weights an engine may read each index, or the first one alone; other files' may be at any one."""
+        least = int(part == "proj" and i > 0)
+        near = (i, *range(least, heads)) if config.get("tie_weights") else (i,)
+        return next(tensors[f"{part}.{j}.{kind}"] for j in near if f"{part}.{j}.{kind}" in tensors)
+
+    for root in range(1, len(inputs.tokens)):
+        state = inputs.hidden[root - 1]
+        state = _rms(state, torch.tensor(0.5**0.5), 1e-6) if config.get("scale_input") else state
+        for i, token in enumerate(inputs.tokens[root : root + heads]):
+            x = weight("proj", i) @ state + token_weight / state_weight * weight("emb", i)[token]
+            state = F.gelu(_rms(x, weight("ln", i), 1e-6) + weight("ln", i, "bias"))
+            rows[root, i] = weight("head", i) @ state
+    return rows
+
+
+@torch.no_grad()
+def dflash_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: Inputs) -> Logits:
+    """The logits of every row of the blocks of DFlash or DSpark, from every root; DSpark's along the text itself."""
+    inner, sizes = config.get("dflash_config") or config, _sizes(config)
+    markov, size = "markov_rank" in config, config.get("block_size") or inner["block_size"]
+    mask = tensors.get("mask_embedding", inputs.embedding[inner["mask_token_id"]])
+    context = _rms(
+        torch.cat([inputs.states[layer + 1] for layer in inner["target_layer_ids"]], -1) @ tensors["fc.weight"].T,
+        tensors["hidden_norm.weight"],
+        sizes.eps,
+    )
+    later = torch.full((size, size), -torch.inf).triu(1) if inner.get("causal") else torch.zeros(size, size)
+    rows: Logits = {}
+    for root in range(1, len(inputs.tokens)):
+        x = torch.stack([inputs.embedding[inputs.tokens[root]], *[mask] * (size - 1)])
+        for number in range(config["num_hidden_layers"]):
+            weights = {name: tensors[f"layers.{number}.{name}.weight"] for name in _DFLASH}
+            normed = _rms(x, weights["input_layernorm"], sizes.eps)
+            both = torch.cat((context[:root], normed))  # at positions 0, 1, … root + size − 1
+            query, key, value = (
+                (both @ weights[f"self_attn.{letter}_proj"].T).view(len(both), -1, sizes.dim).transpose(0, 1) for letter in "qkv"
+            )
+            query, key = (
+                _turn(_rms(heads, weights[f"self_attn.{letter}_norm"], sizes.eps), sizes) for letter, heads in (("q", query), ("k", key))
+            )
+            key, value = (side.repeat_interleave(sizes.heads // sizes.kv_heads, 0) for side in (key, value))
+            scores = query[:, root:] @ key.transpose(1, 2) / sizes.dim**0.5
+            scores[:, :, root:] += later
+            x = x + (scores.softmax(-1) @ value).transpose(0, 1).flatten(1) @ weights["self_attn.o_proj"].T
+            y = _rms(x, weights["post_attention_layernorm"], sizes.eps)
+            x = x + (F.silu(y @ weights["mlp.gate_proj"].T) * (y @ weights["mlp.up_proj"].T)) @ weights["mlp.down_proj"].T
+        logits = inputs.head(_rms(x, tensors["norm.weight"], sizes.eps))
+        for step in range(size - (not markov)):
+            rows[root, step] = logits[step + (not markov)]
+            if markov and root + step < len(inputs.tokens):
+                before = tensors["markov_head.markov_w1.weight"][inputs.tokens[root + step]]
+                rows[root, step] = rows[root, step] + tensors["markov_head.markov_w2.weight"] @ before
+            elif markov:
+                del rows[root, step]
+    return rows
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Drafters in other people's folders and on the Hub: EAGLE-1 and -3, Medusa, speculators', read into our own models.
+"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, MLP speculators, DFlash, DSpark.
 
 Only safetensors are read. A folder that `draftsmith export` wrote brings its tree and its target's identity along, in draftsmith.json.
 """
@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import DrafterModel, methods
+from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
 from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
+from draftsmith.models.formats.mlp import MODEL_TYPE, read_mlp
 from draftsmith.models.formats.note import NOTE, read_note
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.weights import WEIGHTS, headers
@@ -24,7 +26,8 @@ from draftsmith.models.weights import WEIGHTS, headers
 __all__ = ["MARKS", "check_files", "format_of", "folder_of", "open_tensors", "read_published", "target_of"]
 
 # A key of a config.json -> a family that has no architecture here.
-MARKS = {"hydra_num_heads": "Hydra heads", "n_predict": "an MLP speculator", "dflash_config": "a DFlash drafter"}
+MARKS = {"hydra_num_heads": "Hydra heads"}
+KINDS = "EAGLE, Medusa, an MLP speculator, DFlash or DSpark"
 PICKLES = (".bin", ".pt", ".pth")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
@@ -33,7 +36,7 @@ _CONVERT = (
 
 
 def format_of(path: str) -> str:
-    """eagle or medusa for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
+    """eagle, medusa, mlp, dflash or dspark for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
 
     Raises:
         FileNotFoundError: no config.json.
@@ -44,7 +47,14 @@ def format_of(path: str) -> str:
     names = raw.get("architectures") or []
     for key, about in MARKS.items():
         if key in raw:
-            raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected EAGLE or Medusa")
+            raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected {KINDS}")
+    if raw.get("model_type") == MODEL_TYPE or "n_predict" in raw:
+        return "mlp"
+    for kind, name in ARCHITECTURES.items():
+        if name in names:
+            return kind
+    if INNER in raw:
+        return "dflash"
     if raw.get("speculators_model_type") or any(VERSIONS.get(name) for name in names):
         return "eagle"
     ours = {"target", "tree", "share_head"} & raw.keys()
@@ -123,12 +133,17 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     """
     kind, folder = format_of(path), folder_of(path)
     if not kind:
-        raise ValueError(f"{path!r} is no published EAGLE or Medusa drafter; expected one of the layouts in models/FORMATS.md")
+        raise ValueError(f"{path!r} is no published drafter ({KINDS}); expected one of the layouts in models/FORMATS.md")
     note = read_note(folder)
     if note.get("target") and (warning := check_same(TargetIdentity.from_dict(note["target"]), target.identity)):
         warnings.warn(warning, stacklevel=2)
     check_files(folder)
-    drafter: DrafterModel = read_medusa(folder, open_tensors(folder), target) if kind == "medusa" else read_eagle(folder, target)
+    if kind == "eagle":
+        drafter: DrafterModel = read_eagle(folder, target)
+    else:
+        drafter = {"medusa": read_medusa, "mlp": read_mlp, "dflash": read_dflash, "dspark": read_dflash}[kind](
+            folder, open_tensors(folder), target
+        )
     if kind == "eagle" and note.get("depth"):
         drafter.config.steps = note["depth"]
     if note.get("tree"):

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from draftsmith.inference.reading import read_json
 from draftsmith.models import vocab
+from draftsmith.models.formats import dflash
 from draftsmith.models.formats.eagle import ARCHITECTURES, BIAS, COUNT, INNER, TAPS, VERSIONS
 from draftsmith.models.formats.engines import OVERRIDING
 from draftsmith.models.formats.layouts import EMBEDDING
 from draftsmith.models.formats.medusa import HEADS, SHARED, SHARED_KEY, WEIGHTS
+from draftsmith.models.formats.mlp import ARCHITECTURE, PREFIX
 from draftsmith.models.formats.student import GENERATION
 from draftsmith.models.model_files import TOKENIZER_FILES
 from draftsmith.models.target import Target
 
-__all__ = ["Fault", "eagle_faults", "gguf_faults", "medusa_faults", "path_faults", "student_faults"]
+__all__ = ["FAULTS", "Fault", "eagle_faults", "gguf_faults", "path_faults", "student_faults"]
 
 Fault = tuple[str, str]  # engines of `engines.ENGINES`, with blanks between; what is wrong
 _ALL3 = "vllm sglang tensorrt-llm speculators eagle"
@@ -32,7 +34,7 @@ _ALL3 = "vllm sglang tensorrt-llm speculators eagle"
 def path_faults(family: str, folder: Path) -> Iterator[Fault]:
     """A path that makes vLLM take another method."""
     words = [word for word in OVERRIDING if word in str(folder).lower()]
-    if family in ("medusa", "student") and words:
+    if family in ("medusa", "mlp", "student") and words:
         yield "vllm", f"the path has {words[0]!r} in it, by which vLLM takes another method than it was given; rename the folder"
 
 
@@ -93,6 +95,79 @@ def _head_faults(raw: dict[str, Any], names: set[str], heads: int, blocks: int) 
     known |= {f"{i}.{blocks}.weight" for i in range(heads)} | {f"lm_heads.{i}.weight" for i in range(heads)} | {SHARED}
     if unknown := sorted(plain - known):
         yield "vllm tgi tensorrt-llm", f"tensors that are read by nothing: {unknown[0]}{_more(unknown)}"
+
+
+def mlp_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:
+    """Faults of a folder of an MLP speculator."""
+    both, heads = "vllm tgi", raw.get("n_predict") or 0
+    for key, size in (("emb_dim", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if raw.get(key) != size:
+            yield both, f"config.json has {key} {raw.get(key, 'missing')}, target {target.name!r} has {size}"
+    if raw.get("architectures") != [ARCHITECTURE]:
+        yield "vllm", f"config.json has architectures {raw.get('architectures')}; vLLM knows {ARCHITECTURE} alone"
+    for key in ("n_predict", "tie_weights", "scale_input"):
+        if key not in raw:
+            yield both, f"config.json lacks {key}: {'3' if key == 'n_predict' else 'false'} is taken"
+    if not raw.get("inner_dim"):
+        yield "tgi", "config.json has no inner_dim above 0, by which tokens are weighed; write the real one"
+    if len(raw.get("top_k_tokens_per_head") or range(heads)) != heads:
+        yield "vllm", f"top_k_tokens_per_head has {len(raw['top_k_tokens_per_head'])} numbers for {heads} heads: refused"
+    if "base_model_name_or_path" not in raw:
+        yield "tgi", "config.json lacks base_model_name_or_path"
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield "tgi", "no tokenizer beside the heads"
+    plain = {name.removeprefix(PREFIX) for name in tensors}
+    if any(not name.startswith(PREFIX) for name in tensors):
+        yield "tgi", f"names do not begin with {PREFIX}"
+    for part, kinds in {"emb": ("weight",), "proj": ("weight",), "head": ("weight",), "ln": ("weight", "bias")}.items():
+        names = [f"{part}.{i}.{kind}" for i in range(heads) for kind in kinds]
+        read = [name for name in names if not raw.get("tie_weights") or name.split(".")[1] in ("0", "1" if part == "proj" else "0")]
+        if lacking := [name for name in read if name not in plain]:
+            yield "vllm", f"tensors are missing, and are left random: {lacking[0]}{_more(lacking)}"
+        if lacking := [name for name in names if name not in plain]:
+            yield "tgi", f"tensors are missing: {lacking[0]}{_more(lacking)}; tied ones too are read at every index"
+        plain -= set(names)
+    if plain:
+        yield both, f"tensors that are read by nothing: {min(plain)}{_more(sorted(plain))}"
+
+
+def dflash_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:
+    """Faults of a folder of DFlash or DSpark."""
+    both, inner, dspark = "vllm sglang", (raw.get(dflash.INNER) or {}) | raw, "markov_rank" in raw
+    if raw.get("architectures") != [dflash.ARCHITECTURES["dspark" if dspark else "dflash"]]:
+        yield (
+            both,
+            f"config.json has architectures {raw.get('architectures')}; expected [{dflash.ARCHITECTURES['dspark' if dspark else 'dflash']!r}]",
+        )
+    for key, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if raw.get(key) != size:
+            yield both, f"config.json has {key} {raw.get(key, 'missing')}, target {target.name!r} has {size}"
+    taps = inner.get("target_layer_ids")
+    if not taps:
+        yield both, "config.json names no target_layer_ids: other layers are read"
+    elif not all(isinstance(tap, int) and 0 <= tap < target.num_layers for tap in taps):
+        yield both, f"target_layer_ids {taps} are not the outputs of layers 0 to {target.num_layers - 1}"
+    mask = inner.get("mask_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
+        yield both, f"mask_token_id is {mask}; masks need a token of the target"
+    if "block_size" not in inner:
+        yield both, "config.json lacks block_size: 16 is taken"
+    if "rope_theta" not in raw and "rope_theta" not in (raw.get("rope_parameters") or {}):
+        yield both, "config.json names no rope_theta: 1000000 is taken"
+    if dspark and any(raw.get(key) != value for key, value in dflash.MARKOV.items()):
+        yield "vllm", f"config.json lacks one of {', '.join(dflash.MARKOV)}: the confidence is dropped, or read at another width"
+    if "mask_embedding" in tensors:
+        yield "sglang", "mask_embedding is read by nothing: masks are the token's embedding"
+    layers = raw.get("num_hidden_layers") or 0
+    needed = [
+        f"layers.{number}.{name}.weight" for number in range(layers) for name in ("self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+    ]
+    if lacking := [name for name in (*needed, "fc.weight", "hidden_norm.weight", "norm.weight") if name not in tensors]:
+        yield both, f"tensors are missing: {lacking[0]}{_more(lacking)}"
+
+
+# By family, for those whose files have one form.
+FAULTS = {"medusa": medusa_faults, "mlp": mlp_faults, "dflash": dflash_faults, "dspark": dflash_faults}
 
 
 def eagle_faults(version: int, raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:

@@ -16,7 +16,7 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import methods
 from draftsmith.models.formats import plain, rules
-from draftsmith.models.formats.engines import ENGINES, ROWS, eagle_limits
+from draftsmith.models.formats.engines import ENGINES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
 from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
@@ -54,13 +54,13 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
     _, tensors = plain.read_folder(folder)
-    family = {"medusa": "medusa", "eagle": f"eagle{_version(raw, tensors)}"}.get(kind, "student")
+    family = f"eagle{_version(raw, tensors)}" if kind == "eagle" else kind or "student"
     wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
     if family == "student":
         return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted)
-    if family == "medusa":
-        lines += _said(rules.medusa_faults(raw, tensors, target, folder), wanted)
+    if faults_of := rules.FAULTS.get(family):
+        lines += _said(faults_of(raw, tensors, target, folder), wanted)
     else:
         lines += _said(rules.eagle_faults(int(family[-1]), raw, tensors, target, folder), wanted)
     try:
@@ -69,10 +69,8 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
             drafter = read_published(str(folder), target)
     except ValueError as error:
         return lines or [f"all: {error}"]
-    if family != "medusa":
-        named = {ENGINES[engine]: engine for engine in wanted}
-        limits = [limit for limit in eagle_limits(drafter.config, target) if limit.refused and limit.engine in named]
-        lines += [f"{limit.engine}: it {limit.why}" for limit in limits]
+    named = {ENGINES[engine] for engine in wanted}
+    lines += [f"{limit.engine}: it {limit.why}" for limit in limits_of(drafter, target) if limit.refused and limit.engine in named]
     if lines:
         return lines
     tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
@@ -114,8 +112,13 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
     if family == "medusa":
         rows = plain.medusa_logits(config, tensors, inputs)
         return _compare("root", dict(enumerate(logits)), {root: rows[root] for root in range(LENGTH - 1)}, tolerance)
-    read = plain.tapped(engine, config, folder, target.num_layers) if family == "eagle3" else []
-    second = plain.eagle_logits(config, tensors, inputs, read, min(STEPS, logits.shape[1]), gguf=engine == "gguf")
+    if family == "mlp":
+        second = plain.mlp_logits(config, tensors, inputs)
+    elif family in ("dflash", "dspark"):
+        second = plain.dflash_logits(config, tensors, inputs)
+    else:
+        read = plain.tapped(engine, config, folder, target.num_layers) if family == "eagle3" else []
+        second = plain.eagle_logits(config, tensors, inputs, read, min(STEPS, logits.shape[1]), gguf=engine == "gguf")
     return _compare("root, step", {at: logits[at[0] - 1, at[1]] for at in second}, second, tolerance)
 
 

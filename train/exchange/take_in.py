@@ -1,4 +1,4 @@
-"""Make an artifact of a published drafter: EAGLE-1, EAGLE-3, speculators' or Medusa, a folder or on the Hub.
+"""Make an artifact of a published drafter: EAGLE-1, EAGLE-3, speculators', Medusa or an MLP speculator, a folder or on the Hub.
 
 draftsmith import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --output runs/theirs
 draftsmith eval runs/theirs
@@ -30,16 +30,14 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval import card
     from draftsmith.eval.loading import command
     from draftsmith.inference import durable
-    from draftsmith.models.formats.published import format_of, read_published, target_of
+    from draftsmith.models.formats.published import KINDS, format_of, read_published, target_of
     from draftsmith.train.exchange.export import PRECISION, open_target
 
     output = Path(os.path.expanduser(chosen.output)).absolute()
     if output.is_symlink() or (output.exists() and (not output.is_dir() or os.listdir(output))):
         raise ValueError(f"--output {chosen.output}: expected a new or an empty folder; name another")
     if not format_of(chosen.drafter):
-        raise ValueError(
-            f"{chosen.drafter!r} is no published EAGLE or Medusa drafter; a draft model or an artifact of ours needs no import"
-        )
+        raise ValueError(f"{chosen.drafter!r} is no published drafter ({KINDS}); a draft model or an artifact of ours needs no import")
     name = chosen.target or target_of(chosen.drafter).get("name")
     if not name:
         raise ValueError(f"{chosen.drafter!r} does not say which target it was made for; give --target")

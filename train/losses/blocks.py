@@ -34,14 +34,14 @@ def in_blocks(
 
     Args:
         loss_of: (hidden [m,H] of the positions to read, the parameters, these positions, the block's own positions) -> the loss of the
-            block's own positions, a scalar, and hits [n,·] of any kinds. It may have hits for the positions behind them too.
+            block's own positions, a scalar, and hits [...,·] of any kinds. It may have hits for the positions behind them too.
         hidden: [M,H].
         parameters: what the loss depends on besides, by name. `loss_of` gets leaves of its own in their place, complete under every launcher.
         rows: positions of a block.
         ahead: how many positions behind its own a block reads.
 
     Returns:
-        The sum, a scalar to call backward on, once; hits [n,M].
+        The sum, a scalar to call backward on, once; hits [...,M].
     """
     reads_gradient = torch.is_grad_enabled() and hidden.requires_grad
     leaves = {name: tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad) for name, tensor in parameters.items()}
@@ -56,7 +56,7 @@ def in_blocks(
         with torch.set_grad_enabled(needs_grad):
             loss, hit = loss_of(part, leaves, read, own)
         total += loss.detach()
-        hits.append(hit[:, : own.stop - own.start])
+        hits.append(hit[..., : own.stop - own.start])
         if needs_grad:
             inputs = [leaves[name] for name in trained] + [part] * reads_gradient
             grads = list(torch.autograd.grad(loss, inputs))
@@ -66,4 +66,4 @@ def in_blocks(
             del grads  # before the next block's are made
     if needs_grad:
         total = joined(total[None], [_Blocks([hidden, *(parameters[name] for name in trained)], [of_hidden, *of_parameters])])[0]
-    return total, torch.cat(hits, 1)
+    return total, torch.cat(hits, -1)

@@ -127,57 +127,75 @@ def chunked_kl_heads(
 
     Args:
         draft_hidden, weights: K tensors [M,H] with K `draft_heads`, and K tensors [M].
+        draft_heads: K heads, or one that serves all: then a single loss is returned, with hits [K·M], and the head has one gradient.
         target_hidden: [M,·], with `target_head`.
         shifts: K numbers ≥ 0.
 
     Raises:
         ValueError: a negative shift, or lists of different lengths.
     """
-    if not len(draft_hidden) == len(draft_heads) == len(weights) == len(shifts) or min(shifts, default=0) < 0:
-        raise ValueError(
-            f"got {len(draft_hidden)} hidden states, {len(draft_heads)} heads, {len(weights)} weights and shifts {list(shifts)}; "
-            "expected one of each per head and shifts >= 0"
-        )
-    parts = [ChunkedHead(hidden, head) for hidden, head in zip(draft_hidden, draft_heads, strict=True)]
+    heads, tied = len(draft_hidden), len(draft_heads) == 1
+    _check_heads(heads, len(draft_heads), len(weights), shifts)
+    distinct = [ChunkedHead(hidden, head) for hidden, head in zip(_stacked(draft_hidden, tied), draft_heads, strict=True)]
+    parts = distinct * heads if tied else distinct
     with torch.no_grad():
         target = ChunkedHead(target_hidden.detach(), target_head)
     rows, weight = aligned(torch.stack([weight.to(parts[0].sum_dtype) for weight in weights]), shifts)
+    if tied:
+        rows = rows + len(target_hidden) * torch.arange(heads, device=rows.device)[:, None]
     used = weight > 0
     hits = torch.zeros_like(used)
 
     def fused(index: Tensor) -> Tensor:
         from draftsmith.train.losses.kernels import target_distribution
 
-        with torch.no_grad():
-            raw = target.raw(index, used[:, index].any(0))
+        raw = target.raw(index, used[:, index].any(0))
         shared, sums = target_distribution(raw, weight[:, index], temperature=temperature), []
         for k, part in enumerate(parts):
             scale = weight[k, index]
             values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, scale * temperature, "kl")
             sums.append((values * scale).sum() * temperature**2)
-        return torch.stack(sums)
+        return by_part(sums)
 
     def step(index: Tensor) -> Tensor:
-        with torch.no_grad():
-            raw = target.logits(index, used[:, index].any(0))
-            best = ranked(raw, 1)
-            target_logp = softened(raw, temperature)
-            target_p = target_logp.exp()
+        raw = target.logits(index, used[:, index].any(0))
+        best, target_logp = ranked(raw, 1), softened(raw, temperature)
+        target_p = target_logp.exp()
         sums = []
         for k, part in enumerate(parts):
-            row, scale, used_row = rows[k, index], weight[k, index][:, None], used[k, index][:, None]
-            logits = part.logits(row, used_row.squeeze(1))
-            hits[k, index] = ((ranked(logits, 1) == best) & used_row).squeeze(1)
+            row, scale, supervised = rows[k, index], weight[k, index][:, None], used[k, index][:, None]
+            logits = part.logits(row, supervised.squeeze(1))
+            hits[k, index] = ((ranked(logits, 1) == best) & supervised).squeeze(1)
             logp = softened(logits, temperature)
-            gap = torch.where(target_p > 0, target_p * (target_logp - logp), 0).sum(-1, keepdim=True)
-            sums.append(torch.where(used_row, gap * scale, 0).sum() * temperature**2)
+            sums.append(torch.where(supervised, _kl(target_p, target_logp, logp) * scale, 0).sum() * temperature**2)
             if part.needs_grad:
                 part.backward(row, logp.exp_().sub_(target_p).mul_(scale * temperature))
-        return torch.stack(sums)
+        return by_part(sums)
 
-    size = chunk_rows(len(target_hidden), target.vocab_size, budget)
-    total = summed_in_chunks(parts, rows_to_visit(used.any(0)), size, fused if all(part.fused for part in parts) else step)
-    return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), by_row(hits, shifts).unbind(), strict=True)]
+    def by_part(sums: list[Tensor]) -> Tensor:
+        return torch.stack(sums).sum(0, keepdim=True) if tied else torch.stack(sums)
+
+    size, way = chunk_rows(len(target_hidden), target.vocab_size, budget), fused if all(part.fused for part in parts) else step
+    total = summed_in_chunks(distinct, rows_to_visit(used.any(0)), size, way)
+    return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), _stacked(by_row(hits, shifts).unbind(), tied), strict=True)]
+
+
+def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) [m,1] of rows [m,V]; 0 · log 0 is 0."""
+    return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1, keepdim=True)
+
+
+def _check_heads(hidden: int, heads: int, weights: int, shifts: Sequence[int]) -> None:
+    if not hidden == weights == len(shifts) or heads not in (1, hidden) or min(shifts, default=0) < 0:
+        raise ValueError(
+            f"got {hidden} hidden states, {heads} heads, {weights} weights and shifts {list(shifts)}; "
+            "expected one of each per head and shifts >= 0"
+        )
+
+
+def _stacked(tensors: Sequence[Tensor], tied: bool) -> Sequence[Tensor]:
+    """The tensors, or where heads are tied all of them joined into one."""
+    return [torch.cat(tuple(tensors))] if tied and len(tensors) > 1 else tensors
 
 
 def _fused(

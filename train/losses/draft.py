@@ -53,19 +53,21 @@ __all__ = ["LOSSES", "DraftLosses", "chunked_draft_loss", "feature_loss", "mix"]
 
 
 class DraftLosses(NamedTuple):
-    """The loss of K steps, and how well each position did. `hits` and `overlap` are 0 where the weight is 0 or the target has no row.
+    """The loss of K steps, and how well each position did; `hits`, `overlap` and `losses` are 0 where the weight is 0 or there is no row.
 
     Attributes:
         sum: Σ_k decay[k] · sums[k], a scalar to call backward on, once.
         sums: [K], Σ weight · loss of each step, without a graph.
         hits: [K,M] bool by row of hidden: the drafter's best token is the target's best.
         overlap: [K,M] by row of hidden: α, without a graph.
+        losses: [K,M] by row of hidden: the loss of each position, without weight and without a graph.
     """
 
     sum: Tensor
     sums: Tensor
     hits: Tensor
     overlap: Tensor
+    losses: Tensor
 
 
 def chunked_draft_loss(
@@ -117,7 +119,7 @@ def chunked_draft_loss(
     chunk = _Chunk(target_ids, draft_ids, temperature, top_k, shares, terms, part.needs_grad)
     losses_of = chunk.fused if part.fused else chunk.plain
     gradient_scale = weight * factor[:, None] / temperature
-    hits, overlap = torch.zeros_like(used), torch.zeros_like(weight)
+    hits, overlap, each = torch.zeros_like(used), torch.zeros_like(weight), torch.zeros_like(weight)
     sums = torch.zeros_like(factor)
 
     def step(index: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ def chunked_draft_loss(
             raw = target.raw(index, supervised.any(0))
         logits = part.raw(row.flatten(), supervised.flatten()).unflatten(0, row.shape)
         values, alpha, hit, gradient = losses_of(raw, logits, None if text is None else text[index], scale, gradient_scale[:, index])
-        hits[:, index], overlap[:, index] = hit & supervised, alpha * supervised
+        hits[:, index], overlap[:, index], each[:, index] = hit & supervised, alpha * supervised, values * supervised
         step_sums = (values * scale).sum(1)
         sums.add_(step_sums)
         if part.needs_grad:
@@ -137,7 +139,7 @@ def chunked_draft_loss(
     wide = max(target.vocab_size, len(hidden) * part.vocab_size)
     size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, budget)
     total = summed_in_chunks([part], rows_to_visit(used.any(0)), size, step)
-    return DraftLosses(total[0], sums, by_row(hits, shifts), by_row(overlap, shifts))
+    return DraftLosses(total[0], sums, *(by_row(of_row, shifts) for of_row in (hits, overlap, each)))
 
 
 def feature_loss(predicted: Tensor, actual: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from draftsmith.models import training_time_test
+from draftsmith.models import span_attention
 from draftsmith.models.model_files import read_config
 from draftsmith.models.target import KEY, Target
 from draftsmith.train.engine.flops import CPU_ATTENTION, MATMULS, causal_attention_flops
@@ -285,16 +285,24 @@ def _make_fake(module: nn.Module) -> None:
 
 @contextmanager
 def _attention(gpu: bool) -> Iterator[None]:
-    """Context in which the attention of models/training_time_test.py allocates as FlexAttention does on a GPU: its output and log-sum-exp."""
-    before = training_time_test._Causal
+    """Context in which models/span_attention.py needs no values.
 
-    def apply(query: Tensor, key: Tensor, value: Tensor, start: Tensor, scale: float, budget: int) -> tuple[Tensor, Tensor]:
+    On a GPU it allocates as FlexAttention does: its output and log-sum-exp. On a CPU its spans end evenly, as causal ones do.
+    """
+    spans, numbers = span_attention.Spans, span_attention._numbers
+
+    def apply(query: Tensor, key: Tensor, value: Tensor, start: Tensor, end: Tensor, scale: float, budget: int) -> tuple[Tensor, Tensor]:
         out = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
         return out[0], out[1]
 
+    def even(start: Tensor, end: Tensor, keys: int) -> list[tuple[list[int], list[int]]]:
+        rows, queries = start.shape
+        return [([0] * queries, [max(1, keys * query // queries) for query in range(1, queries + 1)])] * rows
+
     if gpu:
-        training_time_test._Causal = SimpleNamespace(apply=apply)  # pyright: ignore[reportAttributeAccessIssue]
+        span_attention.Spans = SimpleNamespace(apply=apply)  # pyright: ignore[reportAttributeAccessIssue]
+    span_attention._numbers = even
     try:
         yield
     finally:
-        training_time_test._Causal = before
+        span_attention.Spans, span_attention._numbers = spans, numbers

@@ -1,0 +1,146 @@
+"""DSpark: the objective against loops in float64, its Markov head, and chains that end where the confidence falls."""
+
+import math
+
+import pytest
+import torch
+from packed_data import corpus_of
+from random_targets import random_model, randomise
+
+from draftsmith.data.packing import PackedDataset
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.dspark import DsparkConfig
+from draftsmith.models.target import Target
+from draftsmith.train.dspark import DsparkSection, objective
+from draftsmith.train.losses.anchors import draw_anchors, tokens_behind
+
+VOCAB = 67
+PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8], [4, 4, 4, 2]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.wrap(random_model("llama"))
+
+
+def make(target, dtype=torch.float32, **more):
+    settings = {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "block_size": 4, "markov_rank": 6, "num_layers": 1} | more
+    return randomise(new_drafter("dspark", target, dtype=dtype, **settings), 0.4)
+
+
+def packed():
+    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
+    batch = rows.batch(torch.arange(len(rows)))
+    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= 3)
+    return batch
+
+
+def test_fresh_heads_say_nothing(target):
+    """Until they are trained the Markov head adds nothing, and the confidence is one half."""
+    drafter = new_drafter("dspark", target, taps=[0, 1], num_heads=4, block_size=4)
+    states, previous = torch.randn(5, drafter.config.hidden_size), torch.arange(5)
+    read = drafter.before_head(states, previous)
+    assert torch.equal(drafter.head_logits(read), target.logits(states)) and not drafter.confidence_logits(read).any()
+
+
+def test_the_markov_head_reads_the_token_before(target):
+    drafter = make(target)
+    states, previous = torch.randn(5, drafter.config.hidden_size), torch.tensor([3, 3, 60, 8, 0])
+    own = drafter.head_logits(drafter.before_head(states, previous)) - target.logits(states)
+    parts = drafter.markov_head
+    for row, token in zip(own, previous.tolist(), strict=True):
+        torch.testing.assert_close(row, parts.markov_w2.weight @ parts.markov_w1.weight[token], rtol=1e-4, atol=1e-4)
+    assert own.abs().max() > 0.5
+
+
+def test_the_objective_is_the_loops():
+    target = Target.wrap(random_model("llama").double())
+    drafter, batch = make(target, torch.float64).train(), packed()
+    section = DsparkSection(anchors=3, gamma=2.0, loss="0.3 nll + 0.7 tv", confidence_loss=0.6)
+    loss = objective(drafter, batch, target=target, section=section, seed=1)
+    anchors, drawn = draw_anchors(batch, 3, 1)
+    _, tokens, supervised = tokens_behind(batch, anchors, drawn, 4)
+    out = target.features(batch, drafter.taps)
+    states = drafter.states_along(
+        drafter.feature_of(TargetOutput(out.hidden, out.taps)), batch["input_ids"], batch["position_ids"], batch["document"], anchors
+    )
+    weight, bias = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
+    total, counted = torch.zeros((), dtype=torch.float64), 0
+    for b in range(len(anchors)):
+        terms, factors = [], []
+        for i, anchor in enumerate(anchors[b].tolist()):
+            for k in range(4):
+                if not supervised[b, i, k]:
+                    continue
+                before = batch["input_ids"][b, anchor + k]
+                vector = drafter.markov_head.markov_w1.weight[before]
+                log_q = (target.logits(states[b, i, k]) + drafter.markov_head.markov_w2.weight @ vector).log_softmax(-1)
+                p = target.logits(out.hidden[b, anchor + k]).softmax(-1).detach()
+                alpha = torch.minimum(p, log_q.exp()).sum()
+                c = torch.sigmoid(weight @ torch.cat((states[b, i, k], vector)) + bias)
+                doubt = -(alpha.detach() * c.log() + (1 - alpha.detach()) * (1 - c).log())
+                terms.append(0.3 * -log_q[tokens[b, i, k]] + 0.7 * (1 - alpha) + 0.6 * doubt)
+                factors.append(math.exp(-k / 2.0))
+                counted += 1
+        if terms:
+            total = total + batch["loss_mask"][b].sum() * sum(t * f for t, f in zip(terms, factors, strict=True)) / sum(factors)
+    assert counted > 20
+    torch.testing.assert_close(loss.sum, total, rtol=1e-6, atol=0)
+    trained = list(drafter.parameters())
+    for got, want in zip(torch.autograd.grad(loss.sum, trained), torch.autograd.grad(total, trained, materialize_grads=True), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=3, rule="target-sample"), Sampling(0.9, seed=3, rule="shared-noise")])
+def test_doubtful_chains_end_early_and_change_nothing(target, sampling):
+    plain = [answer.tokens for answer in Decoder(target).generate(PROMPTS, sampling, 20, ())]
+    sizes = {}
+    for confidence in (0.0, 0.3):
+        drafter = make(target, confidence=confidence)
+        drafter.tree_spec = StaticTree.chain(4)
+        propose, sizes[confidence] = drafter.propose, []
+
+        def noted(round, propose=propose, seen=sizes[confidence]):
+            tree = propose(round)
+            tree.validate()
+            seen.extend(tree.size.tolist())
+            return tree
+
+        drafter.propose = noted
+        assert [answer.tokens for answer in Decoder(target, drafter, slots=2).generate(PROMPTS, sampling, 20, ())] == plain
+    assert set(sizes[0.0]) <= {1, 5} and len(set(sizes[0.3])) >= 3 and max(sizes[0.3]) <= 5
+
+
+def test_a_chain_ends_before_the_token_that_its_confidences_do_not_carry(target):
+    drafter = make(target, confidence=0.25)
+    drafter.tree_spec = StaticTree.chain(4)
+    drafter.confidence_head.proj.weight.data.zero_()
+    prompt = [5, 6, 7, 11]
+    for probability, kept in ((0.1, 0), (0.3, 1), (0.55, 2), (0.65, 3), (0.9, 4)):
+        drafter.confidence_head.proj.bias.data.fill_(math.log(probability / (1 - probability)))
+        sizes, propose = [], drafter.propose
+        drafter.propose = lambda round, propose=propose, sizes=sizes: sizes.append(propose(round)) or sizes[-1]
+        list(Decoder(target, drafter).generate([prompt], Sampling(), 8, ()))
+        drafter.propose = propose
+        assert {int(tree.size[0]) for tree in sizes[:-1]} == {1 + kept}, probability
+
+
+def test_a_tree_is_never_cut(target):
+    """Confidences are those of one path; a tree has others."""
+    drafter = make(target, confidence=0.99)
+    drafter.tree_spec = StaticTree.from_paths([(0,), (1,), (0, 0)])
+    propose, sizes = drafter.propose, set()
+    drafter.propose = lambda round: (tree := propose(round), sizes.update(tree.size.tolist()))[0]
+    list(Decoder(target, drafter).generate([[5, 6, 7]], Sampling(), 8, ()))
+    assert sizes == {4}
+
+
+@pytest.mark.parametrize("settings", [{"markov_rank": 0}, {"confidence": 1.0}, {"confidence": -0.1}, {"block_size": 0}])
+def test_sizes_that_do_not_fit_are_refused(settings):
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "taps": [0, 1], "num_heads": 4, "block_size": 5}
+    with pytest.raises(ValueError, match="expected at least"):
+        DsparkConfig(**sizes | settings)

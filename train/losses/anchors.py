@@ -1,0 +1,102 @@
+"""Where block drafters are trained: at anchors drawn from a sequence, on the tokens behind each.
+
+Letters: B sequences · S positions · A anchors · K draft depth.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.sampler import uniform
+from draftsmith.train.losses.mixture import mix
+from draftsmith.train.objective import Batch
+from draftsmith.train.recipe import Recipe
+
+__all__ = ["check_blocks", "draw_anchors", "paced", "per_sequence", "tokens_behind"]
+
+_ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
+
+
+def check_blocks(recipe: Recipe, loss: str, method: str, reach: int) -> None:
+    """Check, before anything is loaded, what recipes of block drafters have in common. Raises ValueError, naming the keys.
+
+    Args:
+        recipe: of any of them.
+        loss: what `mix` reads.
+        method: its section's name.
+        reach: positions from an anchor to the end of its block.
+    """
+    mix(loss)
+    if recipe.train.context_parallel > 1:
+        raise ValueError(
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
+            "data.seq_len instead"
+        )
+    if reach >= recipe.data.seq_len:
+        raise ValueError(f"{method}.block_size looks {reach} positions ahead, data.seq_len={recipe.data.seq_len} has fewer; lower it")
+
+
+def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw positions of each sequence whose next token is supervised, keyed by example and position: a resumed run draws the same.
+
+    A document's first token is no anchor, since nothing comes before it.
+
+    Args:
+        batch: loss_mask, position_ids, document and sample_id [B,S].
+        count: A; where a sequence has fewer such positions, the last one is repeated.
+        seed: of the run.
+
+    Returns:
+        anchors [B,A] int64 in order, drawn [B,A] bool: False for repeated ones.
+    """
+    mask, position, document = batch["loss_mask"].bool(), batch["position_ids"], batch["document"]
+    length = mask.shape[1]
+    fits = torch.zeros_like(mask)
+    fits[:, 1:-1] = mask[:, 2:] & (document[:, 2:] == document[:, 1:-1]) & (position[:, 1:-1] > 0)
+    key, at = batch["sample_id"].clamp(min=0), position.clamp(min=0)
+    chance = uniform(seed, key, at, torch.full_like(at, _ANCHORS)).masked_fill(~fits, 2.0)
+    least, anchors = chance.topk(min(count, length), 1, largest=False)
+    drawn = least < 2
+    last = torch.where(drawn, anchors, 0).amax(1, keepdim=True)
+    anchors = torch.where(drawn, anchors, last)
+    order = (2 * anchors + ~drawn).argsort(1)
+    return anchors.gather(1, order), drawn.gather(1, order)
+
+
+def tokens_behind(batch: Batch, anchors: Tensor, drawn: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that blocks predict.
+
+    Args:
+        batch: input_ids, loss_mask and document [B,S].
+        anchors, drawn: as `draw_anchors`.
+        depth: K.
+
+    Returns:
+        All [B,A,K]: positions of the tokens (clamped to the sequence), the tokens, and whether each is supervised; a token is, while
+        it and all before it in the block are in the anchor's document and in the loss mask.
+    """
+    length = batch["loss_mask"].shape[1]
+    at = anchors[..., None] + 1 + torch.arange(depth, device=anchors.device)
+    inside, at = at < length, at.clamp(max=length - 1)
+
+    def of(name: str, positions: Tensor) -> Tensor:
+        return batch[name].gather(1, positions.flatten(1)).view(positions.shape)
+
+    supervised = inside & of("loss_mask", at).bool() & (of("document", at) == of("document", anchors[..., None]))
+    return at, of("input_ids", at), supervised.cumprod(2).bool() & drawn[..., None]
+
+
+def per_sequence(weights: Tensor, batch: Batch) -> Tensor:
+    """Weights [B,A,K] scaled so that those of a sequence add up to its supervised tokens; 0 where they are all 0."""
+    total = weights.sum((1, 2), keepdim=True)
+    tokens = batch["loss_mask"].sum(1)[:, None, None]
+    return torch.where(total > 0, weights * (tokens / total.clamp(min=1e-9)), 0)
+
+
+def paced(accepted: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
+    """D-PACE's weights [B,A,K]: Σ_{m≥j} Π_{i≤m} s_i, with s = (1 − smoothing) · accepted + smoothing.
+
+    It is what the expected accepted length loses where token j is missed, but for the smoothing. `accepted` [B,A,K] is the probability that the
+    drafter gives the text's token, without a graph.
+    """
+    survival = (((1 - smoothing) * accepted + smoothing) * supervised).cumprod(2)
+    return survival.flip(2).cumsum(2).flip(2) * supervised
