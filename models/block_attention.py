@@ -36,10 +36,11 @@ class Blocks(NamedTuple):
     mask: BlockMask | None
 
 
-def blocks_at(anchor: Tensor, rows: int, document: Tensor) -> Blocks:
-    """Blocks of `rows` rows at anchor [B,A] of packed documents [B,S], numbered in runs."""
+def blocks_at(anchor: Tensor, rows: int, document: Tensor, inclusive: bool = False) -> Blocks:
+    """Blocks of `rows` rows at anchor [B,A] of packed documents [B,S], numbered in runs; `inclusive`: they see the anchor's own key too."""
     start = document_starts(document, *document.shape, document.device).gather(1, anchor)
-    start, end = (side.repeat_interleave(rows, 1) for side in (start, anchor))
+    end = torch.maximum(anchor + inclusive, start + 1)  # a document's first position sees itself rather than nothing
+    start, end = (side.repeat_interleave(rows, 1) for side in (start, end))
     return Blocks(anchor, start, end, block_mask(start, end, document.shape[1]) if document.is_cuda else None)
 
 

@@ -44,6 +44,7 @@ DRAFTERS = {
     "eagle3 of speculators": ("eagle", THREE | {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}),
     "dflash": ("dflash", BLOCK | {"mask_token_id": 3}),
     "dflash with its own mask": ("dflash", BLOCK | {"causal": True}),
+    "peagle": ("peagle", THREE | {"mask_token_id": 3}),
     "dspark": ("dspark", BLOCK | {"mask_token_id": 3, "block_size": K, "markov_rank": 6, "num_layers": 1}),
     "dspark with its own mask": ("dspark", BLOCK | {"block_size": K, "markov_rank": 6}),
     "student": ("student", {}),

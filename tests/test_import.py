@@ -17,7 +17,11 @@ from draftsmith.models.target import Target
 from draftsmith.train.exchange import export, take_in
 
 PUBLISHED = [
-    *((name, "vllm") for name in DRAFTERS if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask")),
+    *(
+        (name, "vllm")
+        for name in DRAFTERS
+        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "peagle")
+    ),
     ("eagle3", "speculators"),
     ("eagle3 of speculators", "speculators"),
     ("medusa that shares the head", "tgi"),

@@ -95,8 +95,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.data.feature_dataset import FeatureDataset
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
@@ -258,16 +256,6 @@ def _head_dim(size: int, heads: int, of_target: int | None) -> int:
     )
 
 
-def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:
-    """A draft vocabulary of `size` tokens: the most frequent supervised tokens of the training data, and the tokens that stop."""
-    pieces = train.corpus.tokens_by_domain().values()
-    counts = torch.stack([vocab.count(ids, mask, target.vocab_size) for ids, mask in pieces]).sum(0)
-    vocabulary = vocab.choose(counts, size, target.stop_ids)
-    share = vocab.coverage(counts, vocabulary).overall
-    say(f"draft vocabulary: {size:,} of {target.vocab_size:,} tokens, {share:.2%} of the supervised ones")
-    return vocabulary
-
-
 def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
     """Copy the weights of another EAGLE drafter of this target, ours or a published one, its head re-indexed to this drafter's vocabulary.
 
@@ -369,7 +357,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "eagle", target, corpora, **sizes)
         assert isinstance(drafter, EagleModel)
         if sizes.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
-            drafter.take(frequent_tokens(train, target, sizes["draft_vocab_size"]))
+            drafter.take(setup.frequent_tokens(train, target, sizes["draft_vocab_size"]))
         if section.start == "target":
             begin_with_target(drafter, target, train.batch(torch.arange(1)))
         elif section.start:

@@ -23,10 +23,12 @@ from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.kernels import missing
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models import drafter as drafters
+from draftsmith.models import vocab
 from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.train.engine import output, processes
+from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe
 
 
@@ -58,6 +60,16 @@ def new_drafter_and_data(
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had
     return drafter, train, valid
+
+
+def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:
+    """A draft vocabulary of `size` tokens: the most frequent supervised tokens of the training data, and the tokens that stop."""
+    pieces = train.corpus.tokens_by_domain().values()
+    counts = torch.stack([vocab.count(ids, mask, target.vocab_size) for ids, mask in pieces]).sum(0)
+    vocabulary = vocab.choose(counts, size, target.stop_ids)
+    share = vocab.coverage(counts, vocabulary).overall
+    say(f"draft vocabulary: {size:,} of {target.vocab_size:,} tokens, {share:.2%} of the supervised ones")
+    return vocabulary
 
 
 def start_from(drafter: DrafterModel, path: str, target: Target, key: str) -> None:

@@ -12,6 +12,7 @@ from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
+from draftsmith.models.peagle import PeagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
@@ -29,7 +30,7 @@ ENGINES = {
     "gguf": "llama.cpp",
 }
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
-FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
 
 
 class Row(NamedTuple):
@@ -106,6 +107,7 @@ _REASONS = {
     ("eagle1", "gguf"): "llama.cpp has EAGLE-3 alone",
     ("eagle1", "transformers"): "its assistant is a causal LM",
     ("eagle3", "transformers"): "its assistant is a causal LM",
+    ("peagle", "vllm"): "it reads P-EAGLE, in a layout that is not written here yet",
     ("student", "speculators"): "it trains heads; vLLM serves a draft model as it is",
 }
 NOT_TAPPED = ("gemma3", "gemma3_text", "glm4_moe", "qwen2_moe")  # targets that vLLM captures no taps of
@@ -122,8 +124,8 @@ class Limit(NamedTuple):
 
 
 def family_of(drafter: Any) -> str:
-    """medusa, mlp, eagle1, eagle3, dflash, dspark; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
-    if isinstance(drafter, DflashModel):
+    """medusa, mlp, eagle1, eagle3, dflash, dspark, peagle; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    if isinstance(drafter, DflashModel | PeagleModel):
         return drafter.method
     if isinstance(drafter, EagleModel):
         return f"eagle{drafter.config.version}"

@@ -1,0 +1,133 @@
+"""P-EAGLE: EAGLE-3 whose later drafts come from the same forward (AWS 2026; names of tensors as in speculators and vLLM).
+
+The network is EAGLE-3's. A pair that EAGLE-3 would draft with its own output and the token drafted before has a mask instead of both: the
+embedding of `mask_token_id` for the token, and `mask_hidden`, learned, for the target's taps. K − 1 such pairs follow the last real one, each
+at the next position, in one forward; a pair sees all real ones and the masks before it. So K tokens cost one forward of the network,
+and no draft reads another.
+
+Letters: B rows · S positions · A anchors · K draft steps · T taps · V target vocabulary · H the target's hidden size · W the drafter's.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from draftsmith.inference.attention import TreeAttention
+from draftsmith.inference.drafter import RoundContext, TargetOutput
+from draftsmith.inference.expand import TreeSpec
+from draftsmith.inference.level_heads import draft_marginals
+from draftsmith.inference.tree import DraftTree
+from draftsmith.models.block_attention import attend_blocks, blocks_at
+from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.training_time_test import attend, blocks, shift_left
+
+
+class PeagleConfig(EagleConfig):
+    """Sizes of the drafter, those of EAGLE-3.
+
+    Attributes:
+        mask_token_id: token of the target whose embedding stands for a token that is not there yet.
+    """
+
+    model_type = "peagle"
+    mask_token_id: int = 0
+
+    def __post_init__(self, **kwargs) -> None:
+        super().__post_init__(**kwargs)
+        if self.version != 3 or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"got version {self.version} and mask_token_id {self.mask_token_id}; P-EAGLE is of version 3, its mask a token of the "
+                f"target, 0 to {self.vocab_size - 1}"
+            )
+
+    @classmethod
+    def tiny_settings(cls) -> dict[str, dict]:
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "steps": 4, "taps": [0, 1]}
+        return {"default": sizes, "two layers": sizes | {"num_layers": 2, "fc_norm": True, "mask_token_id": 3, "taps": [1]}}
+
+
+class PeagleModel(EagleModel):
+    """EAGLE-3, and what stands for features that are not there yet."""
+
+    config_class = PeagleConfig
+    config: PeagleConfig
+
+    def __init__(self, config: PeagleConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps or ()) * config.hidden_size))
+        init.normal_(self.mask_hidden)  # as large as a feature: norms of nothing would have steep gradients
+        self.post_init()
+
+    def mask_pairs(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
+        """The feature [B,count,W] and the tokens [B,count] of masked pairs."""
+        mask = self.get_parameter("mask_hidden")
+        taps = mask.view(1, 1, len(self.taps), -1)
+        feature = self.feature_of(TargetOutput(taps[:, :, 0], taps))
+        tokens = torch.full((rows, count), self.config.mask_token_id, device=mask.device)
+        return feature.expand(rows, count, -1), tokens
+
+    def states_along(self, feature: Tensor, ids: Tensor, positions: Tensor, document: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft along a text: step 0 at all positions, the others behind anchors.
+
+        Args:
+            feature: the target's features [B,S,W].
+            ids, positions, document: [B,S], the numbers of documents in runs.
+            anchors: [B,A] in order: pairs that K − 1 masks follow.
+
+        Returns:
+            Outputs [B,S,W] of the pairs, and [B,A,K−1,W] of the masks. The pair at p predicts token p + 2, mask d at anchor a token a + 2 + d,
+            d from 1.
+        """
+        rows, steps = anchors.shape[0], self.config.steps - 1
+        keys: list[tuple[Tensor, Tensor]] = []
+        mask = blocks(document, len(ids), ids.shape[1], document.device)
+
+        def among_pairs(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys.append((key, value))
+            return attend(query, [key], [value], document, mask=mask)
+
+        first = self.step(feature, shift_left(ids, 1), positions, among_pairs)
+        if not steps:
+            return first, first.new_zeros(*anchors.shape, 0, first.shape[2])
+        masked = blocks_at(anchors, steps, document, inclusive=True)
+        at = positions.gather(1, anchors)[..., None] + torch.arange(1, steps + 1, device=anchors.device)
+
+        def among_masks(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_blocks(query, keys[layer], (key, value), masked, causal=True)
+
+        later = self.step(*self.mask_pairs(rows, at[0].numel()), at.flatten(1), among_masks)
+        return first, later.unflatten(1, (-1, steps))
+
+    # Drafting
+
+    def drafted_positions(self, tree_spec: TreeSpec) -> int:
+        return self.config.steps
+
+    @torch.no_grad()
+    def propose(self, round: RoundContext) -> DraftTree:
+        """All levels of the tree from one forward over masks; the root alone where a slot has no pair yet."""
+        state, tree_spec = self._state, self._state.tree_spec
+        depth = min(round.depth, tree_spec.max_depth)
+        if depth == 0:
+            return DraftTree.root(round.last_tokens)
+        output = state.last_output[round.slot_index][:, None]
+        if depth > 1:
+            state.cache.static_shape = round.static_shape
+            state.cache.select(round.slots)
+            attention = TreeAttention.causal(state.cache, depth - 1)
+            feature, tokens = self.mask_pairs(len(output), depth - 1)
+            output = torch.cat((output, self.step(feature, tokens, attention.positions(), self._cached(attention))), 1)
+        return self._ready(draft_marginals(tree_spec, self.spread(self.logits_of(output)), round), round)
+
+    # Position records
+
+    def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
+        """ids [S] and the target's output along them [1,S,·] -> the outputs of all steps [S,K,W]."""
+        with torch.inference_mode():
+            every = torch.arange(len(ids), device=ids.device)[None]
+            first, later = self.states_along(self.feature_of(out), ids[None], every, torch.zeros_like(every), every)
+            return torch.cat((first[:, :, None], later), 2)[0]
+
+
+Config = PeagleConfig
+Model = PeagleModel

@@ -1,0 +1,141 @@
+"""P-EAGLE: the objective against one forward for each anchor with tables of scores in float64, what a mask sees, training from a store."""
+
+import json
+
+import pytest
+import torch
+from packed_data import corpus_of
+from random_targets import random_model, randomise
+
+from draftsmith.data.packing import PackedDataset
+from draftsmith.inference.drafter import TargetOutput
+from draftsmith.models import vocab
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.peagle import PeagleConfig
+from draftsmith.models.target import Target
+from draftsmith.train import peagle as train
+from draftsmith.train.losses.anchors import draw_anchors
+from draftsmith.train.peagle import PeagleSection, objective
+
+VOCAB = 67
+SIZES = {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "steps": 4, "num_layers": 2, "mask_token_id": 7}
+
+
+def make(target, dtype=torch.float32, **more):
+    drafter = new_drafter("peagle", target, dtype=dtype, **SIZES | more)
+    if drafter.config.draft_vocab_size < VOCAB:
+        drafter.take(vocab.choose(torch.arange(VOCAB) % 11 + 1, drafter.config.draft_vocab_size, []))
+    return randomise(drafter, 0.4)
+
+
+def packed():
+    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
+    batch = rows.batch(torch.arange(len(rows)))
+    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= 3)
+    return batch
+
+
+def dense(query, key, value, seen):
+    """One table of scores; seen [queries, keys] bool."""
+    key, value = (side.repeat_interleave(query.shape[1] // key.shape[1], 1) for side in (key, value))
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def alone(drafter, ids, feature, pair):
+    """The logits [K,D] of the pair at `pair` of one document and of the masks behind it, all as rows of one sequence."""
+    count, masks = pair + 1, drafter.config.steps - 1
+    masked, tokens = drafter.mask_pairs(1, masks)
+    rows = torch.cat((feature[:, :count], masked), 1)
+    read = torch.cat((ids[None, 1 : count + 1], tokens), 1)
+    causal = torch.ones(count + masks, count + masks, dtype=torch.bool).tril()
+    out = drafter.step(rows, read, torch.arange(count + masks)[None], lambda _, q, k, v: dense(q, k, v, causal))
+    return drafter.logits_of(out)[0, pair:]
+
+
+@pytest.mark.parametrize("size", [VOCAB, 30])
+def test_the_objective_is_the_loops(size):
+    target = Target.wrap(random_model("llama").double())
+    drafter, batch = make(target, torch.float64, draft_vocab_size=size, fc_norm=True).train(), packed()
+    section = PeagleSection(anchors=3, decay=0.7, loss="0.5 kl + 0.5 tv", steps=4)
+    loss = objective(drafter, batch, target=target, section=section, seed=2)
+    anchors, drawn = draw_anchors(batch, 3, 2)
+    kept, total, counted = drafter.vocabulary.targets, torch.zeros((), dtype=torch.float64), 0
+
+    def each(p, logits):
+        q, part = logits.log_softmax(-1), p[kept] / p[kept].sum()
+        known = bool((kept == p.argmax()).any())
+        kl = (part * (part.log() - q)).sum() if known else 0.0
+        return 0.5 * kl + 0.5 * (1 - torch.minimum(p[kept], q.exp()).sum())
+
+    for b in range(len(anchors)):
+        terms = []
+        for number in range(int(batch["document"][b].max()) + 1):
+            span = (batch["document"][b] == number).nonzero().flatten()
+            ids, mask, first = batch["input_ids"][b, span], batch["loss_mask"][b, span], int(span[0])
+            with torch.no_grad():
+                out = target.forward(ids[None], taps=drafter.taps)
+                p = target.logits(out.hidden[0]).softmax(-1)
+            feature = drafter.feature_of(TargetOutput(out.hidden, out.taps))
+            for pair in range(len(ids) - 2):
+                if mask[pair + 2]:
+                    total = total + each(p[pair + 1], alone(drafter, ids, feature, pair)[0])
+            for anchor in anchors[b][drawn[b]].tolist():
+                if not first <= anchor < first + len(ids):
+                    continue
+                root = anchor - first
+                logits = alone(drafter, ids, feature, root - 1)
+                for j in range(4):
+                    if root + 1 + j >= len(ids) or not mask[root + 1 + j]:
+                        break
+                    if j:
+                        terms.append(0.7**j * each(p[root + j], logits[j]))
+        counted += len(terms)
+        if terms:
+            total = total + batch["loss_mask"][b].sum() * sum(terms) / len(terms)
+    assert counted > 15
+    torch.testing.assert_close(loss.sum, total, rtol=1e-6, atol=0)
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    for got, want in zip(torch.autograd.grad(loss.sum, trained), torch.autograd.grad(total, trained, materialize_grads=True), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_sees_its_pairs_and_the_masks_before_it():
+    target = Target.wrap(random_model("llama"))
+    drafter, batch = make(target), packed()
+    ids, positions, document = (batch[name][:1] for name in ("input_ids", "position_ids", "document"))
+    feature = torch.randn(1, 24, drafter.config.draft_size, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    pair = int((positions[0] > 2).nonzero()[0])
+    _, later = drafter.states_along(feature, ids, positions, document, torch.tensor([[pair]]))
+    (gradient,) = torch.autograd.grad(later.sum(), feature)
+    reached = set(gradient.abs().sum(-1)[0].nonzero().flatten().tolist())
+    assert reached == {p for p in range(pair + 1) if document[0, p] == document[0, pair]} and len(reached) == 4
+    (gradient,) = torch.autograd.grad(
+        drafter.states_along(feature, ids, positions, document, torch.tensor([[pair]]))[1][0, 0, 0].sum(), drafter.mask_hidden
+    )
+    assert gradient.any()
+
+
+def test_it_trains_from_a_store_as_with_the_target(target_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
+    own = [f"peagle.{key}" for key in ("taps=[0,1]", "layers=1", "anchors=6", "steps=3", "vocab_size=64")]
+    data = [f"data.{key}" for key in (f"train={text}", "valid=null", f"cache={tmp_path}", "seq_len=32", "num_proc=1", "template=null")]
+    steps = [f"train.{key}" for key in ("steps=6", "batch_size=2", "warmup_steps=0", "eval_batches=2", "eval_every=3", "log_every=1")]
+    words = ["peagle-tiny", f"target.path={target_folder}", "data.near_duplicate=1.0", *own, *data, *steps]
+    losses = {}
+    for name, more in (
+        ("cached", [f"features.store={tmp_path}/store", "features.precision=float32", "features.mode=cache"]),
+        ("online", []),
+    ):
+        train.main([*words, f"train.output={tmp_path / name}", *more])
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row.get("loss", row.get("valid_loss")) for row in rows]
+    assert losses["cached"] == pytest.approx(losses["online"], rel=1e-5) and len(losses["online"]) >= 8
+
+
+@pytest.mark.parametrize("settings, said", [({"version": 1, "taps": None}, "version 1"), ({"mask_token_id": VOCAB}, "mask_token_id 67")])
+def test_sizes_that_do_not_fit_are_refused(settings, said):
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "taps": [0, 1], "num_heads": 4}
+    with pytest.raises(ValueError, match=said):
+        PeagleConfig(**sizes | settings)
