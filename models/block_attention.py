@@ -38,10 +38,11 @@ class Blocks(NamedTuple):
 
 def blocks_at(anchor: Tensor, rows: int, document: Tensor, inclusive: bool = False) -> Blocks:
     """Blocks of `rows` rows at anchor [B,A] of packed documents [B,S], numbered in runs; `inclusive`: they see the anchor's own key too."""
-    start = document_starts(document, *document.shape, document.device).gather(1, anchor)
+    sequences, positions = document.shape
+    start = document_starts(document, sequences, positions, document.device).gather(1, anchor)
     end = torch.maximum(anchor + inclusive, start + 1)  # a document's first position sees itself rather than nothing
     start, end = (side.repeat_interleave(rows, 1) for side in (start, end))
-    return Blocks(anchor, start, end, block_mask(start, end, document.shape[1]) if document.is_cuda else None)
+    return Blocks(anchor, start, end, block_mask(start, end, positions) if document.is_cuda else None)
 
 
 def attend_blocks(

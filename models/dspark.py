@@ -79,7 +79,7 @@ class DsparkModel(DflashModel):
     """What the head reads is a state and the vector W1[x] of the token before, [...,H+r]."""
 
     config_class = DsparkConfig
-    config: DsparkConfig
+    config: DsparkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: DsparkConfig) -> None:
         super().__init__(config)

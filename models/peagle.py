@@ -50,7 +50,7 @@ class PeagleModel(EagleModel):
     """EAGLE-3, and what stands for features that are not there yet."""
 
     config_class = PeagleConfig
-    config: PeagleConfig
+    config: PeagleConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: PeagleConfig) -> None:
         super().__init__(config)

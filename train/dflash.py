@@ -99,9 +99,9 @@ def objective(drafter: DflashModel, batch: Batch, *, target: Target, section: Df
     else:
         weights = supervised * torch.arange(supervised.shape[2], device=ids.device).div(-section.gamma).exp()
     losses = loss_of(section.loss, per_sequence(weights, batch))
-    by_depth = (values.view(supervised.shape).flatten(0, 1).T for values in (losses.hits, supervised))
+    hits, counted = (values.view(supervised.shape).flatten(0, 1).T for values in (losses.hits, supervised))
     weight = supervised_tokens(batch)
-    return Loss(losses.sum, weight, survival_metrics(*by_depth, weight))
+    return Loss(losses.sum, weight, survival_metrics(hits, counted, weight))
 
 
 def architecture(section: DflashSection, target: Target) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def objective(drafter: DsparkModel, batch: Batch, *, target: Target, section: Ds
     )
     odds = drafter.confidence_logits(read).float()
     doubt = F.binary_cross_entropy_with_logits(odds, losses.overlap[0].to(odds.dtype), weights.flatten().to(odds.dtype), reduction="sum")
-    by_depth = (values.view(at.shape).flatten(0, 1).T for values in (losses.hits, supervised))
+    hits, counted = (values.view(at.shape).flatten(0, 1).T for values in (losses.hits, supervised))
     weight = supervised_tokens(batch)
-    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(*by_depth, weight))
+    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(hits, counted, weight))
 
 
 def architecture(section: DsparkSection, target: Target) -> dict[str, Any]:

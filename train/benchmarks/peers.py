@@ -32,7 +32,7 @@ from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.reading import read_json
 from draftsmith.models.target import resolve_path
-from draftsmith.train import eagle, recipe
+from draftsmith.train import eagle, recipe, setup
 from draftsmith.train.benchmarks import peers_medusa, peers_samples, peers_table
 from draftsmith.train.eagle import EagleRecipe
 
@@ -159,7 +159,7 @@ def copy(plan: Plan, results: Results) -> dict[str, Any]:
     def write(part: Path) -> None:
         peers_samples.convert(data, part)
         if size < target.vocab_size:
-            for name, values in eagle.frequent_tokens(data, target, size).tensors().items():
+            for name, values in setup.frequent_tokens(data, target, size).tensors().items():
                 np.save(part / f"{name}.npy", values.numpy())
 
     began = time.process_time()
