@@ -30,18 +30,25 @@ class DsparkConfig(DflashConfig):
         block_size: n = K.
         markov_rank: r.
         confidence: least probability, by the confidences, that a chain is accepted up to a token; 0 drafts always.
+        temperatures: K numbers by which the log-odds of the confidences are divided, one for each depth; None for 1.
     """
 
     model_type = "dspark"
     block_size: int = 7
     markov_rank: int = 64
     confidence: float = 0.0
+    temperatures: list | None = None
 
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
         if self.markov_rank < 1 or not 0 <= self.confidence < 1:
             raise ValueError(
                 f"got markov_rank {self.markov_rank} and confidence {self.confidence}; expected at least 1, and a probability below 1"
+            )
+        given = self.temperatures
+        if given is not None and (len(given) != self.block_size or not all(isinstance(t, int | float) and 0 < t < 1e6 for t in given)):
+            raise ValueError(
+                f"got temperatures {str(given)[:60]}; expected at least one number above 0 for each of {self.block_size} depths"
             )
 
     @property
@@ -119,7 +126,8 @@ class DsparkModel(DflashModel):
             nonlocal survival, sizes
             previous = round.last_tokens[:, None] if level is None else level.tokens
             read = self.before_head(states[:, k, None].expand(-1, previous.shape[1], -1), previous)
-            survival = survival * self.confidence_logits(read[:, 0]).float().sigmoid()
+            temperature = self.config.temperatures[k] if self.config.temperatures else 1.0
+            survival = survival * (self.confidence_logits(read[:, 0]).float() / temperature).sigmoid()
             sizes = sizes + (survival >= self.config.confidence)
             return self.head_logits(read)
 

@@ -15,8 +15,9 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.dspark import DsparkConfig
 from draftsmith.models.target import Target
-from draftsmith.train.dspark import DsparkSection, objective
+from draftsmith.train.dspark import DsparkSection, calibrate, objective
 from draftsmith.train.losses.anchors import draw_anchors, tokens_behind
+from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
 
 VOCAB = 67
 PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8], [4, 4, 4, 2]]
@@ -139,7 +140,64 @@ def test_a_tree_is_never_cut(target):
     assert sizes == {4}
 
 
-@pytest.mark.parametrize("settings", [{"markov_rank": 0}, {"confidence": 1.0}, {"confidence": -0.1}, {"block_size": 0}])
+def test_temperatures_undo_what_confidences_exaggerate():
+    """Each depth's temperature by itself, whatever came before; a depth that no chain reaches keeps 1."""
+    random = torch.Generator().manual_seed(0)
+    accepted = torch.rand(4000, 4, generator=random, dtype=torch.float64).clamp(0.02, 0.98)
+    counted = torch.arange(4) < torch.randint(1, 4, (4000, 1), generator=random)
+    true = torch.tensor([2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
+    odds = accepted.logit() * true
+    temperatures = fit_temperatures(odds, accepted, counted)
+    assert temperatures[:3] == pytest.approx(true[:3].tolist(), rel=0.05) and temperatures[3] == 1.0
+    before, after = (survival_errors(odds, accepted, counted, each) for each in ([1.0] * 4, temperatures))
+    assert before[0] > 0.05 and max(after) < 0.005 and after[3] == 0
+
+
+def test_training_ends_with_temperatures(target, capsys):
+    drafter, rows = make(target), PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7] * 3, seq_len=24, vocab=VOCAB), 24)
+    calibrate(drafter, rows, 4, target, DsparkSection(anchors=6))
+    assert len(drafter.config.temperatures) == 4 and drafter.config.temperatures != [1.0] * 4
+    assert capsys.readouterr().out.count("→") == 5
+
+
+def test_the_error_is_the_sum_over_bins():
+    random = torch.Generator().manual_seed(1)
+    odds, accepted = torch.randn(300, 2, generator=random).double(), torch.rand(300, 2, generator=random).double()
+    counted = torch.rand(300, 2, generator=random) < 0.7
+    for k, error in enumerate(survival_errors(odds, accepted, counted, [0.8, 1.7])):
+        bins = {}
+        for row in range(300):
+            if counted[row, k]:
+                predicted = math.prod(1 / (1 + math.exp(-float(odds[row, j]) / (0.8, 1.7)[j])) for j in range(k + 1))
+                actual = math.prod(float(accepted[row, j]) for j in range(k + 1))
+                bins.setdefault(int(predicted * 15), []).append(predicted - actual)
+        assert error == pytest.approx(sum(abs(sum(gaps)) for gaps in bins.values()) / int(counted[:, k].sum())) and error > 0
+
+
+def test_temperatures_move_where_a_chain_ends(target):
+    prompt, odds = [5, 6, 7, 11], math.log(0.8 / 0.2)
+    for temperatures, kept in ((None, 4), ([1.0, 1.0, 0.25, 1.0], 4), ([1.0, 50.0, 1.0, 1.0], 3), ([50.0, 50.0, 1.0, 1.0], 1)):
+        drafter = make(target, confidence=0.3, temperatures=temperatures)
+        drafter.tree_spec = StaticTree.chain(4)
+        drafter.confidence_head.proj.weight.data.zero_()
+        drafter.confidence_head.proj.bias.data.fill_(odds)
+        sizes, propose = [], drafter.propose
+        drafter.propose = lambda round, propose=propose, sizes=sizes: sizes.append(propose(round)) or sizes[-1]
+        list(Decoder(target, drafter).generate([prompt], Sampling(), 8, ()))
+        assert {int(tree.size[0]) for tree in sizes[:-1]} == {1 + kept}, temperatures
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperatures": [1.0]},
+        {"temperatures": [1.0, 1.0, 0.0, 1.0, 1.0]},
+        {"markov_rank": 0},
+        {"confidence": 1.0},
+        {"confidence": -0.1},
+        {"block_size": 0},
+    ],
+)
 def test_sizes_that_do_not_fit_are_refused(settings):
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "taps": [0, 1], "num_heads": 4, "block_size": 5}
     with pytest.raises(ValueError, match="expected at least"):

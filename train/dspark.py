@@ -55,10 +55,11 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
     prepare_script(DsparkRecipe, __doc__)
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
@@ -67,10 +68,27 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import layer_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
+from draftsmith.train.engine.say import say
 from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
-from draftsmith.train.losses.draft import chunked_draft_loss
+from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
+from draftsmith.train.losses.draft import DraftLosses, chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
-from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
+from draftsmith.train.objective import Batch, Loss, Objective, SequenceDataset, supervised_tokens
+
+
+class Blocks(NamedTuple):
+    """What the drafter says of the blocks of a batch, and the target.
+
+    Attributes:
+        losses: as `chunked_draft_loss`; overlap [1,B·A·K] is α.
+        odds: [B·A·K], log-odds of the confidences.
+        weights, supervised: [B,A,K].
+    """
+
+    losses: DraftLosses
+    odds: Tensor
+    weights: Tensor
+    supervised: Tensor
 
 
 def objective(drafter: DsparkModel, batch: Batch, *, target: Target, section: DsparkSection, seed: int = 0) -> Loss:
@@ -79,6 +97,16 @@ def objective(drafter: DsparkModel, batch: Batch, *, target: Target, section: Ds
     q_{a,k} [V] reads the text's own token a + k − 1 beside the state of the block at a. c_{a,k} is the confidence, α_{a,k} = Σ min(p, q) the
     probability that a draft drawn from q is accepted, a constant to the gradient. w_k = exp(−(k−1)/gamma).
     """
+    losses, odds, weights, supervised = draft(drafter, batch, target, section, seed)
+    flat = weights.flatten().to(odds.dtype)
+    doubt = F.binary_cross_entropy_with_logits(odds, losses.overlap[0].to(odds.dtype), flat, reduction="sum")
+    hits, counted = (values.view(supervised.shape).flatten(0, 1).T for values in (losses.hits, supervised))
+    weight = supervised_tokens(batch)
+    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(hits, counted, weight))
+
+
+def draft(drafter: DsparkModel, batch: Batch, target: Target, section: DsparkSection, seed: int) -> Blocks:
+    """Draft along a batch from drawn anchors, each token with the text's own before it."""
     ids = batch["input_ids"]
     anchors, drawn = draw_anchors(batch, section.anchors, seed)
     at, tokens, supervised = tokens_behind(batch, anchors, drawn, drafter.config.depth)
@@ -91,11 +119,28 @@ def objective(drafter: DsparkModel, batch: Batch, *, target: Target, section: Ds
     losses = chunked_draft_loss(
         read[None], drafter.head_logits, hidden, target.logits, weights.flatten()[None], [0], None, section.loss, tokens=tokens.flatten()
     )
-    odds = drafter.confidence_logits(read).float()
-    doubt = F.binary_cross_entropy_with_logits(odds, losses.overlap[0].to(odds.dtype), weights.flatten().to(odds.dtype), reduction="sum")
-    hits, counted = (values.view(at.shape).flatten(0, 1).T for values in (losses.hits, supervised))
-    weight = supervised_tokens(batch)
-    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(hits, counted, weight))
+    return Blocks(losses, drafter.confidence_logits(read).float(), weights, supervised)
+
+
+@torch.no_grad()
+def calibrate(drafter: DsparkModel, valid: SequenceDataset, batches: int, target: Target, section: DsparkSection) -> None:
+    """Fit the confidences' temperatures on every other of the held-out batches, and say the errors on the rest."""
+    size, chains = drafter.config.depth, []
+    for number in range(min(2 * batches, len(valid))):
+        batch = {name: tensor.to(drafter.device) for name, tensor in valid.batch(torch.tensor([number])).items()}
+        losses, odds, _, supervised = draft(drafter.eval(), batch, target, section, 0)
+        chains.append(
+            torch.stack((odds.view(-1, size).double(), losses.overlap[0].view(-1, size).double(), supervised.flatten(0, 1).double()))
+        )
+    if len(chains) < 2:
+        return
+    fitted, reported = (torch.cat(chains[first::2], 1).unbind() for first in (0, 1))
+    drafter.config.temperatures = fit_temperatures(*fitted[:2], fitted[2] > 0)
+    before, after = (
+        survival_errors(*reported[:2], reported[2] > 0, temperatures) for temperatures in ([1.0] * size, drafter.config.temperatures)
+    )
+    errors = ", ".join(f"{old:.3f} → {new:.3f}" for old, new in zip(before, after, strict=True))
+    say(f"confidence: expected calibration error of survival at depth 1 … {size}, before → after temperatures: {errors}")
 
 
 def architecture(section: DsparkSection, target: Target) -> dict[str, Any]:
@@ -133,6 +178,8 @@ def main(arguments: list[str]) -> None:
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            if recipe.target.parallel == "none":  # else the target's forward needs all ranks
+                calibrate(drafter, valid, recipe.train.eval_batches, target, section)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 
