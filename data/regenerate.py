@@ -174,7 +174,8 @@ def with_decoder(
     """
     check_least(slots=slots, group=group)
     if drafter is not None and getattr(drafter, "remembers", False):
-        raise ValueError("got a drafter that remembers earlier requests; expected none, so that no row depends on others")
+        name = getattr(drafter, "method", "look-up")
+        raise ValueError(f"got a {name} drafter that remembers earlier requests; expected none, so that no row depends on others")
     sources = sorted(_unique(conversations), key=lambda source: source.id)
     text = _Text(target, settings)
     if not text.tokenizer.chat_template:

@@ -134,11 +134,11 @@ def calibrate(drafter: DsparkModel, valid: SequenceDataset, batches: int, target
         )
     if len(chains) < 2:
         return
-    fitted, reported = (torch.cat(chains[first::2], 1).unbind() for first in (0, 1))
-    drafter.config.temperatures = fit_temperatures(*fitted[:2], fitted[2] > 0)
-    before, after = (
-        survival_errors(*reported[:2], reported[2] > 0, temperatures) for temperatures in ([1.0] * size, drafter.config.temperatures)
-    )
+    odds, accepted, counted = torch.cat(chains[::2], 1).unbind()
+    drafter.config.temperatures = fit_temperatures(odds, accepted, counted > 0)
+    odds, accepted, counted = torch.cat(chains[1::2], 1).unbind()
+    before = survival_errors(odds, accepted, counted > 0, [1.0] * size)
+    after = survival_errors(odds, accepted, counted > 0, drafter.config.temperatures)
     errors = ", ".join(f"{old:.3f} → {new:.3f}" for old, new in zip(before, after, strict=True))
     say(f"confidence: expected calibration error of survival at depth 1 … {size}, before → after temperatures: {errors}")
 
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             if recipe.target.parallel == "none":  # else the target's forward needs all ranks
-                calibrate(drafter, valid, recipe.train.eval_batches, target, section)
+                calibrate(cast(DsparkModel, drafter), valid, recipe.train.eval_batches, target, section)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 
