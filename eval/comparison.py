@@ -20,6 +20,7 @@ from draftsmith.eval.output import cell
 from draftsmith.eval.paired import sign_flip, wins
 from draftsmith.eval.report import greedy
 from draftsmith.eval.settings import label
+from draftsmith.eval.totals import columns, first_turns
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import tree_config
@@ -167,25 +168,26 @@ def compare_drafters(
         decoded.
     """
     rows, domain_rows, same = [], [], {}
-    prompts, domains = [prompt.ids for prompt in encoded], [prompt.prompt.domain for prompt in encoded]
+    prompts, names = [prompt.ids for prompt in encoded], [prompt.prompt.id for prompt in encoded]
+    domains = {prompt.prompt.id: prompt.prompt.domain for prompt in encoded}
     for sampling in settings.samplings:
         setting = label(sampling)
         if settings.expected:
             models = list(drafters.values())
             texts = target_texts(target, prompts, sampling, settings.max_new_tokens)
-            tokens, rounds = rounds_along_texts(target, models, texts, models[0].max_depth, sampling)
-            tokens = tokens.expand_as(rounds)
+            length, expected = rounds_along_texts(target, models, texts, models[0].max_depth, sampling)
+            counts = [dict(zip(names, zip(length.tolist(), each.tolist(), strict=True), strict=True)) for each in expected]
         else:
             answers = []
             for drafter in drafters.values():
                 decoder = Decoder(target, drafter, slots=settings.slots)
                 answers.append(decode_all(drafter.method, decoder, prompts, sampling, settings.max_new_tokens))
-            tokens = torch.tensor([[len(answer.tokens) for answer in row] for row in answers], dtype=torch.float64)
-            rounds = torch.tensor([[len(answer.rounds) for answer in row] for row in answers], dtype=torch.float64)
+            counts = [{name: (len(each.tokens), len(each.rounds)) for name, each in zip(names, row, strict=True)} for row in answers]
             distinct = [len({tuple(answer.tokens) for answer in column}) for column in zip(*answers, strict=True)]
             same[setting] = distinct.count(1)
+        tokens, rounds = columns(counts, names)
         rows += summarise(list(drafters), setting, tokens, rounds)
-        domain_rows += by_domain(list(drafters), setting, domains, tokens, rounds)
+        domain_rows += by_domain(list(drafters), setting, [domains[name] for name in first_turns(names)], tokens, rounds)
     return {
         "target": target.identity.to_dict(),
         "settings": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.eval.intervals import of_share
+from draftsmith.eval.intervals import conversations, of_share
 from draftsmith.eval.records import Records
 from draftsmith.eval.round_rows import RoundRow, round_rows
 from draftsmith.inference.terminal import printable
@@ -99,6 +99,7 @@ def failures(records: Records, setting: str) -> Failures:
     """The failures of a setting's rounds."""
     depth = records.tree["depth"]
     kinds: dict[str, list[tuple[int, RoundRow]]] = {}
+    conversation = conversations(request.prompt for request in records.requests)
     by_prompt: dict[str, dict[str, int]] = {}
     seen: dict[tuple[int, ...], int] = {}
     request = None
@@ -110,7 +111,7 @@ def failures(records: Records, setting: str) -> Failures:
         if lost > 0:
             name = _kind(records, row, seen)
             kinds.setdefault(name, []).append((lost, row))
-            sums = by_prompt.setdefault(row.request.prompt, {})
+            sums = by_prompt.setdefault(conversation[row.request.prompt], {})
             sums[name] = sums.get(name, 0) + lost
     entries = [_summary(records, name, cases, by_prompt) for name, cases in kinds.items()]
     entries.sort(key=lambda kind: (-kind.lost, kind.name))

@@ -1,6 +1,7 @@
 """95 % intervals over prompts, of τ, of speedups and of differences: a symmetric bootstrap-t.
 
-τ is a ratio of sums over prompts, and the rounds of one prompt are correlated: prompts are what is drawn. For each sample the distance to the
+τ is a ratio of sums over prompts, and the rounds of one prompt are correlated, as are the turns of a conversation: prompts are what is drawn,
+a conversation as one of them. For each sample the distance to the
 estimate is divided by the sample's own standard error (the jackknife's, Tukey 1958), and the 95 % quantile of these distances times the
 estimate's standard error is half the interval (Efron and Tibshirani 1993, §12.5). Ratios are taken as logarithms.
 
@@ -11,7 +12,8 @@ Letters: P prompts, C columns of sums.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,12 @@ class Interval(NamedTuple):
     estimate: float
     low: float | None
     high: float | None
+
+
+def conversations(prompts: Iterable[str]) -> dict[str, str]:
+    """The conversation of each prompt id, which is that of its first turn: later turns are called `id#2`, `id#3`, … (data/prompts.py)."""
+    names = dict.fromkeys(prompts)
+    return {name: match[1] if (match := re.fullmatch(r"(.+)#\d+", name)) and match[1] in names else name for name in names}
 
 
 def of_ratio(tokens: Tensor, rounds: Tensor) -> Interval:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.eval.intervals import conversations
 from draftsmith.eval.load import CostModel, Tree, predict
 from draftsmith.eval.records import RequestRecord
 from draftsmith.eval.speed import speedups
@@ -14,11 +15,12 @@ from draftsmith.eval.trees import Rounds
 
 def rounds_of(requests: Sequence[RequestRecord], depth: int) -> Rounds:
     """The rounds that requests took with the drafter, by prompt; for draft depth K = `depth`."""
-    prompts = list(dict.fromkeys(request.prompt for request in requests))
+    conversation = conversations(request.prompt for request in requests)
+    prompts = list(dict.fromkeys(conversation.values()))
     tokens, rounds = torch.zeros(2, len(prompts), dtype=torch.float64)
     sizes: Counter[int] = Counter()
     for request in requests:
-        row = prompts.index(request.prompt)
+        row = prompts.index(conversation[request.prompt])
         tokens[row] += sum(each.committed for each in request.rounds)
         rounds[row] += len(request.rounds)
         sizes.update(each.nodes for each in request.rounds)

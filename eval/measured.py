@@ -9,7 +9,7 @@ from draftsmith.eval import record_store
 from draftsmith.eval.comparison import by_domain, summarise
 from draftsmith.eval.provenance import WEIGHTLESS, budget, differences
 from draftsmith.eval.records import Records
-from draftsmith.eval.totals import by_setting, columns, totals
+from draftsmith.eval.totals import by_setting, columns, first_turns, totals
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.identity import TargetIdentity, check_same
 from draftsmith.models.weights import weights_hash
@@ -64,7 +64,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
             continue
         tokens, rounds = columns(counts, common)
         rows += summarise(names, setting, tokens, rounds)
-        domain_rows += by_domain(names, setting, [domains[prompt] for prompt in common], tokens, rounds)
+        domain_rows += by_domain(names, setting, [domains[prompt] for prompt in first_turns(common)], tokens, rounds)
         prompts |= set(common)
     if not rows:
         raise ValueError("--measured: no prompt and setting is in all folders; expected the same prompts; run draftsmith eval on one file")

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from draftsmith.eval import drift
 from draftsmith.eval.failures import failures
-from draftsmith.eval.intervals import FEWEST, Interval, of_share, prompts_for
+from draftsmith.eval.intervals import FEWEST, Interval, conversations, of_share, prompts_for
 from draftsmith.eval.records import Records, RequestRecord
 from draftsmith.eval.report import Report, as_json, drawn_rules, to_json
 from draftsmith.eval.slices import calibration, entropy_edges, ranks_drawn, ranks_formed, slices
@@ -117,10 +117,11 @@ def _watermark(report: Report) -> str:
 
 def _survival(records: Records, setting: str) -> list[dict[str, Any]]:
     """Survival by depth over all prompts, with its interval."""
+    conversation = conversations(request.prompt for request in records.requests)
     prompts: dict[str, list[int]] = {}
     for request in records.requests:
         if request.setting == setting:
-            prompts.setdefault(request.prompt, []).extend(each.accepted for each in request.rounds)
+            prompts.setdefault(conversation[request.prompt], []).extend(each.accepted for each in request.rounds)
     accepted = [torch.tensor(each) for each in prompts.values() if each]
     count = torch.tensor([len(each) for each in accepted])
     points = []

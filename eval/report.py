@@ -186,11 +186,11 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None, dev
 
 def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
     """Statistics of at least one request, for draft depth K = `depth`."""
-    prompts = sorted({request.prompt for request in requests})
-    index = {prompt: i for i, prompt in enumerate(prompts)}
-    sums = torch.zeros(len(prompts), 2 + depth, dtype=torch.float64)  # committed, rounds, rounds that accepted at least 1 … K
+    conversation = intervals.conversations(request.prompt for request in requests)
+    index = {name: i for i, name in enumerate(sorted(set(conversation.values())))}
+    sums = torch.zeros(len(index), 2 + depth, dtype=torch.float64)  # committed, rounds, rounds that accepted at least 1 … K
     for request in requests:
-        row = sums[index[request.prompt]]
+        row = sums[index[conversation[request.prompt]]]
         for each in request.rounds:
             row[0] += each.committed
             row[1] += 1
@@ -200,7 +200,7 @@ def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
     survival = (total[2:] / total[1]).tolist()
     previous = [1.0, *survival][:depth]
     conditional = [deeper / shallower if shallower else 0.0 for deeper, shallower in zip(survival, previous, strict=True)]
-    return Acceptance(len(prompts), int(total[1]), int(total[0]), tau.estimate, tau.low, tau.high, tuple(survival), tuple(conditional))
+    return Acceptance(len(index), int(total[1]), int(total[0]), tau.estimate, tau.low, tau.high, tuple(survival), tuple(conditional))
 
 
 def _by_nodes(records: Records, setting: str) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.eval.intervals import Interval, of_difference, of_ratio
+from draftsmith.eval.intervals import Interval, conversations, of_difference, of_ratio
 from draftsmith.eval.records import PositionRecord, Records
 from draftsmith.eval.round_rows import RoundRow, round_rows
 from draftsmith.eval.settings import greedy, rule_of
@@ -100,10 +100,11 @@ def _doubling(value: int, first: int) -> tuple[int, str]:
 
 
 def _cells(rows: Sequence[RoundRow], key: Callable[[RoundRow], tuple[int, str] | None]) -> list[Slice]:
+    conversation = conversations(row.request.prompt for row in rows)
     groups: dict[tuple[int, str], dict[str, list[int]]] = {}
     for row in rows:
         if (name := key(row)) is not None:
-            sums = groups.setdefault(name, {}).setdefault(row.request.prompt, [0, 0, 0, 0])
+            sums = groups.setdefault(name, {}).setdefault(conversation[row.request.prompt], [0, 0, 0, 0])
             for i, value in enumerate((row.round.committed, 1, row.round.nodes - 1, row.round.accepted)):
                 sums[i] += value
     cells = []

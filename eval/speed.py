@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from draftsmith.eval.intervals import Interval, of_ratio_of_ratios
 from draftsmith.eval.records import RequestRecord
+from draftsmith.eval.totals import columns
 
 
 def speedups(requests: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -17,11 +16,8 @@ def speedups(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     batches = [request for request in requests if request.seconds]
 
     def ratio(name: str, base: str) -> Interval:
-        tokens, seconds = (
-            torch.tensor([[getattr(each, field)[which] for each in batches] for which in (name, base)], dtype=torch.float64)
-            for field in ("batch_tokens", "seconds")
-        )
-        return of_ratio_of_ratios(tokens, seconds)
+        sums = [{each.prompt: (each.batch_tokens[which], each.seconds[which]) for each in batches} for which in (name, base)]
+        return of_ratio_of_ratios(*columns(sums, list(sums[0])))
 
     entries: dict[str, Any] = {"timed": sum(each.batch for each in batches)}
     for key, name in (("speedup", "plain"), ("speedup_over_transformers", "transformers")):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.eval.intervals import Interval, of_ratio
+from draftsmith.eval.intervals import Interval, conversations, of_ratio
 from draftsmith.eval.records import RequestRecord
 
 Totals = dict[str, tuple[int, int]]  # (tokens, rounds) by prompt id
@@ -24,10 +24,20 @@ def by_setting(requests: Iterable[RequestRecord]) -> dict[str, list[RequestRecor
     return settings
 
 
-def columns(counts: Sequence[Mapping[str, tuple[int, int]]], prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Tokens [M,P] and rounds [M,P] of M drafters on P prompts that all of them have, float64."""
-    sums = torch.tensor([[each[prompt] for prompt in prompts] for each in counts], dtype=torch.float64).view(len(counts), len(prompts), 2)
-    return sums[..., 0], sums[..., 1]
+def columns(counts: Sequence[Mapping[str, tuple[float, float]]], prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Tokens [M,P] and rounds [M,P] of M drafters on prompts that all of them have, float64. The turns of a conversation are one of the P."""
+    conversation = conversations(prompts)
+    column = {name: number for number, name in enumerate(first_turns(prompts))}
+    sums = torch.zeros(2, len(counts), len(column), dtype=torch.float64)
+    for row, each in enumerate(counts):
+        for prompt in prompts:
+            sums[:, row, column[conversation[prompt]]] += torch.tensor(each[prompt], dtype=torch.float64)
+    return sums[0], sums[1]
+
+
+def first_turns(prompts: Sequence[str]) -> list[str]:
+    """The first turns of the conversations, in the order of `columns`."""
+    return list(dict.fromkeys(conversations(prompts).values()))
 
 
 def tau(counts: Totals) -> Interval:

@@ -56,11 +56,12 @@ class Positions:
     """
 
     def __init__(self, records: Sequence[PositionRecord]) -> None:
-        prompts = list(dict.fromkeys(record.prompt for record in records))
+        conversation = intervals.conversations(record.prompt for record in records)
+        prompts = list(dict.fromkeys(conversation.values()))
         self.depth = max(record.ranks.shape[1] for record in records)
         self.prompts = len(prompts)
         self._lengths = torch.tensor([len(record.ranks) for record in records])
-        self._prompt = torch.tensor([prompts.index(record.prompt) for record in records])
+        self._prompt = torch.tensor([prompts.index(conversation[record.prompt]) for record in records])
         self._ranks = torch.full((len(records), max(1, int(self._lengths.max())), self.depth), -1)  # [records,S,K]
         for row, record in zip(self._ranks, records, strict=True):
             row[: record.ranks.shape[0], : record.ranks.shape[1]] = record.ranks

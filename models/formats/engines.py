@@ -16,7 +16,19 @@ from draftsmith.models.peagle import PeagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
-__all__ = ["ENGINES", "ROWS", "Limit", "Row", "check_row", "eagle_limits", "family_of", "limits_of", "scales_embedding", "serving"]
+__all__ = [
+    "ENGINES",
+    "ROWS",
+    "VLLM_METHODS",
+    "Limit",
+    "Row",
+    "check_row",
+    "eagle_limits",
+    "family_of",
+    "limits_of",
+    "scales_embedding",
+    "serving",
+]
 
 # What --to takes -> the engine's name.
 ENGINES = {
@@ -47,6 +59,9 @@ class Row(NamedTuple):
     serve: str
 
 
+# The `method` of vLLM's speculative config, by family. Without one, words in the folder's path decide.
+VLLM_METHODS = {"medusa": "medusa", "mlp": "mlp_speculator", "eagle1": "eagle", "eagle3": "eagle3", "student": "draft_model"}
+VLLM_METHODS |= {"dflash": "dflash", "dspark": "dspark"}
 _VLLM = 'vllm serve {{target}} --speculative-config \'{{{{"method":"{}","model":"{{folder}}","num_speculative_tokens":{{depth}}}}}}\''
 _SGLANG = (
     "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "
@@ -58,7 +73,7 @@ _SGLANG_BLOCK = (
 _TENSORRT = "trtllm-serve {target} --extra_llm_api_options {folder}/tensorrt-llm.yaml"
 
 ROWS: dict[tuple[str, str], Row] = {
-    ("medusa", "vllm"): Row("nothing", "run", _VLLM.format("medusa")),
+    ("medusa", "vllm"): Row("nothing", "run", _VLLM.format(VLLM_METHODS["medusa"])),
     ("medusa", "tgi"): Row(
         "the head, where all heads share it", "read", "text-generation-launcher --model-id {folder} --speculate {depth}"
     ),
@@ -67,14 +82,14 @@ ROWS: dict[tuple[str, str], Row] = {
         "read",
         "examples/medusa/convert_checkpoint.py --model_dir {target} --medusa_model_dir {folder} --num_medusa_heads {depth}",
     ),
-    ("mlp", "vllm"): Row("nothing", "read", _VLLM.format("mlp_speculator")),
+    ("mlp", "vllm"): Row("nothing", "read", _VLLM.format(VLLM_METHODS["mlp"])),
     ("mlp", "tgi"): Row("nothing", "read", "text-generation-launcher --model-id {folder}"),  # --speculate would change w_s
-    ("eagle1", "vllm"): Row("the head", "run", _VLLM.format("eagle")),
+    ("eagle1", "vllm"): Row("the head", "run", _VLLM.format(VLLM_METHODS["eagle1"])),
     ("eagle1", "sglang"): Row("the embedding and the head", "read", _SGLANG.format("EAGLE")),
     ("eagle1", "eagle"): Row(
         "the head", "run", "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{folder}', use_eagle3=False)"
     ),
-    ("eagle3", "vllm"): Row("nothing", "run", _VLLM.format("eagle3")),
+    ("eagle3", "vllm"): Row("nothing", "run", _VLLM.format(VLLM_METHODS["eagle3"])),
     ("eagle3", "sglang"): Row("the embedding", "read", _SGLANG.format("EAGLE3")),
     ("eagle3", "tensorrt-llm"): Row("the embedding", "read", _TENSORRT),
     ("eagle3", "speculators"): Row("nothing", "run", "vllm serve {folder}"),
@@ -82,10 +97,10 @@ ROWS: dict[tuple[str, str], Row] = {
     ("eagle3", "gguf"): Row(
         "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}"
     ),
-    ("dflash", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dflash")),
+    ("dflash", "vllm"): Row("the embedding and the head", "read", _VLLM.format(VLLM_METHODS["dflash"])),
     ("dflash", "sglang"): Row("the embedding and the head", "read", _SGLANG_BLOCK.format("DFLASH")),
-    ("dspark", "vllm"): Row("the embedding and the head", "read", _VLLM.format("dspark")),
-    ("student", "vllm"): Row("nothing", "run", _VLLM.format("draft_model")),
+    ("dspark", "vllm"): Row("the embedding and the head", "read", _VLLM.format(VLLM_METHODS["dspark"])),
+    ("student", "vllm"): Row("nothing", "run", _VLLM.format(VLLM_METHODS["student"])),
     ("student", "sglang"): Row("nothing", "read", _SGLANG.format("STANDALONE")),
     ("student", "tensorrt-llm"): Row("nothing", "read", _TENSORRT),
     ("student", "transformers"): Row(

@@ -22,7 +22,7 @@ from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
 from draftsmith.models.target import Target
 
-__all__ = ["EXACT", "differences", "faults", "tolerance_of"]
+__all__ = ["EXACT", "differences", "family_in", "faults", "tolerance_of"]
 
 EXACT, ROUNDED = 1e-4, 3e-2  # of the largest logit: sums in another order, and weights rounded to half precision
 LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
@@ -54,7 +54,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
     _, tensors = plain.read_folder(folder)
-    family = f"eagle{_version(raw, tensors)}" if kind == "eagle" else kind or "student"
+    family = family_in(folder)
     wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
     if family == "student":
@@ -75,6 +75,12 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         return lines
     tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
     return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+
+
+def family_in(folder: Path) -> str:
+    """The family, as in `engines.ROWS`, of a folder in an engine's layout. Raises as `format_of`."""
+    kind = format_of(str(folder))
+    return f"eagle{_version(*plain.read_folder(folder))}" if kind == "eagle" else kind or "student"
 
 
 def tolerance_of(target: Target, dtype: torch.dtype) -> float:

@@ -2,16 +2,24 @@
 
 draftsmith check served/llama-drafter --target meta-llama/Llama-3.1-8B-Instruct
 draftsmith check someone/their-drafter --target meta-llama/Llama-3.1-8B-Instruct --engine vllm
+draftsmith check served/drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --serve vllm --python ~/vllm/bin/python
 
 The rules are those of the engines' loaders (models/FORMATS.md). Then a second reading, in plain torch, is held to what our model reads from
-the folder: logits on random inputs.
+the folder: logits on random inputs. --serve runs the folder in the engine itself: it must propose what the same folder proposes here, at every
+position, and its hidden states stand beside ours, layer by layer.
 """
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval import options
-from draftsmith.train.exchange.export import ENGINES
+from draftsmith.train.exchange.export import DTYPES, ENGINES
+
+if TYPE_CHECKING:  # --help imports no model library
+    from draftsmith.train.exchange.serving import Served
+
+SHOWN = 5  # differing rounds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,11 +33,18 @@ def parser() -> argparse.ArgumentParser:
         help="hold it to this engine's rules; may be repeated (default: the engine it was exported for, else all that serve such a drafter)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's own code from the Hub")
+    serving = parser.add_argument_group("with --serve, which decodes these prompts greedily, one at a time")
+    serving.add_argument("--serve", choices=("vllm",), help="run the folder in this engine too")
+    serving.add_argument("--python", help="interpreter of an environment with the engine (default: this one)")
+    serving.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="of both (default float32; less makes near ties differ)")
+    serving.add_argument("--depth", type=int, help="tokens of a chain (default: the depth of the folder's tree)")
+    options.add_prompts(serving, limit=2)  # pyright: ignore[reportArgumentType]
     return parser
 
 
 def main(arguments: list[str]) -> None:
     chosen: Any = parser().parse_args(arguments)
+    options.check_numbers(chosen)
 
     from draftsmith.inference.terminal import printable
     from draftsmith.models.formats.published import folder_of
@@ -41,6 +56,58 @@ def main(arguments: list[str]) -> None:
     lines = faults(folder, target, chosen.engine)
     for line in lines:
         print(printable(line))
-    if lines:
+    if not lines:
+        print(f"{chosen.folder}: nothing wrong was seen")
+    served = _serve(chosen, folder) if chosen.serve else None
+    if served is not None:
+        for line in told(served):
+            print(line)
+    if lines or not (served is None or served.same):
         raise SystemExit(1)
-    print(f"{chosen.folder}: nothing wrong was seen")
+
+
+def _serve(chosen: Any, folder: Path) -> "Served":
+    import sys
+
+    from draftsmith.data import prompts as prompt_files
+    from draftsmith.eval import loading
+    from draftsmith.eval.answers import encode_prompts
+    from draftsmith.models.formats.engines import VLLM_METHODS
+    from draftsmith.models.formats.verify import family_in
+    from draftsmith.models.target import resolve_path
+    from draftsmith.train.exchange import serving
+
+    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    target, (drafter,) = loading.open_models(chosen.target, [str(folder)], chosen.dtype, chosen.trust_remote_code)
+    depth = chosen.depth or drafter.max_depth
+    if depth > drafter.depth_limit:
+        raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
+    encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
+    speculative = {"method": VLLM_METHODS[family_in(folder)], "model": str(folder.resolve()), "num_speculative_tokens": depth}
+    request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}
+    ids = [prompt.ids for prompt in encoded]
+    try:
+        return serving.serve(target, drafter, ids, chosen.max_new_tokens, depth, chosen.python or sys.executable, request, False)
+    except serving.NotServed as error:
+        raise ValueError(f"--serve vllm: {error}; --python names an environment that has vLLM") from None
+
+
+def told(served: "Served") -> list[str]:
+    """What the engine did, in lines for people."""
+    from draftsmith.eval.intervals import shown
+
+    lines = [f"vLLM {served.version}: {served.texts} of {served.prompts} answers are those of plain greedy decoding here"]
+    equal, about = served.rounds - len(served.differences), served.tau
+    lines.append(
+        f"proposals: {equal:,} of {served.rounds:,} rounds are equal" + ("" if served.same else "; WRONG: another drafter is served")
+    )
+    for each in served.differences[:SHOWN]:
+        lines.append(f"    prompt {each.prompt}, position {each.position}: vLLM {each.theirs}, here {each.ours}")
+    interval = shown(about.low, about.high)
+    lines.append(
+        f"τ, counted alike: vLLM {about.estimate:.4f}, here {served.tau_here.estimate:.4f} ({interval}); vLLM's counters {served.counted:.4f}"
+    )
+    for each in served.features:
+        name = "last hidden state" if each.layer < 0 else f"output of layer {each.layer}"
+        lines.append(f"{name}: relative error {each.mean:.1e}, at most {each.largest:.1e} at a position")
+    return lines
