@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
         print(f"{chosen.folder}: nothing wrong was seen")
     served = _serve(chosen, folder) if chosen.serve else None
     if served is not None:
-        for line in told(served):
+        for line in served_lines(served):
             print(line)
     if lines or not (served is None or served.same):
         raise SystemExit(1)
@@ -92,7 +92,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
         raise ValueError(f"--serve vllm: {error}; --python names an environment that has vLLM") from None
 
 
-def told(served: "Served") -> list[str]:
+def served_lines(served: "Served") -> list[str]:
     """What the engine did, in lines for people."""
     from draftsmith.eval.intervals import shown
 
@@ -105,7 +105,7 @@ def told(served: "Served") -> list[str]:
         lines.append(f"    prompt {each.prompt}, position {each.position}: vLLM {each.theirs}, here {each.ours}")
     interval = shown(about.low, about.high)
     lines.append(
-        f"τ, counted alike: vLLM {about.estimate:.4f}, here {served.tau_here.estimate:.4f} ({interval}); vLLM's counters {served.counted:.4f}"
+        f"τ by one count: vLLM {about.estimate:.4f}, here {served.tau_here.estimate:.4f} ({interval}); vLLM's counters {served.counted:.4f}"
     )
     for each in served.features:
         name = "last hidden state" if each.layer < 0 else f"output of layer {each.layer}"

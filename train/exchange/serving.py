@@ -1,4 +1,4 @@
-"""A drafter's folder in vLLM itself, beside the same folder here: proposals position by position, τ counted alike, and the target's hidden states.
+"""A drafter's folder in vLLM itself, beside the same folder here: proposals position by position, τ by one count, and the target's hidden states.
 
 Equal text never shows that a drafter was loaded wrongly, since verification hides it. Proposals and features do.
 
@@ -108,19 +108,19 @@ def run_vllm(python: str, request: dict[str, Any], folder: Path) -> tuple[dict[s
     Raises:
         NotServed: vLLM is not there, or stopped.
     """
-    asked, told = folder / "request.json", folder / "reply.json"
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    told.unlink(missing_ok=True)
+    request_file, reply_file = folder / "request.json", folder / "reply.json"
+    request_file.write_text(json.dumps(request), encoding="utf-8")
+    reply_file.unlink(missing_ok=True)
     try:
-        done = subprocess.run([python, str(SCRIPT), str(asked), str(told)], capture_output=True, text=True, errors="replace")
+        done = subprocess.run([python, str(SCRIPT), str(request_file), str(reply_file)], capture_output=True, text=True, errors="replace")
     except OSError as error:
         raise NotServed(f"{python} could not be started ({error.strerror}); expected a Python with vLLM") from None
-    if done.returncode or not told.is_file():
+    if done.returncode or not reply_file.is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
         wrong = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         raise NotServed(f"vLLM stopped with {done.returncode}: {wrong.strip()[:300]}")
-    with np.load(told.with_suffix(".features.npz")) as features:
-        return json.loads(told.read_text(encoding="utf-8")), {int(name): torch.from_numpy(features[name]) for name in features.files}
+    with np.load(reply_file.with_suffix(".features.npz")) as features:
+        return json.loads(reply_file.read_text(encoding="utf-8")), {int(name): torch.from_numpy(features[name]) for name in features.files}
 
 
 def serve(
@@ -141,10 +141,10 @@ def serve(
     Raises:
         NotServed: as `run_vllm`.
     """
-    asked = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
+    whole = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        reply, features = run_vllm(python, asked, Path(folder))
-        plain_reply = run_vllm(python, {**asked, "speculative": None}, Path(folder))[0] if timed else None
+        reply, features = run_vllm(python, whole, Path(folder))
+        plain_reply = run_vllm(python, {**whole, "speculative": None}, Path(folder))[0] if timed else None
     began = time.perf_counter()
     plain = [answer.tokens for answer in Decoder(target).generate(prompts, max_new_tokens=new_tokens, stop_ids=())]
     plain_s = time.perf_counter() - began
