@@ -33,7 +33,7 @@ from draftsmith.eval.intervals import Interval
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models.formats.engines import ROWS, VLLM_METHODS, family_of, limits_of
+from draftsmith.models.formats.engines import ROWS, PARALLEL, VLLM_METHODS, family_of, limits_of
 from draftsmith.models.formats.export import export
 from draftsmith.models.target import Target, resolve_path
 from draftsmith.train.exchange import serving
@@ -157,7 +157,7 @@ def in_vllm(job: Job, folder: Path | None = None, engine: str = "vLLM") -> Row:
     target, (drafter,) = loading.open_models(job.target_name, [str(folder)], "float32")
     speculative = {"method": VLLM_METHODS[job.family], "model": str(folder), "num_speculative_tokens": job.depth}
     if job.family == "peagle":
-        speculative["parallel_drafting"] = True
+        speculative |= PARALLEL
     request = {"target": resolve_path(job.target_name), "dtype": "float32", "speculative": speculative}
     served = serving.serve(target, drafter, job.prompts, job.new_tokens, job.depth, job.python, request, timed=True)
     equal = served.rounds - len(served.differences)

@@ -72,7 +72,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     from draftsmith.data import prompts as prompt_files
     from draftsmith.eval import loading
     from draftsmith.eval.answers import encode_prompts
-    from draftsmith.models.formats.engines import VLLM_METHODS
+    from draftsmith.models.formats.engines import PARALLEL, VLLM_METHODS
     from draftsmith.models.formats.verify import family_in
     from draftsmith.models.target import resolve_path
     from draftsmith.train.exchange import serving
@@ -83,7 +83,9 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     if depth > drafter.depth_limit:
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
-    speculative = {"method": VLLM_METHODS[family_in(folder)], "model": str(folder.resolve()), "num_speculative_tokens": depth}
+    family = family_in(folder)
+    speculative = {"method": VLLM_METHODS[family], "model": str(folder.resolve()), "num_speculative_tokens": depth}
+    speculative |= PARALLEL if family == "peagle" else {}
     request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}
     ids = [prompt.ids for prompt in encoded]
     try:
