@@ -22,6 +22,7 @@ from torch import Tensor
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
 from draftsmith.models.eagle import NORMS, EagleConfig, EagleModel
+from draftsmith.models.formats import quantise
 from draftsmith.models.formats.engines import eagle_limits, scales_embedding
 from draftsmith.models.formats.layouts import EAGLE1, EMBEDDING, MIDLAYER, NUMBERED, Layout
 from draftsmith.models.model_files import check_config
@@ -48,7 +49,7 @@ IGNORED = frozenset(  # they do not change what is proposed
     "architectures torch_dtype dtype transformers_version max_position_embeddings bos_token_id eos_token_id pad_token_id use_cache "
     "initializer_range pretraining_tp attention_dropout max_window_layers _name_or_path speculators_version speculators_config "
     "embed_requires_grad chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions output_hidden_states problem_type "
-    "return_dict auto_map".split()
+    "return_dict auto_map quantization_config".split()
 )
 # vLLM refuses ["LlamaForCausalLMEagle"] alone. 0: either version.
 ARCHITECTURES = {1: ["LlamaForCausalLMEagle", "LlamaForCausalLM"], 3: ["LlamaForCausalLMEagle3"]}
@@ -113,9 +114,10 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
     if not (folder / WEIGHTS).exists() and any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: expected the weights in one file, {WEIGHTS}; merge them")
     check_folder(str(folder))
-    tensors = load_file(folder / WEIGHTS)
     try:
-        config = _read_config(_flat(check_config(str(folder))), tensors, target)
+        raw = check_config(str(folder))
+        tensors = quantise.unpacked(raw, load_file(folder / WEIGHTS))
+        config = _read_config(_flat(raw), tensors, target)
         if config.least_tensors > len(tensors):
             raise ValueError(f"config.json describes {config.least_tensors:,} tensors or more, {WEIGHTS} has {len(tensors):,}")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]

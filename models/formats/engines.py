@@ -64,7 +64,7 @@ class Row(NamedTuple):
 VLLM_METHODS = {"medusa": "medusa", "mlp": "mlp_speculator", "eagle1": "eagle", "eagle3": "eagle3", "student": "draft_model"}
 VLLM_METHODS |= {"dflash": "dflash", "dspark": "dspark", "peagle": "eagle3"}
 _VLLM = 'vllm serve {{target}} --speculative-config \'{{{{"method":"{}","model":"{{folder}}","num_speculative_tokens":{{depth}}}}}}\''
-PARALLEL = {"parallel_drafting": True}  # what vLLM is told of P-EAGLE beside it
+PARALLEL = {"parallel_drafting": True}  # of P-EAGLE, in vLLM's speculative config
 _VLLM_PARALLEL = _VLLM.replace("{{depth}}", '{{depth}},"parallel_drafting":true')
 _SGLANG = (
     "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "

@@ -65,6 +65,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:  # 8 bits, by channel
+        base, scale = name.removesuffix("_scale"), tensors.pop(name).float()
+        if base not in tensors:
+            rows, columns = tensors.pop(f"{base}_shape").tolist()
+            packed = tensors.pop(f"{base}_packed")
+            steps = torch.stack([(packed >> shift & 255) - 128 for shift in (0, 8, 16, 24)], -1)
+            tensors[base] = steps.reshape(rows, -1)[:, :columns]
+        tensors[base] = tensors[base].float() * scale
     return config, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 

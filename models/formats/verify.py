@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import methods
-from draftsmith.models.formats import plain, rules
+from draftsmith.models.formats import plain, quantise, rules
 from draftsmith.models.formats.eagle import MASK
 from draftsmith.models.formats.engines import ENGINES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
@@ -74,7 +74,8 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     lines += [f"{limit.engine}: it {limit.why}" for limit in limits_of(drafter, target) if limit.refused and limit.engine in named]
     if lines:
         return lines
-    tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
+    # 8-bit weights are read in float32, beside others that were rounded.
+    tolerance, drafter = ROUNDED if quantise.KEY in raw else tolerance_of(target, drafter.dtype), drafter.float()
     return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
 
 

@@ -33,7 +33,7 @@ from draftsmith.eval.intervals import Interval
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models.formats.engines import ROWS, PARALLEL, VLLM_METHODS, family_of, limits_of
+from draftsmith.models.formats.engines import PARALLEL, ROWS, VLLM_METHODS, family_of, limits_of
 from draftsmith.models.formats.export import export
 from draftsmith.models.target import Target, resolve_path
 from draftsmith.train.exchange import serving
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     drafters = chosen.drafter or [*train_toys(chosen.work / "drafters"), "tiny-draft"]
     target = Target.load(chosen.target, dtype=torch.float32)
-    prompts = whole_prompts(target, chosen.prompts, chosen.limit, chosen.max_new_tokens)
+    prompts = complete_prompts(target, chosen.prompts, chosen.limit, chosen.max_new_tokens)
     rows: list[Row] = []
     for drafter in drafters:
         source, _ = open_source(drafter, chosen.target)
@@ -141,14 +141,14 @@ def train_toys(folder: Path) -> list[str]:
     return [str(folder / name / "artifact") for name in TOYS]
 
 
-def whole_prompts(target: Target, files: str | None, limit: int, new_tokens: int) -> list[list[int]]:
+def complete_prompts(target: Target, files: str | None, limit: int, new_tokens: int) -> list[list[int]]:
     """Prompts after which plain decoding meets no stop token: engines differ in what they do with one."""
     encoded, _ = encode_prompts(target, prompt_files.load(files, limit, distinct=True), new_tokens)
     prompts = [item.ids for item in encoded]
     answers, _ = serving.decode_plainly(target, prompts, new_tokens)
-    whole = [prompt for prompt, answer in zip(prompts, answers, strict=True) if not target.stop_ids & set(answer)]
-    print(f"{len(whole)} prompts; {len(prompts) - len(whole)} left out, since their answers end early", flush=True)
-    return whole
+    complete = [prompt for prompt, answer in zip(prompts, answers, strict=True) if not target.stop_ids & set(answer)]
+    print(f"{len(complete)} prompts; {len(prompts) - len(complete)} left out, since their answers end early", flush=True)
+    return complete
 
 
 def in_vllm(job: Job, folder: Path | None = None, engine: str = "vLLM") -> Row:

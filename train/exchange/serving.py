@@ -61,7 +61,7 @@ class FeatureError:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalRun:
     """What our decoder did: proposals and answers of each prompt, and the seconds of all."""
 
     proposals: list[Proposals]
@@ -150,19 +150,19 @@ def serve(
     Raises:
         NotServed: as `run_vllm`.
     """
-    whole = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
+    request = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        reply, features = run_vllm(python, whole, Path(folder))
-        plain_reply = run_vllm(python, {**whole, "speculative": None}, Path(folder))[0] if timed else None
+        reply, features = run_vllm(python, request, Path(folder))
+        plain_reply = run_vllm(python, {**request, "speculative": None}, Path(folder))[0] if timed else None
     plain, plain_s = decode_plainly(target, prompts, new_tokens)
     answers = [answer["tokens"] for answer in reply["answers"]]
     theirs = [by_position(len(prompt), each["tokens"], each["proposals"]) for prompt, each in zip(prompts, reply["answers"], strict=True)]
-    here = draft_after(target, drafter, prompts, answers, depth)
+    local = draft_after(target, drafter, prompts, answers, depth)
     rounds, differences = 0, []
     for number, prompt in enumerate(prompts):
-        same = len(prompt) + _common(answers[number], here.answers[number])
-        for position in sorted(theirs[number].keys() & here.proposals[number].keys()):
-            left, right = theirs[number][position], here.proposals[number][position]
+        same = len(prompt) + _common(answers[number], local.answers[number])
+        for position in sorted(theirs[number].keys() & local.proposals[number].keys()):
+            left, right = theirs[number][position], local.proposals[number][position]
             length = min(len(left), len(right))
             if position < same:
                 rounds += 1
@@ -177,11 +177,11 @@ def serve(
         rounds,
         differences,
         tau_of(answers, rounds_of(prompts, answers, theirs)),
-        tau_of(here.answers, rounds_of(prompts, here.answers, here.proposals)),
+        tau_of(local.answers, rounds_of(prompts, local.answers, local.proposals)),
         1 + accepted / drafts if drafts else 1.0,
         _feature_errors(target, drafter.taps, prompts, features),
         plain_reply["seconds"] / reply["seconds"] if plain_reply else None,
-        plain_s / here.seconds if timed else None,
+        plain_s / local.seconds if timed else None,
     )
 
 
@@ -210,7 +210,7 @@ def decode_plainly(target: Target, prompts: list[list[int]], new_tokens: int) ->
     return answers, time.perf_counter() - began
 
 
-def draft_after(target: Target, drafter: Any, prompts: list[list[int]], answers: list[list[int]], depth: int) -> Here:
+def draft_after(target: Target, drafter: Any, prompts: list[list[int]], answers: list[list[int]], depth: int) -> LocalRun:
     """Decode here as engines do: the first token of each answer comes from the prompt's forward, without drafts.
 
     Args:
@@ -228,7 +228,7 @@ def draft_after(target: Target, drafter: Any, prompts: list[list[int]], answers:
             decoded = Decoder(target, drafter).generate([prompt + first], max_new_tokens=rest, stop_ids=()) if rest else []
             proposals.append(dict(seen))
             texts.append(first + (decoded[0].tokens if decoded else []))
-    return Here(proposals, texts, time.perf_counter() - began)
+    return LocalRun(proposals, texts, time.perf_counter() - began)
 
 
 @contextmanager
