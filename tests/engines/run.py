@@ -42,10 +42,9 @@ from draftsmith.train.exchange.export import open_source
 HERE = Path(__file__).parent
 RUN_HERE = ("vllm", "speculators", "gguf", "transformers")  # engines that a CPU runs
 KINDS = {"student": "draft_simple", "eagle3": "eagle3"}  # of llama.cpp
-# The toy's drafters: name, method, recipe and keys.
+# The toy's drafters: name, method, recipe and keys. (vLLM 0.32 refuses MLP speculators.)
 TOYS = {
     "medusa": ("medusa", "medusa-tiny", ()),
-    "mlp": ("mlp", "mlp-tiny", ()),
     "eagle-one": ("eagle", "eagle1-tiny", ()),
     "eagle-three": ("eagle", "eagle3-tiny", ("eagle.fc_norm=false", "eagle.norm_output=false")),
     "eagle-three.1": ("eagle", "eagle3-tiny", ("eagle.fc_norm=true", "eagle.norm_output=true")),
