@@ -77,7 +77,6 @@ def send(
     private: bool,
     ours: Callable[[str], bool],
     say: Callable[[str], object],
-    sleep: Callable[[float], object] = time.sleep,
 ) -> Sent:
     """Put files of a folder into a repository, which is created where it is not there.
 
@@ -89,7 +88,6 @@ def send(
         ours: whether a path in the repository would be one of a drafter's; such files that are not sent are deleted, since they are of other
             weights. The rest of the repository stays.
         say: is called with a line about what is done.
-        sleep: waits for so many seconds.
 
     Raises:
         ValueError: no token, no permission, another artifact's repository, a public one for `private`, or a Hub that cannot be reached.
@@ -99,7 +97,7 @@ def send(
         raise ValueError("got no token of the Hub; expected one that may write; give it with `hf auth login` or in HF_TOKEN")
     api = HfApi(endpoint=constants.ENDPOINT, token=token, library_name="draftsmith")
     with _errors_in_one_line(repo, token), _no_secrets_in_warnings():
-        info = _repository(api, repo, private, folder, sleep)
+        info = _repository(api, repo, private, folder)
         additions = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=folder / path) for path in files]
         for addition in additions:
             say(f"sending {addition.path_in_repo}")
@@ -108,11 +106,11 @@ def send(
         operations = [*additions, *(CommitOperationDelete(path) for path in deleted)]
         # A commit whose answer was lost moves the branch away from `parent_commit`: it is not made twice.
         message = "Publish with draftsmith"
-        done = _repeated(lambda: api.create_commit(repo, operations, commit_message=message, parent_commit=info.sha), sleep)
+        done = _repeated(lambda: api.create_commit(repo, operations, commit_message=message, parent_commit=info.sha))
     return Sent(address(repo), done.oid != info.sha, deleted)
 
 
-def _repository(api: HfApi, repo: str, private: bool, folder: Path, sleep: Callable[[float], object]) -> Any:
+def _repository(api: HfApi, repo: str, private: bool, folder: Path) -> Any:
     """What the Hub says of the repository, which is there afterwards, and is empty or holds this artifact. Raises as `send`."""
 
     def look() -> Any:
@@ -130,17 +128,17 @@ def _repository(api: HfApi, repo: str, private: bool, folder: Path, sleep: Calla
             if _status(error) != 409:  # there by now, perhaps by an earlier attempt of ours
                 raise
 
-    info = _repeated(look, sleep)
+    info = _repeated(look)
     if info is None:
-        _repeated(create, sleep)
-        info = _repeated(look, sleep)
+        _repeated(create)
+        info = _repeated(look)
     if info is None:
         raise ValueError(f"{repo} is taken, and the token may not see what it holds; give another name")
     if private and not info.private:
         raise ValueError(f"{repo} is there and public, got --private; give another name, or make it private in its settings")
     present, wanted = _paths(info), identity_of(read_json(folder / "config.json"))
     if "config.json" in present:
-        holds = _repeated(lambda: _identity_there(repo, str(api.token)), sleep)
+        holds = _repeated(lambda: _identity_there(repo, str(api.token)))
         if holds[:2] != wanted[:2]:
             raise ValueError(f"{repo} is taken: it holds {_described(holds)}, this is {_described(wanted)}; give another name")
     elif foreign := sorted(path for path in present if path not in (".gitattributes", "README.md")):
@@ -179,7 +177,7 @@ def _send_large(api: HfApi, repo: str, addition: CommitOperationAdd) -> None:
         raise ValueError(f"{addition.path_in_repo} could not be sent ({error.__cause__ or error}); {AGAIN}") from None
 
 
-def _repeated(do: Callable[[], Value], sleep: Callable[[float], object]) -> Value:
+def _repeated(do: Callable[[], Value]) -> Value:
     """What `do` returns. It is repeated where the Hub is busy or cannot be reached, after as long as it asks for."""
     for attempt in range(TRIES):
         try:
@@ -188,14 +186,14 @@ def _repeated(do: Callable[[], Value], sleep: Callable[[float], object]) -> Valu
             status = _status(error)
             if attempt == TRIES - 1 or (status is not None and status not in (408, 429) and status < 500):
                 raise
-            headers = error.response.headers if isinstance(error, HfHubHTTPError) else {}
-            sleep(max(min(LONGEST_WAIT, FIRST_WAIT * 2**attempt), seconds_asked(headers.get("Retry-After", ""))))
+            wanted = cast(Any, error).response.headers.get("Retry-After", "") if status else ""
+            time.sleep(max(min(LONGEST_WAIT, FIRST_WAIT * 2**attempt), seconds_asked(wanted)))
     raise AssertionError("the last attempt returned or raised")
 
 
 def _status(error: BaseException) -> int | None:
     """The status of an answer; None where there was none."""
-    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    return cast(Any, error).response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 @contextmanager
@@ -204,7 +202,7 @@ def _errors_in_one_line(repo: str, token: str) -> Iterator[None]:
     try:
         yield
     except TRANSPORT as error:
-        words = (error.server_message if isinstance(error, HfHubHTTPError) else str(error)) or type(error).__name__
+        words = (cast(Any, error).server_message if isinstance(error, HfHubHTTPError) else str(error)) or type(error).__name__
         words = printable(redacted(" ".join(words.split()).replace(token, "***")), keep="")[:300]
         raise ValueError(_advice(repo, _status(error), words)) from None
     except (ValueError, OSError) as error:
