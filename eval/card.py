@@ -138,7 +138,11 @@ def _training(training: dict[str, Any]) -> str:
     if sources := training.get("data"):
         lines += ["", "| data | SHA-256 | licence |", "|---|---|---|"]
         for source in sources:
-            cells = (f"`{source.get('path')}`", f"`{source['sha256']}`" if source.get("sha256") else "–", source.get("licence") or "not recorded")
+            cells = (
+                f"`{source.get('path')}`",
+                f"`{source['sha256']}`" if source.get("sha256") else "–",
+                source.get("licence") or "not recorded",
+            )
             lines.append("| " + " | ".join(printable(cell, keep="").replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -76,6 +76,7 @@ class HubServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise every answer takes 40 ms
     server: HubServer
 
     def log_message(self, *_arguments) -> None:
@@ -143,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         routes = {
             r"/api/repos/create": self.create,
             r"/api/validate-yaml": lambda _: (200, {"errors": [], "warnings": []}),
-            r"/api/models/([^/]+/[^/]+)": self.info,
+            r"/api/models/([^/]+/[^/]+)(?:/revision/main)?": self.info,
             r"/api/models/([^/]+/[^/]+)/preupload/main": self.preupload,
             r"/api/models/([^/]+/[^/]+)/commit/main": self.commit,
             r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch": self.batch,

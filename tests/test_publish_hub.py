@@ -28,7 +28,7 @@ SECRET = "the password of the vault"
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
-    """A target, and drafters for it that draftsmith eval measured."""
+    """A target, and drafters for it; draftsmith eval measured the first."""
     root = tmp_path_factory.mktemp("workshop")
     target = Target.load(str(save_target(root / "target")))
     prompts = root / "prompts.jsonl"
@@ -40,10 +40,8 @@ def workshop(tmp_path_factory):
         entry["training"] = {"steps": 3, "tokens": 96, "positions": 32, "data": [{"path": "chats.jsonl", "sha256": "ab" * 32}]}
         (folder / "config.json").write_text(json.dumps(config))
         card.write(folder, "draft model" if name == "student" else config["model_type"], entry["target"], entry["training"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(acceptance, "PROBE_S", 0.0)
-            words = [str(folder), "--prompts", str(prompts), "--max-new-tokens", "8", "--temperature", "0", "--json"]
-            exit_on_error(acceptance.main, words)
+    words = ["--prompts", str(prompts), "--max-new-tokens", "8", "--temperature", "0", "--probe", "0", "--json"]
+    exit_on_error(acceptance.main, [str(root / "medusa" / "artifact"), *words])
     return root
 
 
@@ -58,6 +56,9 @@ def server(monkeypatch):
     server = HubServer()
     server.waits = []
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # a dry run sets it
@@ -159,8 +160,13 @@ def test_what_a_person_wrote_into_the_card_stays(server, artifact):
 
 def test_texts_of_prompts_and_answers_stay_unless_asked_for(server, artifact):
     source = json.loads((artifact / "acceptance.json").read_text())
-    assert source["text"]["pieces"] and any(kind["examples"] for kind in source["failures"]["kinds"])
-    shown = json.loads((run(artifact, "--dry-run") / "acceptance.json").read_text())
+    assert source["text"]["pieces"] and SECRET not in str(source)
+    source["failures"]["kinds"] = [{"name": "name", "share": 1.0, "examples": [{"before": SECRET, "token": "x"}]}]
+    (artifact / "acceptance.json").write_text(json.dumps(source))
+    (artifact / "report.html").write_text(f"<p>{SECRET}</p>")
+    folder = run(artifact, "--dry-run", "--formats", "vllm")
+    assert not [path for path, content in files_of(folder).items() if SECRET.encode() in content]
+    shown = json.loads((folder / "acceptance.json").read_text())
     assert shown["text"] is None and not any(kind["examples"] for kind in shown["failures"]["kinds"])
     assert shown["overall"] == source["overall"] and shown["drafter"]["name"] == REPO
     run(artifact)
@@ -226,7 +232,9 @@ def test_an_evaluation_of_other_weights_is_refused(server, artifact, capsys):
         assert "was measured with other weights" in refused(capsys, artifact, *words)
 
 
-@pytest.mark.parametrize("repo", ["name", "a/b/c", "someone/", "/name", "some one/x", "someone/x--y", "someone/x.git", "someone/é", "../x", "a/" + 97 * "b"])
+@pytest.mark.parametrize(
+    "repo", ["name", "a/b/c", "someone/", "/name", "some one/x", "someone/x--y", "someone/x.git", "someone/é", "../x", "a/" + 97 * "b"]
+)
 def test_a_wrong_name_is_refused(server, artifact, capsys, repo):
     assert "expected USER/NAME" in refused(capsys, artifact, repo=repo)
 
@@ -248,7 +256,7 @@ def test_mistakes_are_one_line(server, artifact, workshop, tmp_path, capsys):
 @pytest.mark.parametrize("name, engines", [("medusa", "vllm,tgi"), ("eagle3", "vllm,tensorrt-llm,gguf"), ("student", "vllm")])
 def test_formats_are_exported_and_checked(server, workshop, tmp_path, name, engines):
     artifact = shutil.copytree(workshop / name / "artifact", tmp_path / "artifact")
-    folder = run(artifact, "--dry-run", "--formats", engines)
+    folder = run(artifact, "--dry-run", "--without-evaluation", "--formats", engines)
     target, text = Target.load(str(workshop / "target")), (folder / "README.md").read_text()
     for engine in engines.split(","):
         assert faults(folder / "engines" / engine, target) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.inference.reading import read_json
+from draftsmith.models.drafter import TEXTS
 from draftsmith.train.exchange.export import ENGINES
 
 FILES = (
@@ -22,7 +23,6 @@ FILES = (
     *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
 )
-TEXTS = ("records.jsonl", "report.html")  # of prompts and answers
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 UNFINISHED = (".part", ".lock", ".tmp", ".incomplete")
 

@@ -99,8 +99,8 @@ def send(
     with _errors_in_one_line(repo, token), _no_secrets_in_warnings():
         info = _repository(api, repo, private, folder)
         additions = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=folder / path) for path in files]
-        for addition in additions:
-            say(f"sending {addition.path_in_repo}")
+        for number, addition in enumerate(additions, 1):
+            say(f"file {number} of {len(additions)}: {addition.path_in_repo}")
             _send_large(api, repo, addition)
         deleted = sorted(path for path in _paths(info) if ours(path) and path not in files)
         operations = [*additions, *(CommitOperationDelete(path) for path in deleted)]

@@ -38,8 +38,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="create it private")
     parser.add_argument("--dry-run", action="store_true", help="write the folder, print what would be sent, and ask no network")
     parser.add_argument("--output", help="the folder that is sent: new, empty, or an earlier one (default: beside the artifact)")
-    parser.add_argument("--formats", metavar="ENGINES", help=f"export for these too, into engines/: {', '.join(ENGINES)}; separated by commas")
-    parser.add_argument("--records", action="store_true", help="send records.jsonl and report.html, which hold texts of prompts and answers")
+    parser.add_argument(
+        "--formats", metavar="ENGINES", help=f"export for these too, into engines/: {', '.join(ENGINES)}; separated by commas"
+    )
+    parser.add_argument(
+        "--records", action="store_true", help="send records.jsonl and report.html, which hold texts of prompts and answers"
+    )
     parser.add_argument("--without-evaluation", action="store_true", help="publish a drafter that was not measured")
     return parser
 
@@ -103,7 +107,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
     _check_output(output, artifact)
     method, entry = _drafter(artifact)
     contents = contents_of(artifact, texts)
-    _check_evaluated(artifact, contents.files, repo, without_evaluation)
+    _check_evaluated(artifact, contents.files, without_evaluation)
     readme = artifact / "README.md"
     if "README.md" not in contents.files or not card.is_marked(artifact):
         raise ValueError(f"{readme} is no model card with the line {card.BEGIN}; delete it, and run draftsmith eval, which writes another")
@@ -119,7 +123,9 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
         check_folder(str(part))
         serve = "\n\n".join((*_export(part, engines, repo, entry), *_to_export(method, entry, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
-        text = card.published(readme.read_text(encoding="utf-8"), entry, method, report, repo, serve or "No engine serves it yet; Draftsmith does.")
+        text = card.published(
+            readme.read_text(encoding="utf-8"), entry, method, report, repo, serve or "No engine serves it yet; Draftsmith does."
+        )
         durable.write_text(part / "README.md", text)
         (part / MARK).write_text(f"{repo}\n", encoding="utf-8")
 
@@ -160,7 +166,7 @@ def _drafter(artifact: Path) -> tuple[str, dict[str, Any]]:
     return DraftModel.method, entry
 
 
-def _check_evaluated(artifact: Path, files: list[str], repo: str, without_evaluation: bool) -> None:
+def _check_evaluated(artifact: Path, files: list[str], without_evaluation: bool) -> None:
     """Raises ValueError for an artifact that was not measured, unless that is wanted, or measured with other weights."""
     from draftsmith.inference.reading import field, read_json
     from draftsmith.models.weights import weights_hash
@@ -172,7 +178,9 @@ def _check_evaluated(artifact: Path, files: list[str], repo: str, without_evalua
         return
     drafter = field(read_json(file), "drafter", dict, file)
     if drafter.get("hash") != weights_hash(str(artifact)):
-        raise ValueError(f"{file} was measured with other weights; run `draftsmith eval {artifact}` again, or delete what it measured before")
+        raise ValueError(
+            f"{file} was measured with other weights; run `draftsmith eval {artifact}` again, or delete what it measured before"
+        )
 
 
 def _export(part: Path, engines: list[str], repo: str, entry: dict[str, Any]) -> list[str]:
