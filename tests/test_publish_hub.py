@@ -1,9 +1,14 @@
 """draftsmith publish: the folder that is sent, the model card, and the Hub with all its faults, which here is a server on this machine."""
 
 import hashlib
+import io
 import json
+import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 
 import huggingface_hub
@@ -116,6 +121,20 @@ def test_a_dry_run_writes_what_is_sent_and_asks_no_network(server, artifact, cap
     run(artifact, "--formats", "vllm")
     assert there(server) == files_of(folder) == staged and server.repositories[REPO].commits == 2
     assert f"{server.address}/{REPO}: published" in capsys.readouterr().out
+
+
+def test_a_dry_run_does_not_ask_the_hub_for_the_target_either(server, artifact):
+    config = json.loads((artifact / "config.json").read_text())
+    config["target"]["name"] = "owner/absent"
+    (artifact / "config.json").write_text(json.dumps(config))
+    words = [sys.executable, "-m", "draftsmith.train.cli", "publish", str(artifact), REPO, "--dry-run"]
+    environment = {**os.environ, "HF_ENDPOINT": server.address, "HF_HOME": str(artifact.parent / "cache")}
+    del environment["HF_HUB_OFFLINE"]
+    for more, status in (["--formats", "vllm"], 2), ([], 0):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == status and done.stderr.count("\n") == (status > 0), done.stderr
+    assert server.requests == []
+    assert ModelCard.load(artifact.with_name("artifact-published") / "README.md").data.base_model == "owner/absent"
 
 
 def test_the_card_has_what_the_hub_and_a_stranger_ask(server, artifact):
@@ -386,6 +405,18 @@ def test_it_gives_up_in_the_end_and_goes_on_later(server, artifact, capsys, meth
     server.faults = []
     folder = run(artifact)
     assert there(server) == files_of(folder)
+
+
+def test_warnings_of_the_client_have_no_signed_address(server, artifact):
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("huggingface_hub").addHandler(handler)
+    try:
+        server.faults = [Fault("PUT", "/lfs/", 503)]
+        run(artifact)
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(handler)
+    assert "X-Amz-Signature=<redacted>" in stream.getvalue() and "0123456789abcdef" not in stream.getvalue()
 
 
 def test_a_retry_after_of_a_day_is_no_day(server, artifact):
