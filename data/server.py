@@ -122,7 +122,7 @@ class Server:
                 if ONE_REQUEST.search(problem):
                     raise Refused(problem)
                 raise ValueError(f"{self.name}/{path}: {problem}; correct it (omit leaves fields out), and run the same command again")
-            pause = _seconds(response.headers.get("Retry-After", ""))
+            pause = seconds_asked(response.headers.get("Retry-After", ""))
         raise Failed(f"{problem} ({self.retries + 1} times)")
 
     async def _text(self, response: httpx.Response) -> str:
@@ -185,7 +185,7 @@ def to_api(message: Message) -> Message:
     return {"content": "", **fields}
 
 
-def _seconds(retry_after: str) -> float:
+def seconds_asked(retry_after: str) -> float:
     """Seconds of a Retry-After header, which is a number or a date; 0 for anything else."""
     try:
         seconds = float(retry_after)

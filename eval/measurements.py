@@ -96,7 +96,7 @@ def write(folder: Path, report: Report, content: dict[str, Any], artifact: bool)
         (folder / POLICY).unlink(missing_ok=True)  # of an evaluation before
     if artifact:
         files["config.json"] = lambda path: _write_tree(path, report)
-        files["README.md"] = lambda _: card.write_acceptance(folder, report.method, card.measured(report, page.markdown(content)))
+        files["README.md"] = lambda _: _write_card(folder, report, content)
     files[PICTURE] = lambda path: durable.replace(path, lambda part: plot.survival(report, part))
     failures = []
     for name, write_file in files.items():
@@ -105,6 +105,10 @@ def write(folder: Path, report: Report, content: dict[str, Any], artifact: bool)
         except (OSError, ValueError) as error:
             failures.append(f"{name} ({getattr(error, 'strerror', None) or error})")
     return failures
+
+
+def _write_card(folder: Path, report: Report, content: dict[str, Any]) -> None:
+    card.write_acceptance(folder, report.method, card.measured(report, page.markdown(content)), card.results(content))
 
 
 def _write_tree(path: Path, report: Report) -> None:

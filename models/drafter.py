@@ -33,6 +33,7 @@ from draftsmith.models.target import Target, TargetIdentity, check_folder, check
 from draftsmith.models.weights import WEIGHTS, check_finite, check_headers, headers
 
 CONFIG = "config.json"
+TEXTS = ("records.jsonl", "report.html")  # of an evaluation: they hold texts of prompts and answers
 
 
 def same_layout(left: Tensor, right: Tensor) -> bool:
@@ -231,18 +232,18 @@ class DrafterModel(PreTrainedModel):
         """Raises ValueError where tensors that fit the architecture cannot be meant; a subclass knows what to look at."""
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along."""
+        """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along, without TEXTS."""
         if self._folder:
             if (self._folder / "adapter").is_dir():  # the target's, of Medusa-2
                 shutil.copytree(self._folder / "adapter", Path(working_dir) / "adapter")
             if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
                 for file in self._folder.iterdir():
-                    if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG):
+                    if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG, *TEXTS):
                         shutil.copy(file, working_dir)
             else:
                 warnings.warn(
                     f"the weights are no longer those of {self._folder}, so that its model card and measurements are not uploaded; "
-                    "save the drafter, measure it with `draftsmith eval`, and upload the folder with `hf upload`",
+                    "save the drafter, measure it with `draftsmith eval`, and upload the folder with `draftsmith publish`",
                     stacklevel=3,
                 )
         return cast(Any, super())._upload_modified_files(working_dir, *args, **kwargs)

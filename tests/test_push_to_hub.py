@@ -20,7 +20,7 @@ def artifact(tmp_path):
     """A drafter with its evidence, and what is not to be published."""
     folder = tmp_path / "artifact"
     new_drafter("medusa", Target.wrap(random_model("llama"), name="small"), num_heads=2).save_pretrained(folder)
-    for name, text in {**EVIDENCE, ".lock": ""}.items():
+    for name, text in {**EVIDENCE, ".lock": "", "records.jsonl": "texts", "report.html": "texts"}.items():
         (folder / name).write_text(text)
     (folder / "checkpoints").mkdir()
     return folder
@@ -62,7 +62,7 @@ def test_measurements_of_other_weights_do_not(artifact, uploaded):
     drafter = load_drafter(artifact)
     with torch.no_grad():
         next(drafter.parameters()).add_(1)
-    with pytest.warns(UserWarning, match="no longer those of .*artifact.* measure it with `draftsmith eval`.*`hf upload`"):
+    with pytest.warns(UserWarning, match="no longer those of .*artifact.* measure it with `draftsmith eval`.*`draftsmith publish`"):
         drafter.push_to_hub("someone/drafter")
     assert "acceptance.json" not in uploaded and b"numbers" not in uploaded.get("README.md", b"")
 

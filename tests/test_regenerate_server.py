@@ -96,11 +96,11 @@ def test_waits_get_longer_and_vary_and_retry_after_is_read_both_ways(quick, monk
     tops = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert len(waits) == 8 and all(top / 2 <= wait <= top for wait, top in zip(waits, tops, strict=True))
     assert len({wait / top for wait, top in zip(waits, tops, strict=True)}) == 8, "they shake"
-    assert server._seconds("7") == 7.0 and server._seconds("1e9") == 600.0
-    assert [server._seconds(value) for value in ("", "soon", "-3", "nan")] == [0.0] * 4
+    assert server.seconds_asked("7") == 7.0 and server.seconds_asked("1e9") == 600.0
+    assert [server.seconds_asked(value) for value in ("", "soon", "-3", "nan")] == [0.0] * 4
     from email.utils import formatdate
 
-    assert 20 < server._seconds(formatdate(time.time() + 30, usegmt=True)) <= 30
+    assert 20 < server.seconds_asked(formatdate(time.time() + 30, usegmt=True)) <= 30
 
 
 def test_what_failed_for_good_is_reported_and_tried_again_by_the_next_run(tmp_path, quick):

@@ -31,6 +31,7 @@ COMMANDS = {
     "export": ("draftsmith.train.exchange.export", "write a drafter into the folder that a serving engine loads, checked"),
     "import": ("draftsmith.train.exchange.take_in", "make an artifact of a published drafter"),
     "check": ("draftsmith.train.exchange.check", "say what is wrong with a drafter's folder"),
+    "publish": ("draftsmith.train.exchange.publish", "put a measured drafter on the Hugging Face Hub, with its model card"),
     "skip": ("draftsmith.eval.skip", "search the decoder layers that a target leaves out when it drafts for itself"),
     "generate": ("draftsmith.eval.generate", "continue a prompt, with a drafter or without"),
 }

@@ -1,8 +1,10 @@
 """What every method does after its loop: the folder to publish."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from draftsmith.data import conversations
 from draftsmith.eval import card
 from draftsmith.eval.loading import command
 from draftsmith.inference import durable
@@ -63,7 +66,7 @@ def publish(
         FloatingPointError, OSError: as `replace_artifact`.
     """
     tokens = steps * recipe.train.batch_size * recipe.data.seq_len
-    training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens}
+    training = {"positions": recipe.data.seq_len, "steps": steps, "tokens": tokens, "data": _data(recipe)}
 
     def write_all(part: Path) -> None:
         write(part, training)
@@ -75,6 +78,26 @@ def publish(
     state = f"trained for {steps} steps" if new else "there already"
     say(f"{folder}: {state}; measure it with\n    {command()} eval {folder}")
     return folder
+
+
+def _data(recipe: Recipe) -> list[dict[str, Any]]:
+    """The training data for a model card: name, hash of the content, and licence where it is known. No network is asked.
+
+    A local path is cut to its last part; `hub` is true of a data set of the Hub, which has a name instead of a hash.
+    """
+    sources = []
+    for source in recipe.data.plan().train:
+        local, shipped = Path(os.path.expanduser(source.path)), source.path == "stdlib"
+        entry: dict[str, Any] = {"path": "standard library of Python" if shipped else local.name if local.exists() else source.path}
+        if shipped or local.exists():
+            with suppress(ValueError, OSError):  # the card is not worth the artifact
+                entry["sha256"] = conversations.fingerprint(source)
+        else:
+            entry |= {"hub": True, "subset": source.subset, "split": source.split}
+        if shipped:
+            entry["licence"] = "PSF-2.0"
+        sources.append(entry)
+    return sources
 
 
 def replace_artifact(recipe: Recipe, write: Callable[[Path], None]) -> tuple[Path, bool]:
@@ -134,9 +157,9 @@ def _same(part: Path, folder: Path, changeable: set[str]) -> bool:
 
 
 def _training(folder: Path) -> Any:
-    """The notes on training of an artifact's config."""
+    """The notes on training of an artifact's config. What they say of the data is for people: a file may be gone since."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("draftsmith", config).get("training")
+    return {key: value for key, value in (config.get("draftsmith", config).get("training") or {}).items() if key != "data"}
 
 
 def _move(part: Path, folder: Path) -> None:

@@ -83,7 +83,7 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"--output {folder} has content that no export wrote; name another folder, or empty it")
 
 
-def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: str = "") -> Exported:
+def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: str = "", called: str = "") -> Exported:
     """Write, check, and only then put in its place.
 
     Args:
@@ -92,6 +92,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
         folder: as `check_output`; an earlier export is replaced.
         dtype: of the weights.
         kind: of `quantise.KINDS`, for linear layers of 8 bits; "" leaves them in `dtype`.
+        called: the path by which files of the folder and the serving command name it; "" is its own.
 
     Raises:
         ValueError: a drafter that the engine does not serve, with those that do; a path that vLLM misreads; or a folder that did not pass
@@ -105,14 +106,15 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
     check_output(folder)
     if kind:
         quantise.check_kind(kind, family, engine)
-    if engine == "vllm" and (wrong := [what for _, what in path_faults(family, folder)]):
-        raise ValueError(f"--output {folder}: {wrong[0]}")
+    called = called or str(folder)
+    if engine == "vllm" and (wrong := [what for _, what in path_faults(family, Path(called))]):
+        raise ValueError(f"--output {called}: {wrong[0]}")
     if engine == "gguf":
         gguf_file.check_tokenizer(target.tokenizer)
 
     def write(part: Path) -> None:
-        ours = _write_format(source, family, engine, part, folder, dtype, kind)
-        _write_beside(source, engine, family, part, _card(source, family, engine, folder, row))
+        ours = _write_format(source, family, engine, part, called, dtype, kind)
+        _write_beside(source, engine, family, part, _card(source, family, engine, row))
         said = faults(part, target, [engine])
         said += differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
@@ -120,29 +122,29 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
-    return Exported(folder, _notes(limits, engine), serving(row, target.name, str(folder), source.depth))
+    return Exported(folder, _notes(limits, engine), serving(row, target.name, called, source.depth))
 
 
 def _notes(limits: list[Limit], engine: str) -> list[str]:
     return [f"{limit.engine} {limit.why}" for limit in limits if limit.engine == ENGINES[engine] and not limit.refused]
 
 
-def _write_format(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype, kind: str) -> Any:
+def _write_format(source: Source, family: str, engine: str, part: Path, called: str, dtype: torch.dtype, kind: str) -> Any:
     """Write weights and config; returns the drafter with its weights rounded as they are stored, in float32."""
     if not kind:
-        return _write_weights(source, family, engine, part, folder, dtype)
+        return _write_weights(source, family, engine, part, called, dtype)
     if family == "student":
         gguf_file.check_student(source.drafter)  # for others there is no second reading of such weights
     if engine == "gguf":
         quantise.check_blocks(source.drafter)
-    ours = _write_weights(source, family, engine, part, folder, dtype, eight_bits=engine == "gguf")
+    ours = _write_weights(source, family, engine, part, called, dtype, eight_bits=engine == "gguf")
     quantise.round_weights(ours, kind, engine, dtype)
     if engine != "gguf":
         quantise.pack_folder(part, kind)
     return ours
 
 
-def _write_weights(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype, eight_bits: bool = False) -> Any:
+def _write_weights(source: Source, family: str, engine: str, part: Path, called: str, dtype: torch.dtype, eight_bits: bool = False) -> Any:
     """Write weights and config in `dtype`, those of a GGUF in eight bits on request; returns the drafter rounded to `dtype`, in float32."""
     target = source.target
     if family == "student":
@@ -155,7 +157,7 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, folder:
             entry = {"target": source.made_for, "tree": source.tree, "confidence": source.confidence, "training": source.training}
             written = write_student(model, target.tokenizer, part, target.vocab_size, entry, source.depth, dtype)
         if engine == "tensorrt-llm":
-            _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": str(folder)})
+            _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": called})
         return cast(Any, written).float()
     drafter = source.drafter
     if family in ("dflash", "dspark"):
@@ -169,7 +171,7 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, folder:
     else:
         write_eagle(drafter, part, dtype, library=engine == "speculators")
     if engine == "tensorrt-llm" and family == "eagle3":
-        settings = {"decoding_type": "Eagle3", "max_draft_len": source.depth, "speculative_model": str(folder)}
+        settings = {"decoding_type": "Eagle3", "max_draft_len": source.depth, "speculative_model": called}
         _write_yaml(part, settings | {"eagle3_layers_to_capture": list(drafter.taps)})
     return drafter.to(dtype).float()
 
@@ -197,7 +199,7 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
     write_note(part, engine, family, drafter, source.folder, licences)
 
 
-def _card(source: Source, family: str, engine: str, folder: Path, row: Row) -> str:
+def _card(source: Source, family: str, engine: str, row: Row) -> str:
     """The artifact's card, and how to serve this folder."""
     card = source.folder / "README.md" if source.folder else None
     text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
