@@ -111,7 +111,9 @@ async def model_of(server: Server, wanted: str | None) -> dict[str, str]:
     if wanted is not None and wanted not in names:
         raise ValueError(f"{server.name} serves {listed or 'no model'}; expected {wanted!r}; correct --model")
     entry = models[names.index(wanted) if wanted is not None else 0]
-    return {"model": entry["id"], "engine": str(entry.get("owned_by") or ""), "root": str(entry.get("root") or "")}
+    return {"model": _valid(entry["id"])} | {
+        name: _valid(str(entry.get(key) or "")) for name, key in (("engine", "owned_by"), ("root", "root"))
+    }
 
 
 def check_status(server: Server, path: str, status: int, text: str) -> None:
@@ -214,11 +216,16 @@ def _take(reply: Reply, data: bytes, now: float, message: Callable[[str], str]) 
             delta = choice.get("delta") or {}
             parts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
             if piece := "".join(part for part in parts if part):
-                reply.text += piece
+                reply.text += _valid(piece)
                 reply.chunks.append(now)
-            reply.reason = str(choice.get("finish_reason") or reply.reason)
+            reply.reason = _valid(str(choice.get("finish_reason") or reply.reason))
     except (KeyError, TypeError, AttributeError):
         raise RequestFailed(malformed) from None
+
+
+def _valid(text: str) -> str:
+    """The text with halves of surrogate pairs, which JSON can spell and no file can hold, as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _count(value: Any) -> int:

@@ -116,13 +116,19 @@ class ServeRun:
     """
 
     def __init__(
-        self, servers: Sequence[Server], prompts: Sequence[Prompt], settings: ServeSettings, store: RecordStore, duration_s: float, show: bool
+        self,
+        servers: Sequence[Server],
+        prompts: Sequence[Prompt],
+        settings: ServeSettings,
+        store: RecordStore,
+        duration_s: float,
+        show: bool,
     ) -> None:
         self.servers, self.prompts, self.settings, self.store = servers, prompts, settings, store
         self.deadline, self.show = time.perf_counter() + duration_s, show
         self.records = self._recorded()
         self.models = [each["model"] for each in self.records.header["servers"]]
-        self.failed = 0  # in a row
+        self.failed, self.done = 0, len(self.records.requests)  # failed: in a row
         self.errors = sum(bool(each.error) for each in self.records.requests)
         self.writing = asyncio.Lock()
 
@@ -179,19 +185,19 @@ class ServeRun:
         ]
         if not jobs or time.perf_counter() > self.deadline:
             return
-        segment = 1 + max((each.segment for each in earlier), default=-1)
+        number = 1 + max((each.segment for each in earlier), default=-1)
         before = await read_counters(self.servers[block.server])
         start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            segments = _Segment(block, segment, start, tasks)
+            segment = _Segment(block, number, start, tasks)
             if load.kind == "rate":
-                await self._open_loop(segments, jobs)
+                await self._open_loop(segment, jobs)
             else:
                 waiting = iter(jobs)
                 for _ in range(int(load.value)):
-                    tasks.create_task(self._closed_loop(segments, waiting))
+                    tasks.create_task(self._closed_loop(segment, waiting))
         after = await read_counters(self.servers[block.server])
-        await self._append(counters_line(CountersRecord(*block, segment, before, after)))
+        await self._append(counters_line(CountersRecord(*block, number, before, after)))
 
     async def _closed_loop(self, segment: "_Segment", waiting: Iterator[tuple[Prompt, float]]) -> None:
         """One of the slots: the next request is sent when the one before it has ended."""
@@ -238,10 +244,10 @@ class ServeRun:
         """Record a line. Syncing takes milliseconds, in which other answers go on."""
         async with self.writing:
             await asyncio.to_thread(self.store.append, [line])
-        done = sum(each["kind"] == "request" for each in self.store.lines)
+        self.done += line["kind"] == "request"
         errors = f"  {self.errors} errors" if self.errors else ""
         name = self.records.header["servers"][line["server"]]["name"]
-        self.bar.update(done, f"{name}, {line['load']}, repeat {line['repeat'] + 1}/{self.settings.repeats}{errors}")
+        self.bar.update(self.done, f"{name}, {line['load']}, repeat {line['repeat'] + 1}/{self.settings.repeats}{errors}")
 
 
 @dataclass(frozen=True, slots=True)
