@@ -151,10 +151,13 @@ def _sums(values: Iterable[tuple[str, float]]) -> torch.Tensor:
     return torch.tensor([sums[prompt] for prompt in sorted(sums)], dtype=torch.float64)
 
 
-def _pairs(requests: Iterable[ServedRequest], load: str, server: int) -> list[Pair]:
+def _pairs(requests: Sequence[ServedRequest], load: str, server: int) -> list[Pair]:
     """The answers of the baseline and of a server to the same prompt in the same repeat."""
-    answers = {(each.server, each.repeat, each.prompt): each for each in requests if each.load == load and not each.error}
-    return [(each, answers[server, *rest]) for (number, *rest), each in answers.items() if number == 0 and (server, *rest) in answers]
+    baseline, answers = (
+        {(each.repeat, each.prompt): each for each in requests if (each.load, each.server, each.error) == (load, number, "")}
+        for number in (0, server)
+    )
+    return [(each, answers[key]) for key, each in baseline.items() if key in answers]
 
 
 def _speedup(records: ServeRecords, load: Load, server: int, pairs: list[Pair]) -> dict[str, Any]:
