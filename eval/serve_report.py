@@ -15,9 +15,9 @@ import torch
 
 from draftsmith.eval.intervals import Interval, of_ratio, of_ratio_of_ratios, of_share
 from draftsmith.eval.records import Records
-from draftsmith.eval.serve_counters import difference
+from draftsmith.eval.serve_counters import Counters, difference
 from draftsmith.eval.serve_predicted import predicted
-from draftsmith.eval.serve_records import Load, ServedRequest, ServeRecords
+from draftsmith.eval.serve_records import CountersRecord, Load, ServedRequest, ServeRecords
 from draftsmith.eval.service import percentiles
 
 SHARES = (50, 90, 99)
@@ -119,15 +119,17 @@ def _tau(records: ServeRecords, load: Load, server: int, answered: Sequence[Serv
     """Tokens per round by the server's own counts; None where it has none, or drafts nothing.
 
     Returns:
-        tau, low, high (None without an interval), source; from vLLM: drafted, tokens a round, and survival by depth.
+        tau, low, high (None without an interval), source; from vLLM: drafting, the share of rounds that drafted; of these the mean drafted
+        tokens and survival by depth.
     """
     counters = [each for each in records.counters if (each.load, each.server) == (load.label, server)]
-    counted = [values for each in counters if (values := difference(each.before, each.after)).get("drafts")]
+    counted = [(each, values) for each in counters if (values := difference(each.before, each.after)).get("drafts")]
     if counted:
-        drafts, drafted, accepted = (sum(values.get(name, 0.0) for values in counted) for name in ("drafts", "drafted", "accepted"))
-        survivals = [sum(column) for column in zip(*(values.get("survivals", []) for values in counted), strict=False)]
-        tau = {"tau": 1 + accepted / drafts, "low": None, "high": None, "source": "counters of vLLM, 1 + accepted / drafts"}
-        return tau | {"drafted": drafted / drafts, "survival": [accepted / drafts for accepted in survivals]}
+        drafts, drafted, accepted = (sum(values.get(name, 0.0) for _, values in counted) for name in ("drafts", "drafted", "accepted"))
+        survivals = [sum(column) for column in zip(*(values.get("survivals", []) for _, values in counted), strict=False)]
+        rounds = sum(_rounds(each, values, records.requests) for each, values in counted)
+        tau = {"tau": 1 + accepted / rounds, "low": None, "high": None, "source": "counters of vLLM"}
+        return tau | {"drafted": drafted / drafts, "drafting": drafts / rounds, "survival": [depth / drafts for depth in survivals]}
     drafting = [each for each in answered if each.drafting.get("predicted_n", 0) > 1]
     drafting = drafting if any(each.drafting.get("draft_n") for each in drafting) else []
     if drafting:
@@ -141,6 +143,20 @@ def _tau(records: ServeRecords, load: Load, server: int, answered: Sequence[Serv
         source = "server_info of SGLang: the mean since the server started"
         return {"tau": lengths[-1], "low": None, "high": None, "source": source}
     return None
+
+
+def _rounds(counters: CountersRecord, values: Counters, requests: Iterable[ServedRequest]) -> float:
+    """The rounds of a segment after the first tokens of its answers, those without drafts included, which vLLM does not count.
+
+    Each round generates one token more than it accepts. That needs a segment of complete answers, of which nobody else had any. Accepted
+    tokens past the ends of answers make it too few, and never fewer than the rounds that drafted.
+    """
+    answers = [
+        each for each in requests if (*each.block, each.segment) == (counters.load, counters.repeat, counters.server, counters.segment)
+    ]
+    ours = sum(each.count for each in answers)
+    exact = not any(each.error or each.tokens is None for each in answers) and values.get("generated") == ours
+    return max(values["drafts"], ours - len(answers) - values["accepted"]) if exact else values["drafts"]
 
 
 def _sums(values: Iterable[tuple[str, float]]) -> torch.Tensor:

@@ -6,6 +6,7 @@ the same prompts in the same order, and with a rate the same arrivals.
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -108,7 +109,7 @@ class ServeRun:
         prompts: of which only the first turns are asked.
         settings: how.
         store: opened, with the header of this benchmark.
-        duration_s: no request is sent later than this.
+        duration_s: after the warm-up, no request is sent later than this.
         show: show a progress bar.
 
     Attributes:
@@ -125,7 +126,7 @@ class ServeRun:
         show: bool,
     ) -> None:
         self.servers, self.prompts, self.settings, self.store = servers, prompts, settings, store
-        self.deadline, self.show = time.perf_counter() + duration_s, show
+        self.duration_s, self.deadline, self.show = duration_s, math.inf, show
         self.records = self._recorded()
         self.models = [each["model"] for each in self.records.header["servers"]]
         self.failed, self.done = 0, len(self.records.requests)  # failed: in a row
@@ -160,6 +161,7 @@ class ServeRun:
                     await stack.enter_async_context(server.connected(largest))
                 for number in range(len(self.servers)):
                     await self._warm_up(number)
+                self.deadline = time.perf_counter() + self.duration_s
                 for block in blocks(self.settings, len(self.servers)):
                     await self._block(block, loads[block.load])
 

@@ -606,6 +606,17 @@ not a sample
         assert of_sglang(nothing) == {}
 
 
+def test_rounds_without_drafts_count_where_all_tokens_are_known():
+    """A look-up drafts in some rounds only: 5 tokens with 2 accepted are the first and those of two rounds, of which one drafted."""
+    after = {"drafts": 1.0, "drafted": 3.0, "accepted": 2.0, "generated": 5.0}
+    counters = CountersRecord("concurrency 2", 0, 1, 0, dict.fromkeys(after, 0.0), after)
+    content = [served(1, "p", 0.0, [1.0, 2.0, 3.0], 5)]
+    for requests, generated, tau in ((content, 5.0, 2.0), (content, 6.0, 3.0), ([replace(content[0], tokens=None)], 5.0, 3.0)):
+        shared = replace(counters, after=after | {"generated": generated})
+        (row,) = report_of(ServeRecords(header(), requests, [shared]))["rows"]
+        assert (row["tau"]["tau"], row["tau"]["drafting"], row["tau"]["drafted"]) == (tau, 0.5 if tau == 2.0 else 1.0, 3.0)
+
+
 @pytest.mark.parametrize("engine", ["sglang", "llamacpp"])
 def test_other_engines_say_their_acceptance_in_their_own_way(engine, prompts, capsys):
     with FakeServer(depth=2, engine=engine) as server:
