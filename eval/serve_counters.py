@@ -1,4 +1,4 @@
-"""A server's own counters of speculation, read before and after a block of requests.
+"""A server's own counters of speculation, read before and after a segment of requests.
 
 vLLM counts rounds that drafted, drafted and accepted tokens (/metrics). SGLang has the mean tokens per round since the server started
 (/server_info, earlier /get_server_info). llama.cpp reports drafted and accepted tokens in each answer, see `serve_requests.Reply.timings`.

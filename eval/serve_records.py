@@ -2,7 +2,7 @@
 
 All tables are made from these lines alone (eval/serve_report.py). The file is requests.jsonl; `RecordStore` writes and continues it.
 
-A *block* is all prompts asked of one server under one load, in one repeat. What a run measures of a block without interruption is a
+A *measurement* is all prompts asked of one server under one load, in one repeat. What a run measures of it without interruption is a
 *segment*; times of requests count from its start.
 """
 
@@ -34,7 +34,7 @@ class Load(NamedTuple):
         return f"concurrency {self.value:g}" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
-class Block(NamedTuple):
+class Measurement(NamedTuple):
     """All prompts asked of one server under one load; `server` is its number, `load` a label."""
 
     load: str
@@ -50,7 +50,7 @@ class ServedRequest:
         load: label of the load.
         repeat: of the prompts, from 0.
         server: its number, from 0.
-        segment: of the block, from 0.
+        segment: of the measurement, from 0.
         prompt: id.
         due_s: when it was to be sent; with closed loops, when its slot became free.
         sent_s: when it was sent.
@@ -81,8 +81,8 @@ class ServedRequest:
     error: str = ""
 
     @property
-    def block(self) -> Block:
-        return Block(self.load, self.repeat, self.server)
+    def measurement(self) -> Measurement:
+        return Measurement(self.load, self.repeat, self.server)
 
     @property
     def count(self) -> int:

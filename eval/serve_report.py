@@ -111,7 +111,7 @@ def _shares(values: Iterable[float]) -> dict[str, float] | None:
 def _segments(requests: Iterable[ServedRequest]) -> list[list[ServedRequest]]:
     segments: dict[Any, list[ServedRequest]] = defaultdict(list)
     for each in requests:
-        segments[each.block, each.segment].append(each)
+        segments[each.measurement, each.segment].append(each)
     return list(segments.values())
 
 
@@ -152,7 +152,9 @@ def _rounds(counters: CountersRecord, values: Counters, requests: Iterable[Serve
     tokens past the ends of answers make it too few, and never fewer than the rounds that drafted.
     """
     answers = [
-        each for each in requests if (*each.block, each.segment) == (counters.load, counters.repeat, counters.server, counters.segment)
+        each
+        for each in requests
+        if (*each.measurement, each.segment) == (counters.load, counters.repeat, counters.server, counters.segment)
     ]
     ours = sum(each.count for each in answers)
     exact = not any(each.error or each.tokens is None for each in answers) and values.get("generated") == ours
@@ -270,7 +272,7 @@ def _shared(records: ServeRecords) -> list[str]:
         requests = [
             request
             for request in records.requests
-            if (*request.block, request.segment) == (each.load, each.repeat, each.server, each.segment)
+            if (*request.measurement, request.segment) == (each.load, each.repeat, each.server, each.segment)
         ]
         ours = sum(request.count for request in requests)
         if all(request.tokens is not None for request in requests) and values.get("generated", 0) > OTHERS * ours + 1:

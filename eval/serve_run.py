@@ -19,9 +19,9 @@ from draftsmith.data.server import Server
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.serve_counters import read_counters
 from draftsmith.eval.serve_records import (
-    Block,
     CountersRecord,
     Load,
+    Measurement,
     ServedRequest,
     ServeRecords,
     counters_line,
@@ -55,34 +55,34 @@ class ServeSettings:
     seed: int
 
 
-def blocks(settings: ServeSettings, servers: int) -> Iterator[Block]:
-    """The blocks in the order in which they are measured."""
+def plan(settings: ServeSettings, servers: int) -> Iterator[Measurement]:
+    """The measurements, in their order."""
     for load in settings.loads:
         for repeat in range(settings.repeats):
             for server in range(servers):
-                yield Block(load.label, repeat, server)
+                yield Measurement(load.label, repeat, server)
 
 
-def order(prompts: Sequence[Prompt], block: Block, seed: int) -> list[Prompt]:
-    """The prompts of a block, in the same random order for each server."""
-    return random.Random(f"order {seed} {block.load} {block.repeat}").sample(prompts, len(prompts))
+def order(prompts: Sequence[Prompt], measurement: Measurement, seed: int) -> list[Prompt]:
+    """The prompts of a measurement, in the same random order for each server."""
+    return random.Random(f"order {seed} {measurement.load} {measurement.repeat}").sample(prompts, len(prompts))
 
 
-def arrivals(rate: float, count: int, block: Block, seed: int) -> list[float]:
+def arrivals(rate: float, count: int, measurement: Measurement, seed: int) -> list[float]:
     """Seconds at which requests arrive: a Poisson process that begins with its first arrival, the same for each server."""
-    draws = random.Random(f"arrivals {seed} {block.load} {block.repeat}")
+    draws = random.Random(f"arrivals {seed} {measurement.load} {measurement.repeat}")
     times = [0.0]
     while len(times) < count:
         times.append(times[-1] + draws.expovariate(rate))
     return times[:count]
 
 
-def request_of(prompt: Prompt, model: str, block: Block, settings: ServeSettings) -> tuple[str, str]:
+def request_of(prompt: Prompt, model: str, measurement: Measurement, settings: ServeSettings) -> tuple[str, str]:
     """Path and body of a request: a conversation is chat, a text is continued."""
     fields: dict[str, Any] = {"model": model, "max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if settings.temperature:
-        fields["seed"] = random.Random(f"answer {settings.seed} {block.repeat} {prompt.id}").getrandbits(31)
+        fields["seed"] = random.Random(f"answer {settings.seed} {measurement.repeat} {prompt.id}").getrandbits(31)
     if prompt.messages:
         return "chat/completions", json.dumps(fields | {"messages": list(prompt.messages)})
     return "completions", json.dumps(fields | {"prompt": prompt.text})
@@ -162,44 +162,42 @@ class ServeRun:
                 for number in range(len(self.servers)):
                     await self._warm_up(number)
                 self.deadline = time.perf_counter() + self.duration_s
-                for block in blocks(self.settings, len(self.servers)):
-                    await self._block(block, loads[block.load])
+                for measurement in plan(self.settings, len(self.servers)):
+                    await self._segment(measurement, loads[measurement.load])
 
     async def _warm_up(self, number: int) -> None:
         """Requests that do not count; the first error of a server is said at once."""
         server = self.servers[number]
         for prompt in self.prompts[:WARM_UP]:
-            path, body = request_of(prompt, self.models[number], Block("warm-up", 0, number), self.settings)
+            path, body = request_of(prompt, self.models[number], Measurement("warm-up", 0, number), self.settings)
             try:
                 await ask(server, path, body, time.perf_counter)
             except RequestFailed as error:
                 raise ValueError(f"{server.name}/{path}: the first requests failed: {error}; correct --url, --model or --prompts") from None
 
-    async def _block(self, block: Block, load: Load) -> None:
-        """Measure what is missing of a block: one segment."""
-        earlier = [each for each in self.records.requests if each.block == block]
+    async def _segment(self, measurement: Measurement, load: Load) -> None:
+        """Measure what is missing: one segment."""
+        earlier = [each for each in self.records.requests if each.measurement == measurement]
         recorded = {each.prompt for each in earlier}
-        times = arrivals(load.value, len(self.prompts), block, self.settings.seed) if load.kind == "rate" else [0.0] * len(self.prompts)
-        jobs = [
-            (prompt, due)
-            for prompt, due in zip(order(self.prompts, block, self.settings.seed), times, strict=True)
-            if prompt.id not in recorded
-        ]
+        prompts, times = order(self.prompts, measurement, self.settings.seed), [0.0] * len(self.prompts)
+        if load.kind == "rate":
+            times = arrivals(load.value, len(prompts), measurement, self.settings.seed)
+        jobs = [(prompt, due) for prompt, due in zip(prompts, times, strict=True) if prompt.id not in recorded]
         if not jobs or time.perf_counter() > self.deadline:
             return
         number = 1 + max((each.segment for each in earlier), default=-1)
-        before = await read_counters(self.servers[block.server])
+        before = await read_counters(self.servers[measurement.server])
         start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            segment = _Segment(block, number, start, tasks)
+            segment = _Segment(measurement, number, start, tasks)
             if load.kind == "rate":
                 await self._open_loop(segment, jobs)
             else:
                 waiting = iter(jobs)
                 for _ in range(int(load.value)):
                     tasks.create_task(self._closed_loop(segment, waiting))
-        after = await read_counters(self.servers[block.server])
-        await self._append(counters_line(CountersRecord(*block, number, before, after)))
+        after = await read_counters(self.servers[measurement.server])
+        await self._append(counters_line(CountersRecord(*measurement, number, before, after)))
 
     async def _closed_loop(self, segment: "_Segment", waiting: Iterator[tuple[Prompt, float]]) -> None:
         """One of the slots: the next request is sent when the one before it has ended."""
@@ -219,9 +217,9 @@ class ServeRun:
             segment.tasks.create_task(self._request(segment, prompt, due))
 
     async def _request(self, segment: "_Segment", prompt: Prompt, due: float) -> None:
-        block, start = segment.block, segment.start
-        server = self.servers[block.server]
-        path, body = request_of(prompt, self.models[block.server], block, self.settings)
+        measurement, start = segment.measurement, segment.start
+        server = self.servers[measurement.server]
+        path, body = request_of(prompt, self.models[measurement.server], measurement, self.settings)
         sent, answer = time.perf_counter(), {}
         try:
             reply = await ask(server, path, body, time.perf_counter)
@@ -234,7 +232,7 @@ class ServeRun:
             end = time.perf_counter()
             answer["error"] = str(error)
             self.failed, self.errors = self.failed + 1, self.errors + 1
-        record = ServedRequest(*block, segment.number, prompt.id, due - start, sent - start, end - start, **answer)
+        record = ServedRequest(*measurement, segment.number, prompt.id, due - start, sent - start, end - start, **answer)
         segment.tasks.create_task(self._append(request_line(record)))  # the next request does not wait for the disk
         if self.failed >= DOWN:
             raise ValueError(
@@ -254,9 +252,9 @@ class ServeRun:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment that is being measured: its block and number, the clock at its start, and its tasks."""
+    """A segment that is being measured: its measurement and number, the clock at its start, and its tasks."""
 
-    block: Block
+    measurement: Measurement
     number: int
     start: float
     tasks: asyncio.TaskGroup

@@ -27,9 +27,9 @@ from draftsmith.eval.records import PositionRecord
 from draftsmith.eval.serve_counters import difference, of_sglang, of_vllm
 from draftsmith.eval.serve_records import (
     RECORDS,
-    Block,
     CountersRecord,
     Load,
+    Measurement,
     ServedRequest,
     ServeRecords,
     read,
@@ -38,7 +38,7 @@ from draftsmith.eval.serve_records import (
 )
 from draftsmith.eval.serve_report import report_of
 from draftsmith.eval.serve_requests import RequestFailed, read_stream
-from draftsmith.eval.serve_run import ServeSettings, arrivals, blocks, order, request_of
+from draftsmith.eval.serve_run import ServeSettings, arrivals, order, plan, request_of
 from draftsmith.eval.service import percentiles
 from draftsmith.inference.errors import exit_on_error
 
@@ -122,11 +122,11 @@ def test_a_stream_is_timed_by_its_chunks_with_text():
     assert (reply.prompt_tokens, reply.tokens, reply.timings) == (3, 7, {"draft_n": 4})
 
 
-def test_the_blocks_of_a_stream_may_end_anywhere():
+def test_the_partsof_a_stream_may_end_anywhere():
     body = b"".join((text("äö"), text("ü", finish_reason="length"), data(choices=[], usage=USAGE), b"data: [DONE]\n"))
     for size in range(1, len(body)):
-        blocks_ = [(at, body[at : at + size]) for at in range(0, len(body), size)]
-        reply = Body(*blocks_).read()
+        parts = [(at, body[at : at + size]) for at in range(0, len(body), size)]
+        reply = Body(*parts).read()
         assert (reply.text, reply.tokens, len(reply.chunks)) == ("äöü", 7, 2)
 
 
@@ -162,18 +162,20 @@ def test_halves_of_surrogate_pairs_can_be_recorded():
 # Loads
 
 
-def test_blocks_alternate_between_the_servers():
+def test_the_servers_are_measured_in_alternation():
     settings = ServeSettings((Load("concurrency", 1), Load("concurrency", 4)), 2, 8, 0.0, 0)
-    assert [(block.load, block.repeat, block.server) for block in blocks(settings, 2)] == [
+    assert [tuple(each) for each in plan(settings, 2)] == [
         (load, repeat, server) for load in ("concurrency 1", "concurrency 4") for repeat in (0, 1) for server in (0, 1)
     ]
 
 
 def test_arrivals_are_a_poisson_process_the_same_for_each_server():
     rate, count = 4.0, 20_000
-    times = arrivals(rate, count, Block("4 requests/s", 1, 0), 7)
-    assert times == arrivals(rate, count, Block("4 requests/s", 1, 1), 7)
-    assert times != arrivals(rate, count, Block("4 requests/s", 0, 0), 7) and times != arrivals(rate, count, Block("4 requests/s", 1, 0), 8)
+    times = arrivals(rate, count, Measurement("4 requests/s", 1, 0), 7)
+    assert times == arrivals(rate, count, Measurement("4 requests/s", 1, 1), 7)
+    assert times != arrivals(rate, count, Measurement("4 requests/s", 0, 0), 7) and times != arrivals(
+        rate, count, Measurement("4 requests/s", 1, 0), 8
+    )
     gaps = torch.tensor(times, dtype=torch.float64).diff()
     assert times[0] == 0 and len(times) == count and (gaps > 0).all()
     # Of an exponential distribution: the mean is its standard deviation, and half of all are below ln 2 of the mean.
@@ -186,20 +188,20 @@ def test_arrivals_are_a_poisson_process_the_same_for_each_server():
 
 def test_prompts_come_in_one_order_for_all_servers_and_in_another_in_each_repeat():
     prompts = [Prompt(str(number), "d", "x") for number in range(30)]
-    first, second = (order(prompts, Block("l", repeat, 0), 0) for repeat in (0, 1))
-    assert first == order(prompts, Block("l", 0, 1), 0) and first != second != prompts
+    first, second = (order(prompts, Measurement("l", repeat, 0), 0) for repeat in (0, 1))
+    assert first == order(prompts, Measurement("l", 0, 1), 0) and first != second != prompts
     assert sorted(first, key=prompts.index) == sorted(second, key=prompts.index) == prompts
 
 
 def test_a_request_says_how_it_is_answered():
     settings = ServeSettings((Load("concurrency", 1),), 2, 8, 0.7, 0)
-    path, body = request_of(Prompt("a", "d", "hi", ({"role": "user", "content": "hi"},)), "m", Block("l", 0, 0), settings)
+    path, body = request_of(Prompt("a", "d", "hi", ({"role": "user", "content": "hi"},)), "m", Measurement("l", 0, 0), settings)
     chat = json.loads(body)
     assert path == "chat/completions" and chat["messages"] == [{"role": "user", "content": "hi"}] and "prompt" not in chat
     assert chat["stream"] is True and chat["stream_options"] == {"include_usage": True} and chat["max_tokens"] == 8
-    assert chat == json.loads(request_of(Prompt("a", "d", "hi", chat["messages"]), "m", Block("other", 0, 1), settings)[1])
-    assert chat["seed"] != json.loads(request_of(Prompt("a", "d", "hi"), "m", Block("l", 1, 0), settings)[1])["seed"]
-    path, body = request_of(Prompt("a", "d", "hi"), "m", Block("l", 0, 0), replace(settings, temperature=0.0))
+    assert chat == json.loads(request_of(Prompt("a", "d", "hi", chat["messages"]), "m", Measurement("other", 0, 1), settings)[1])
+    assert chat["seed"] != json.loads(request_of(Prompt("a", "d", "hi"), "m", Measurement("l", 1, 0), settings)[1])["seed"]
+    path, body = request_of(Prompt("a", "d", "hi"), "m", Measurement("l", 0, 0), replace(settings, temperature=0.0))
     assert path == "completions" and json.loads(body)["prompt"] == "hi" and "seed" not in json.loads(body)
 
 
@@ -256,9 +258,8 @@ def test_two_servers_are_measured_by_counts_that_are_known(prompts, capsys, tmp_
     assert json.loads(capsys.readouterr().out) == report
     exit_on_error(serve_bench.main, ["--from", str(tmp_path / "out")])
     page = capsys.readouterr().out
-    assert (
-        "Speedups over the first server" in page and "16 of 16 answers equal the first server's" in page and "2.00 tokens drafted" in page
-    )
+    assert "Speedups over A" in page and "B, concurrency 1: 16 of 16 answers equal A's; A's equal its own in 8 of 8" in page
+    assert "100% of rounds drafted, 2.00 tokens each, accepted at least 1, 2, …: 1.00, 1.00 (counters of vLLM)" in page
 
 
 def test_the_same_command_again_asks_nothing_and_another_one_is_refused(prompts, capsys, tmp_path):
@@ -293,7 +294,7 @@ def test_a_folder_of_somebody_else_is_left_alone(prompts, capsys, tmp_path):
 
 
 def keys(folder):
-    return [(*each.block, each.prompt) for each in read(folder).requests]
+    return [(*each.measurement, each.prompt) for each in read(folder).requests]
 
 
 def test_it_continues_wherever_it_was_cut(prompts, capsys, tmp_path):
