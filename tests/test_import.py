@@ -20,7 +20,7 @@ PUBLISHED = [
     *(
         (name, "vllm")
         for name in DRAFTERS
-        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "peagle")
+        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "hydra")
     ),
     ("eagle3", "speculators"),
     ("eagle3 of speculators", "speculators"),
@@ -212,7 +212,7 @@ def test_pickles_and_links_are_not_opened(workshop, target, tmp_path):
 
 
 def test_what_is_and_what_is_no_published_folder(workshop, tmp_path):
-    kinds = {f"{name} for {engine}": family(name).rstrip("13") for name, engine in PUBLISHED}
+    kinds = {f"{name} for {engine}": family(name).rstrip("13").removeprefix("p") for name, engine in PUBLISHED}
     assert {folder: published.format_of(str(workshop / "out" / folder)) for folder in kinds} == kinds
     for name in ("medusa", "eagle3"):
         assert published.format_of(str(workshop / name)) == ""

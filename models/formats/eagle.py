@@ -22,9 +22,11 @@ from torch import Tensor
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
 from draftsmith.models.eagle import NORMS, EagleConfig, EagleModel
+from draftsmith.models.formats import quantise
 from draftsmith.models.formats.engines import eagle_limits, scales_embedding
 from draftsmith.models.formats.layouts import EAGLE1, EMBEDDING, MIDLAYER, NUMBERED, Layout
 from draftsmith.models.model_files import check_config
+from draftsmith.models.peagle import PeagleConfig, PeagleModel
 from draftsmith.models.target import Target, check_folder, check_loaded
 from draftsmith.models.target_defaults import usual_taps
 from draftsmith.models.weights import check_finite
@@ -40,12 +42,14 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 FIXED = {"model_type": "llama", "hidden_act": "silu"} | dict.fromkeys(("bias", "attention_bias", "mlp_bias", "tie_word_embeddings"), False)
 CHECKED = {"speculators_model_type": "eagle3", "use_sliding_window": False}  # never written
 OTHER = ("rope_theta", "rope_scaling", "rope_parameters", "target_hidden_size", "layer_types", "sliding_window")
+# Of P-EAGLE: the tensor that stands for features, the token that stands for tokens, and that all tokens are drafted at once.
+MASK, MASK_TOKEN, PARALLEL = "mask_hidden", "mask_token_id", "parallel_drafting"
 TAPS, INNER, COUNT = "eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"
 IGNORED = frozenset(  # they do not change what is proposed
     "architectures torch_dtype dtype transformers_version max_position_embeddings bos_token_id eos_token_id pad_token_id use_cache "
     "initializer_range pretraining_tp attention_dropout max_window_layers _name_or_path speculators_version speculators_config "
     "embed_requires_grad chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions output_hidden_states problem_type "
-    "return_dict auto_map".split()
+    "return_dict auto_map quantization_config".split()
 )
 # vLLM refuses ["LlamaForCausalLMEagle"] alone. 0: either version.
 ARCHITECTURES = {1: ["LlamaForCausalLMEagle", "LlamaForCausalLM"], 3: ["LlamaForCausalLMEagle3"]}
@@ -110,15 +114,16 @@ def read_eagle(folder: Path, target: Target) -> EagleModel:
     if not (folder / WEIGHTS).exists() and any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: expected the weights in one file, {WEIGHTS}; merge them")
     check_folder(str(folder))
-    tensors = load_file(folder / WEIGHTS)
     try:
-        config = _read_config(_flat(check_config(str(folder))), tensors, target)
+        raw = check_config(str(folder))
+        tensors = quantise.unpacked(raw, load_file(folder / WEIGHTS))
+        config = _read_config(_flat(raw), tensors, target)
         if config.least_tensors > len(tensors):
             raise ValueError(f"config.json describes {config.least_tensors:,} tensors or more, {WEIGHTS} has {len(tensors):,}")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         config.dtype = reduce(torch.promote_types, dtypes or [torch.float32])
         with torch.device("meta"):
-            drafter = EagleModel(config)
+            drafter = PeagleModel(config) if isinstance(config, PeagleConfig) else EagleModel(config)
         # Assigned, not copied: casting the module would round the frequencies of its RoPE too.
         drafter.load_state_dict(_read_tensors(str(folder), tensors, drafter, target), strict=True, assign=True)
         torch.nn.Module.to(drafter, target.device)
@@ -197,6 +202,8 @@ def _config(config: EagleConfig, target: Target, dtype: torch.dtype) -> dict[str
             raw[COUNT] = len(taps)
         if config.draft_size != target.hidden_size:
             raw["target_hidden_size"] = target.hidden_size
+    if isinstance(config, PeagleConfig):
+        raw |= {PARALLEL: True, MASK_TOKEN: config.mask_token_id}
     return raw
 
 
@@ -233,9 +240,10 @@ def _flat(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -> EagleConfig:
-    """EagleModel's config. Raises ValueError for keys that are missing, unknown, contradictory, or have values that it does not compute."""
+    """The config of EagleModel, or PeagleModel. Raises ValueError for keys that are missing, unknown, contradictory, or have values that it does not compute."""
     version = _version(flat, tensors)
-    sizes, more = (SIZES3, (*OTHER, TAPS, INNER, COUNT)) if version == 3 else (SIZES, OTHER)
+    parallel = MASK in tensors
+    sizes, more = (SIZES3, (*OTHER, TAPS, INNER, COUNT, *((PARALLEL, MASK_TOKEN) if parallel else ()))) if version == 3 else (SIZES, OTHER)
     if unknown := sorted(set(flat) - IGNORED - {*sizes, *FIXED, *CHECKED, *more}):
         raise ValueError(f"config.json has keys unknown to EAGLE-{version} here: {', '.join(unknown)}")
     if missing := [key for key in REQUIRED if key not in flat]:
@@ -261,7 +269,12 @@ def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -
         )
     if version == 3:
         fields["taps"] = _taps(flat, target)
-    return EagleConfig(hidden_size=target.hidden_size, target=target.identity.to_dict(), rope_theta=_rope_theta(flat), **fields)
+    fields |= {"hidden_size": target.hidden_size, "target": target.identity.to_dict(), "rope_theta": _rope_theta(flat)}
+    if not parallel:
+        return EagleConfig(**fields)
+    if not isinstance(flat.get(MASK_TOKEN), int) or not 0 <= flat[MASK_TOKEN] < target.vocab_size:
+        raise ValueError(f"config.json has {MASK_TOKEN} = {flat.get(MASK_TOKEN)!r}; expected a token of the target, since it has {MASK}")
+    return PeagleConfig(mask_token_id=flat[MASK_TOKEN], **fields)
 
 
 def _check_attention(flat: dict[str, Any]) -> None:

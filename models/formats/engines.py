@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.models.dflash import DflashConfig, DflashModel
+from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
-from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.peagle import PeagleModel
 from draftsmith.models.target import Target
@@ -18,6 +18,7 @@ from draftsmith.models.target_defaults import usual_taps
 
 __all__ = [
     "ENGINES",
+    "PARALLEL",
     "ROWS",
     "VLLM_METHODS",
     "Limit",
@@ -42,7 +43,7 @@ ENGINES = {
     "gguf": "llama.cpp",
 }
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
-FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra"}
 
 
 class Row(NamedTuple):
@@ -61,8 +62,10 @@ class Row(NamedTuple):
 
 # The `method` of vLLM's speculative config, by family. Without one, words in the folder's path decide.
 VLLM_METHODS = {"medusa": "medusa", "mlp": "mlp_speculator", "eagle1": "eagle", "eagle3": "eagle3", "student": "draft_model"}
-VLLM_METHODS |= {"dflash": "dflash", "dspark": "dspark"}
+VLLM_METHODS |= {"dflash": "dflash", "dspark": "dspark", "peagle": "eagle3"}
 _VLLM = 'vllm serve {{target}} --speculative-config \'{{{{"method":"{}","model":"{{folder}}","num_speculative_tokens":{{depth}}}}}}\''
+PARALLEL = {"parallel_drafting": True}  # of P-EAGLE, in vLLM's speculative config
+_VLLM_PARALLEL = _VLLM.replace("{{depth}}", '{{depth}},"parallel_drafting":true')
 _SGLANG = (
     "python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {} --speculative-draft-model-path {{folder}} "
     "--speculative-num-steps {{depth}} --speculative-eagle-topk 1 --speculative-num-draft-tokens {{nodes}}"
@@ -97,6 +100,7 @@ ROWS: dict[tuple[str, str], Row] = {
     ("eagle3", "gguf"): Row(
         "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}"
     ),
+    ("peagle", "vllm"): Row("nothing", "run", _VLLM_PARALLEL.format(VLLM_METHODS["peagle"])),
     ("dflash", "vllm"): Row("the embedding and the head", "read", _VLLM.format(VLLM_METHODS["dflash"])),
     ("dflash", "sglang"): Row("the embedding and the head", "read", _SGLANG_BLOCK.format("DFLASH")),
     ("dspark", "vllm"): Row("the embedding and the head", "read", _VLLM.format(VLLM_METHODS["dspark"])),
@@ -122,7 +126,8 @@ _REASONS = {
     ("eagle1", "gguf"): "llama.cpp has EAGLE-3 alone",
     ("eagle1", "transformers"): "its assistant is a causal LM",
     ("eagle3", "transformers"): "its assistant is a causal LM",
-    ("peagle", "vllm"): "it reads P-EAGLE, in a layout that is not written here yet",
+    ("peagle", "transformers"): "its assistant is a causal LM",
+    ("hydra", "eagle"): "the code of Hydra's authors reads a pickle, which is not written",
     ("student", "speculators"): "it trains heads; vLLM serves a draft model as it is",
 }
 NOT_TAPPED = ("gemma3", "gemma3_text", "glm4_moe", "qwen2_moe")  # targets that vLLM captures no taps of
@@ -139,12 +144,10 @@ class Limit(NamedTuple):
 
 
 def family_of(drafter: Any) -> str:
-    """medusa, mlp, eagle1, eagle3, dflash, dspark, peagle; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
-    if isinstance(drafter, DflashModel | PeagleModel):
-        return drafter.method
-    if isinstance(drafter, EagleModel):
+    """eagle1 or eagle3, else the method of a drafter; student for a draft model. (3.1 and speculators' variants are eagle3 with more norms.)"""
+    if isinstance(drafter, EagleModel) and not isinstance(drafter, PeagleModel):
         return f"eagle{drafter.config.version}"
-    return "medusa" if isinstance(drafter, MedusaModel) else "mlp" if isinstance(drafter, MlpModel) else "student"
+    return drafter.method if isinstance(drafter, DrafterModel) else "student"
 
 
 def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
@@ -156,7 +159,7 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
     refusing = {limit.engine for limit in limits if limit.refused}
     left = [each for each, name in ENGINES.items() if (family, each) in ROWS and name not in refusing]
     nearest = f"nearest: --to {', '.join(left)}" if left else "no engine does; it runs here alone"
-    name, about = ENGINES[engine], FAMILIES[family]
+    name, about = ENGINES[engine], FAMILIES.get(family, family)
     if (family, engine) not in ROWS:
         reason = _REASONS.get((family, engine), "it has no such drafter")
         raise ValueError(f"--to {engine}: {name} does not serve {about} ({reason}); {nearest}")

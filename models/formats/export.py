@@ -11,7 +11,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
-from draftsmith.models.formats import gguf_file
+from draftsmith.models.formats import gguf_file, quantise
 from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
 from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, family_of, limits_of, serving
@@ -83,7 +83,7 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"--output {folder} has content that no export wrote; name another folder, or empty it")
 
 
-def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exported:
+def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: str = "") -> Exported:
     """Write, check, and only then put in its place.
 
     Args:
@@ -91,6 +91,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exp
         engine: a key of `ENGINES`.
         folder: as `check_output`; an earlier export is replaced.
         dtype: of the weights.
+        kind: of `quantise.KINDS`, for linear layers of 8 bits; "" leaves them in `dtype`.
 
     Raises:
         ValueError: a drafter that the engine does not serve, with those that do; a path that vLLM misreads; or a folder that did not pass
@@ -102,13 +103,15 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype) -> Exp
     row = check_row(family, engine, limits)
     folder = folder.absolute()
     check_output(folder)
+    if kind:
+        quantise.check_kind(kind, family, engine)
     if engine == "vllm" and (wrong := [what for _, what in path_faults(family, folder)]):
         raise ValueError(f"--output {folder}: {wrong[0]}")
     if engine == "gguf":
         gguf_file.check_tokenizer(target.tokenizer)
 
     def write(part: Path) -> None:
-        ours = _write_format(source, family, engine, part, folder, dtype)
+        ours = _write_format(source, family, engine, part, folder, dtype, kind)
         _write_beside(source, engine, family, part, _card(source, family, engine, folder, row))
         said = faults(part, target, [engine])
         said += differences(part, engine, family, ours, target, tolerance_of(target, dtype))
@@ -124,15 +127,30 @@ def _notes(limits: list[Limit], engine: str) -> list[str]:
     return [f"{limit.engine} {limit.why}" for limit in limits if limit.engine == ENGINES[engine] and not limit.refused]
 
 
-def _write_format(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype) -> Any:
-    """Write weights and config; returns the drafter with its weights rounded to `dtype`, in float32."""
+def _write_format(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype, kind: str) -> Any:
+    """Write weights and config; returns the drafter with its weights rounded as they are stored, in float32."""
+    if not kind:
+        return _write_weights(source, family, engine, part, folder, dtype)
+    if family == "student":
+        gguf_file.check_student(source.drafter)  # for others there is no second reading of such weights
+    if engine == "gguf":
+        quantise.check_blocks(source.drafter)
+    ours = _write_weights(source, family, engine, part, folder, dtype, eight_bits=engine == "gguf")
+    quantise.round_weights(ours, kind, engine, dtype)
+    if engine != "gguf":
+        quantise.pack_folder(part, kind)
+    return ours
+
+
+def _write_weights(source: Source, family: str, engine: str, part: Path, folder: Path, dtype: torch.dtype, eight_bits: bool = False) -> Any:
+    """Write weights and config in `dtype`, those of a GGUF in eight bits on request; returns the drafter rounded to `dtype`, in float32."""
     target = source.target
     if family == "student":
         model: PreTrainedModel = source.drafter
         assert target.tokenizer is not None, "students are refused where tokenizers cannot be compared"
         if engine == "gguf":
             written = copy.deepcopy(fitted(model, target.vocab_size)).to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            gguf_file.write_llama(written, target.tokenizer, part, dtype)
+            gguf_file.write_llama(written, target.tokenizer, part, dtype, eight_bits)
         else:
             entry = {"target": source.made_for, "tree": source.tree, "confidence": source.confidence, "training": source.training}
             written = write_student(model, target.tokenizer, part, target.vocab_size, entry, source.depth, dtype)
@@ -147,7 +165,7 @@ def _write_format(source: Source, family: str, engine: str, part: Path, folder: 
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(part)
     elif engine == "gguf":
-        gguf_file.write_eagle3(drafter, part, dtype)
+        gguf_file.write_eagle3(drafter, part, dtype, eight_bits)
     else:
         write_eagle(drafter, part, dtype, library=engine == "speculators")
     if engine == "tensorrt-llm" and family == "eagle3":

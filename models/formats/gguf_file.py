@@ -63,8 +63,10 @@ def check_student(model: PreTrainedModel) -> None:
         raise ValueError(f"--to gguf: only plain Llamas are written here, not {', '.join(odd)}; {_OTHER_WAY}")
 
 
-def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write a draft model with the target's number of rows. Raises ValueError as `check_student` and `check_tokenizer`."""
+def write_llama(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, eight_bits: bool = False
+) -> None:
+    """Write a draft model with the target's number of rows; eight_bits: linear layers as Q8_0. Raises ValueError as `check_student` and `check_tokenizer`."""
     check_student(model)
     config: Any = model.config
     state = dict(model.state_dict())
@@ -83,11 +85,11 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         "vocab_size": config.vocab_size,
     }
     numbers = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_parameters["rope_theta"]}
-    _write(folder / FILE, "llama", sizes, numbers, {}, tensors, tokenizer, config, dtype)
+    _write(folder / FILE, "llama", sizes, numbers, {}, tensors, tokenizer, config, dtype, eight_bits)
 
 
-def write_eagle3(drafter: EagleModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write an EAGLE-3 of one layer and three taps, with the target's tokenizer and embedding. Raises ValueError as `check_tokenizer`."""
+def write_eagle3(drafter: EagleModel, folder: Path, dtype: torch.dtype, eight_bits: bool = False) -> None:
+    """Write an EAGLE-3 of one layer and three taps, with the target's tokenizer and embedding; eight_bits: linear layers as Q8_0. Raises ValueError as `check_tokenizer`."""
     config, target = drafter.config, drafter.target
     tensors = stored_tensors(drafter, GGUF_EAGLE3, dtype)
     if "d2t" in tensors:  # target ids in place of offsets
@@ -107,7 +109,7 @@ def write_eagle3(drafter: EagleModel, folder: Path, dtype: torch.dtype) -> None:
     more = {"target_layers": [tap + 1 for tap in drafter.taps], "norm_before_residual": config.norm_before_residual}
     tokenizer = target.tokenizer
     assert tokenizer is not None, "check_tokenizer refuses a target without one"
-    _write(folder / FILE, "eagle3", sizes, numbers, more, tensors, tokenizer, target.config, dtype)
+    _write(folder / FILE, "eagle3", sizes, numbers, more, tensors, tokenizer, target.config, dtype, eight_bits)
 
 
 def rotated(rows: Tensor, heads: int) -> Tensor:
@@ -125,13 +127,15 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     config: Any,
     dtype: torch.dtype,
+    eight_bits: bool,
 ) -> None:
     try:
         import gguf
     except ImportError:
         raise ValueError("--to gguf: the package gguf is needed; pip install 'draftsmith[gguf]'") from None
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_file_type(_FILE_TYPES[dtype])
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if eight_bits else _FILE_TYPES[dtype])
     for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     for key, value in (("attention.value_length", sizes["attention.key_length"]), ("rope.dimension_count", sizes["attention.key_length"])):
@@ -150,6 +154,8 @@ def _write(
             writer.add_tensor(name, tensor.numpy())
         elif tensor.ndim == 1:  # llama.cpp computes norms in float32
             writer.add_tensor(name, tensor.float().numpy())
+        elif eight_bits and name.startswith("blk."):
+            writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), q8), raw_dtype=q8)
         elif dtype == torch.bfloat16:
             values = tensor.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -6,7 +6,7 @@ Letters: S positions · V target vocabulary · D draft vocabulary · H hidden si
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:  # 8 bits, by channel
+        base, scale = name.removesuffix("_scale"), tensors.pop(name).float()
+        if base not in tensors:
+            rows, columns = tensors.pop(f"{base}_shape").tolist()
+            packed = tensors.pop(f"{base}_packed")
+            steps = torch.stack([(packed >> shift & 255) - 128 for shift in (0, 8, 16, 24)], -1)
+            tensors[base] = steps.reshape(rows, -1)[:, :columns]
+        tensors[base] = tensors[base].float() * scale
     return config, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
@@ -256,7 +264,7 @@ def dflash_logits(config: dict[str, Any], tensors: dict[str, Tensor], inputs: In
 def eagle_logits(
     config: dict[str, Any], tensors: dict[str, Tensor], inputs: Inputs, taps: list[int], steps: int, gguf: bool = False
 ) -> Logits:
-    """The logits of every draft step from every root, drafting along the text itself.
+    """The logits of every draft step from every root, drafting along the text itself; P-EAGLE reads masks in its place.
 
     Args:
         config: config.json, or the entries of a GGUF file.
@@ -289,22 +297,26 @@ def eagle_logits(
             x = _layer(tensors, prefix, y, x, sizes)
         return x
 
-    features = inputs.hidden
-    if taps:
-        states = [inputs.states[layer] for layer in taps]
+    def feature_of(states: Sequence[Tensor]) -> Tensor:
         states = [norm(state, f"fc_norm.{number}") for number, state in enumerate(states)] if flags.get("fc_norm") else states
-        joined = torch.cat(states, -1)
-        features = (norm(joined, "input_norm") if flags.get("norm_before_fc") else joined) @ tensors["fc.weight"].T
+        joined = torch.cat(list(states), -1)
+        return (norm(joined, "input_norm") if flags.get("norm_before_fc") else joined) @ tensors["fc.weight"].T
+
+    features = feature_of([inputs.states[layer] for layer in taps]) if taps else inputs.hidden
     rows: Logits = {}
+    mask = feature_of(tensors["mask_hidden"].flatten(0, 1).split(inputs.hidden.shape[1], -1)) if "mask_hidden" in tensors else None
     for root in range(1, len(inputs.tokens)):
-        chain = features[:root]
+        chain, text = features[:root], inputs.tokens[1:]
+        if mask is not None:
+            text = torch.cat((text[:root], torch.tensor([config["mask_token_id"]] * steps)))
         for step in range(min(steps, len(inputs.tokens) - root)):
-            output = run(chain, inputs.tokens[1 : root + 1 + step])[-1]
+            output = run(chain, text[: root + step])[-1]
             normed = norm(output, "norm") if taps else output
             logits = normed @ tensors["lm_head.weight"].T if "lm_head.weight" in tensors else inputs.head(normed)
             if "d2t" in tensors:
                 targets = tensors["d2t"] + (0 if gguf else torch.arange(len(logits)))
                 logits = torch.full((len(embedding),), -torch.inf).index_put((targets,), logits)
             rows[root, step] = logits
-            chain = torch.cat((chain, (normed if flags.get("norm_output") else output)[None]))
+            own = (normed if flags.get("norm_output") else output)[None]
+            chain = torch.cat((chain, own if mask is None else mask))
     return rows

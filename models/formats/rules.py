@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.inference.reading import read_json
 from draftsmith.models import vocab
 from draftsmith.models.formats import dflash
-from draftsmith.models.formats.eagle import ARCHITECTURES, BIAS, COUNT, INNER, TAPS, VERSIONS
+from draftsmith.models.formats.eagle import ARCHITECTURES, BIAS, COUNT, INNER, MASK, MASK_TOKEN, PARALLEL, TAPS, VERSIONS
 from draftsmith.models.formats.engines import OVERRIDING
 from draftsmith.models.formats.layouts import EMBEDDING
 from draftsmith.models.formats.medusa import HEADS, SHARED, SHARED_KEY, WEIGHTS
@@ -170,8 +170,9 @@ def dflash_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Targe
 FAULTS = {"medusa": medusa_faults, "mlp": mlp_faults, "dflash": dflash_faults, "dspark": dflash_faults}
 
 
-def eagle_faults(version: int, raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:
-    """Faults of a folder of EAGLE-1 or EAGLE-3."""
+def eagle_faults(family: str, raw: dict[str, Any], tensors: dict[str, Tensor], target: Target, folder: Path) -> Iterator[Fault]:
+    """Faults of a folder of EAGLE-1, EAGLE-3 or P-EAGLE."""
+    version = 1 if family == "eagle1" else 3
     library = "speculators_model_type" in raw
     flat = raw | {key: value for key, value in (raw.get("transformer_layer_config") or {}).items() if raw.get(key) is None}
     names = flat.get("architectures") or []
@@ -189,6 +190,10 @@ def eagle_faults(version: int, raw: dict[str, Any], tensors: dict[str, Tensor], 
     if flat.get("max_position_embeddings", 0) < target.max_positions:
         given = flat.get("max_position_embeddings")
         yield "sglang", f"max_position_embeddings is {given}, less than the target's context {target.max_positions}: refused"
+    if family == "peagle" and not isinstance(raw.get(MASK_TOKEN), int):
+        yield "vllm", f"config.json lacks {MASK_TOKEN}, the token of drafts that are not there yet: refused"
+    if family != "peagle" and raw.get(PARALLEL):
+        yield "vllm", f"{PARALLEL} is true and {MASK} is missing: refused"
     if "fc.weight" not in tensors:
         yield _ALL3, "fc.weight is missing: vLLM does not notice, and nothing is accepted"
     if EMBEDDING in tensors and not _same_embedding(tensors[EMBEDDING], target):

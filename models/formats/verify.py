@@ -15,7 +15,8 @@ from torch import Tensor
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import methods
-from draftsmith.models.formats import plain, rules
+from draftsmith.models.formats import plain, quantise, rules
+from draftsmith.models.formats.eagle import MASK
 from draftsmith.models.formats.engines import ENGINES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
 from draftsmith.models.formats.note import changed_files, read_note
@@ -62,7 +63,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     if faults_of := rules.FAULTS.get(family):
         lines += _said(faults_of(raw, tensors, target, folder), wanted)
     else:
-        lines += _said(rules.eagle_faults(int(family[-1]), raw, tensors, target, folder), wanted)
+        lines += _said(rules.eagle_faults(family, raw, tensors, target, folder), wanted)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -73,14 +74,18 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     lines += [f"{limit.engine}: it {limit.why}" for limit in limits_of(drafter, target) if limit.refused and limit.engine in named]
     if lines:
         return lines
-    tolerance, drafter = tolerance_of(target, drafter.dtype), drafter.float()
+    # 8-bit weights are read in float32, beside others that were rounded.
+    tolerance, drafter = ROUNDED if quantise.KEY in raw else tolerance_of(target, drafter.dtype), drafter.float()
     return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
 
 
 def family_in(folder: Path) -> str:
     """The family, as in `engines.ROWS`, of a folder in an engine's layout. Raises as `format_of`."""
     kind = format_of(str(folder))
-    return f"eagle{_version(*plain.read_folder(folder))}" if kind == "eagle" else kind or "student"
+    if kind != "eagle":
+        return kind or "student"
+    raw, tensors = plain.read_folder(folder)
+    return "peagle" if MASK in tensors else f"eagle{_version(raw, tensors)}"
 
 
 def tolerance_of(target: Target, dtype: torch.dtype) -> float:
@@ -123,7 +128,7 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
     elif family in ("dflash", "dspark"):
         second = plain.dflash_logits(config, tensors, inputs)
     else:
-        read = plain.tapped(engine, config, folder, target.num_layers) if family == "eagle3" else []
+        read = plain.tapped(engine, config, folder, target.num_layers) if family != "eagle1" else []
         second = plain.eagle_logits(config, tensors, inputs, read, min(STEPS, logits.shape[1]), gguf=engine == "gguf")
     return _compare("root, step", {at: logits[at[0] - 1, at[1]] for at in second}, second, tolerance)
 

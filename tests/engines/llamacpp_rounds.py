@@ -1,11 +1,12 @@
 """What llama.cpp answers and drafts, through the wheel of xllamacpp: python llamacpp_rounds.py REQUEST.json REPLY.json
 
 REQUEST has `target` (a GGUF file), `prompts` (token ids), `max_new_tokens`, and `draft` (a GGUF file), `kind` and `depth` for speculation.
-REPLY gets by prompt `tokens`, and of its drafts `drafted` and `accepted` tokens.
+REPLY gets `version`, `seconds` of all answers, and by prompt `tokens`, and of its drafts `drafted` and `accepted` tokens.
 """
 
 import json
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,17 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     server = xllamacpp.Server(params)
     settings = {"n_predict": request["max_new_tokens"], "temperature": 0.0, "top_k": 1, "return_tokens": True, "ignore_eos": True}
     answers = []
+    began = time.perf_counter()
     for prompt in request["prompts"]:
         content = json.dumps({"prompt": prompt, **settings}).encode()
-        asked = urllib.request.Request(f"{server.listening_address}/completion", content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as response:
+        sent = urllib.request.Request(f"{server.listening_address}/completion", content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent) as response:
             reply = json.load(response)
         timings = reply["timings"]
         answers.append({"tokens": reply["tokens"], "drafted": timings.get("draft_n", 0), "accepted": timings.get("draft_n_accepted", 0)})
-    return {"version": str(xllamacpp.BUILD_INFO), "answers": answers}
+    return {"version": str(xllamacpp.BUILD_INFO), "seconds": time.perf_counter() - began, "answers": answers}
 
 
 if __name__ == "__main__":
-    asked, told = map(Path, sys.argv[1:])
-    told.write_text(json.dumps(main(json.loads(asked.read_text(encoding="utf-8")))), encoding="utf-8")
+    request_file, reply_file = map(Path, sys.argv[1:])
+    reply_file.write_text(json.dumps(main(json.loads(request_file.read_text(encoding="utf-8")))), encoding="utf-8")

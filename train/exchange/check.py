@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
         print(f"{chosen.folder}: nothing wrong was seen")
     served = _serve(chosen, folder) if chosen.serve else None
     if served is not None:
-        for line in told(served):
+        for line in served_lines(served):
             print(line)
     if lines or not (served is None or served.same):
         raise SystemExit(1)
@@ -72,7 +72,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     from draftsmith.data import prompts as prompt_files
     from draftsmith.eval import loading
     from draftsmith.eval.answers import encode_prompts
-    from draftsmith.models.formats.engines import VLLM_METHODS
+    from draftsmith.models.formats.engines import PARALLEL, VLLM_METHODS
     from draftsmith.models.formats.verify import family_in
     from draftsmith.models.target import resolve_path
     from draftsmith.train.exchange import serving
@@ -83,7 +83,9 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     if depth > drafter.depth_limit:
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
-    speculative = {"method": VLLM_METHODS[family_in(folder)], "model": str(folder.resolve()), "num_speculative_tokens": depth}
+    family = family_in(folder)
+    speculative = {"method": VLLM_METHODS[family], "model": str(folder.resolve()), "num_speculative_tokens": depth}
+    speculative |= PARALLEL if family == "peagle" else {}
     request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}
     ids = [prompt.ids for prompt in encoded]
     try:
@@ -92,7 +94,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
         raise ValueError(f"--serve vllm: {error}; --python names an environment that has vLLM") from None
 
 
-def told(served: "Served") -> list[str]:
+def served_lines(served: "Served") -> list[str]:
     """What the engine did, in lines for people."""
     from draftsmith.eval.intervals import shown
 
@@ -105,7 +107,7 @@ def told(served: "Served") -> list[str]:
         lines.append(f"    prompt {each.prompt}, position {each.position}: vLLM {each.theirs}, here {each.ours}")
     interval = shown(about.low, about.high)
     lines.append(
-        f"τ, counted alike: vLLM {about.estimate:.4f}, here {served.tau_here.estimate:.4f} ({interval}); vLLM's counters {served.counted:.4f}"
+        f"τ by one count: vLLM {about.estimate:.4f}, here {served.tau_here.estimate:.4f} ({interval}); vLLM's counters {served.counted:.4f}"
     )
     for each in served.features:
         name = "last hidden state" if each.layer < 0 else f"output of layer {each.layer}"

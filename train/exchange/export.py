@@ -2,6 +2,7 @@
 
 draftsmith export runs/eagle3/artifact --to vllm --output served/llama-drafter
 draftsmith export runs/student/artifact --to gguf --output served/student
+draftsmith export runs/eagle3/artifact --to vllm --output served/llama-drafter-int8 --quantise int8
 draftsmith export runs/medusa/artifact --to tgi --output served/heads --dtype float32
 
 The table of drafters and engines, and which of them were run: models/FORMATS.md.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.models.target import Target
 
 ENGINES = ("vllm", "sglang", "tgi", "tensorrt-llm", "speculators", "eagle", "transformers", "gguf")
+QUANTISED = ("int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The target is in float32 here, whatever the drafter was trained with: its weights alone are read.
 PRECISION = ".*acceptance may differ a little"
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, help="the folder: new, empty, or an earlier export, which is replaced")
     parser.add_argument("--target", help="folder or Hub id of the target (default: the one that the drafter was trained for)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: the target's)")
+    parser.add_argument("--quantise", choices=QUANTISED, default="", help="linear layers in 8 bits, for vllm; int8 for gguf too")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the models' own code from the Hub")
     return parser
 
@@ -46,7 +49,7 @@ def main(arguments: list[str]) -> None:
     output = Path(os.path.expanduser(chosen.output))
     check_output(output.absolute())
     source, stored = open_source(chosen.artifact, chosen.target, chosen.trust_remote_code)
-    exported = export(source, chosen.to, output, dtype_of(chosen.dtype, stored))
+    exported = export(source, chosen.to, output, dtype_of(chosen.dtype, stored), chosen.quantise)
     print(f"{exported.folder}: written for {chosen.to}, and checked: a second reading of it gives the drafter's logits")
     for note in exported.notes:
         print(f"note: {note}")

@@ -1,4 +1,4 @@
-"""A drafter's folder in vLLM itself, beside the same folder here: proposals position by position, τ counted alike, and the target's hidden states.
+"""A drafter's folder in vLLM itself, beside the same folder here: proposals position by position, τ by one count, and the target's hidden states.
 
 Equal text never shows that a drafter was loaded wrongly, since verification hides it. Proposals and features do.
 
@@ -61,6 +61,15 @@ class FeatureError:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalRun:
+    """What our decoder did: proposals and answers of each prompt, and the seconds of all."""
+
+    proposals: list[Proposals]
+    answers: list[list[int]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """What the engine did.
 
@@ -108,19 +117,19 @@ def run_vllm(python: str, request: dict[str, Any], folder: Path) -> tuple[dict[s
     Raises:
         NotServed: vLLM is not there, or stopped.
     """
-    asked, told = folder / "request.json", folder / "reply.json"
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    told.unlink(missing_ok=True)
+    request_file, reply_file = folder / "request.json", folder / "reply.json"
+    request_file.write_text(json.dumps(request), encoding="utf-8")
+    reply_file.unlink(missing_ok=True)
     try:
-        done = subprocess.run([python, str(SCRIPT), str(asked), str(told)], capture_output=True, text=True, errors="replace")
+        done = subprocess.run([python, str(SCRIPT), str(request_file), str(reply_file)], capture_output=True, text=True, errors="replace")
     except OSError as error:
         raise NotServed(f"{python} could not be started ({error.strerror}); expected a Python with vLLM") from None
-    if done.returncode or not told.is_file():
+    if done.returncode or not reply_file.is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
         wrong = next((line for line in reversed(lines) if "Error" in line), lines[-1])
         raise NotServed(f"vLLM stopped with {done.returncode}: {wrong.strip()[:300]}")
-    with np.load(told.with_suffix(".features.npz")) as features:
-        return json.loads(told.read_text(encoding="utf-8")), {int(name): torch.from_numpy(features[name]) for name in features.files}
+    with np.load(reply_file.with_suffix(".features.npz")) as features:
+        return json.loads(reply_file.read_text(encoding="utf-8")), {int(name): torch.from_numpy(features[name]) for name in features.files}
 
 
 def serve(
@@ -141,21 +150,19 @@ def serve(
     Raises:
         NotServed: as `run_vllm`.
     """
-    asked = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
+    request = {**request, "prompts": prompts, "max_new_tokens": new_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        reply, features = run_vllm(python, asked, Path(folder))
-        plain_reply = run_vllm(python, {**asked, "speculative": None}, Path(folder))[0] if timed else None
-    began = time.perf_counter()
-    plain = [answer.tokens for answer in Decoder(target).generate(prompts, max_new_tokens=new_tokens, stop_ids=())]
-    plain_s = time.perf_counter() - began
+        reply, features = run_vllm(python, request, Path(folder))
+        plain_reply = run_vllm(python, {**request, "speculative": None}, Path(folder))[0] if timed else None
+    plain, plain_s = decode_plainly(target, prompts, new_tokens)
     answers = [answer["tokens"] for answer in reply["answers"]]
     theirs = [by_position(len(prompt), each["tokens"], each["proposals"]) for prompt, each in zip(prompts, reply["answers"], strict=True)]
-    ours, here, drafted_s = _here(target, drafter, prompts, answers, depth)
+    local = draft_after(target, drafter, prompts, answers, depth)
     rounds, differences = 0, []
     for number, prompt in enumerate(prompts):
-        same = len(prompt) + _common(answers[number], here[number])
-        for position in sorted(theirs[number].keys() & ours[number].keys()):
-            left, right = theirs[number][position], ours[number][position]
+        same = len(prompt) + _common(answers[number], local.answers[number])
+        for position in sorted(theirs[number].keys() & local.proposals[number].keys()):
+            left, right = theirs[number][position], local.proposals[number][position]
             length = min(len(left), len(right))
             if position < same:
                 rounds += 1
@@ -169,12 +176,12 @@ def serve(
         sum(left == right for left, right in zip(answers, plain, strict=True)),
         rounds,
         differences,
-        _tau(prompts, answers, theirs),
-        _tau(prompts, here, ours),
+        tau_of(answers, rounds_of(prompts, answers, theirs)),
+        tau_of(local.answers, rounds_of(prompts, local.answers, local.proposals)),
         1 + accepted / drafts if drafts else 1.0,
         _feature_errors(target, drafter.taps, prompts, features),
         plain_reply["seconds"] / reply["seconds"] if plain_reply else None,
-        plain_s / drafted_s if timed else None,
+        plain_s / local.seconds if timed else None,
     )
 
 
@@ -196,10 +203,21 @@ def by_position(start: int, tokens: list[int], proposals: list[list[int]]) -> Pr
     return placed
 
 
-def _here(
-    target: Target, drafter: Any, prompts: list[list[int]], answers: list[list[int]], depth: int
-) -> tuple[list[Proposals], list[list[int]], float]:
-    """Our proposals and answers after the engine's first tokens, and their seconds."""
+def decode_plainly(target: Target, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
+    """Greedy answers [new_tokens] of the target alone, past stop tokens, one prompt at a time, and their seconds."""
+    began = time.perf_counter()
+    answers = [answer.tokens for prompt in prompts for answer in Decoder(target).generate([prompt], max_new_tokens=new_tokens, stop_ids=())]
+    return answers, time.perf_counter() - began
+
+
+def draft_after(target: Target, drafter: Any, prompts: list[list[int]], answers: list[list[int]], depth: int) -> LocalRun:
+    """Decode here as engines do: the first token of each answer comes from the prompt's forward, without drafts.
+
+    Args:
+        target, drafter: the drafter attached; it drafts chains of `depth` from here on.
+        prompts, answers: token ids; of an answer its first token and its length are taken.
+        depth: K.
+    """
     drafter.tree_spec = StaticTree.chain(depth)
     proposals, texts = [], []
     began = time.perf_counter()
@@ -210,7 +228,7 @@ def _here(
             decoded = Decoder(target, drafter).generate([prompt + first], max_new_tokens=rest, stop_ids=()) if rest else []
             proposals.append(dict(seen))
             texts.append(first + (decoded[0].tokens if decoded else []))
-    return proposals, texts, time.perf_counter() - began
+    return LocalRun(proposals, texts, time.perf_counter() - began)
 
 
 @contextmanager
@@ -231,17 +249,21 @@ def _watched(drafter: Any) -> Iterator[Proposals]:
         del drafter.propose
 
 
-def _tau(prompts: list[list[int]], answers: list[list[int]], proposals: list[Proposals]) -> Interval:
-    """τ over the answers after their first tokens. A round without a proposal commits one token."""
-    tokens, rounds = [], []
+def rounds_of(prompts: list[list[int]], answers: list[list[int]], proposals: list[Proposals]) -> list[int]:
+    """The rounds that each answer took after its first token. A round without a proposal commits one token."""
+    rounds = []
     for prompt, answer, placed in zip(prompts, answers, proposals, strict=True):
         at, count = 0, 0
         while at + 1 < len(answer):
             at += 1 + _common(placed.get(len(prompt) + at, []), answer[at + 1 :])
             count += 1
-        tokens.append(len(answer) - 1)
         rounds.append(count)
-    return of_ratio(torch.tensor(tokens), torch.tensor(rounds))
+    return rounds
+
+
+def tau_of(answers: list[list[int]], rounds: list[int]) -> Interval:
+    """τ of answers after their first tokens, which took these rounds."""
+    return of_ratio(torch.tensor([len(answer) - 1 for answer in answers]), torch.tensor(rounds))
 
 
 def _feature_errors(target: Target, taps: tuple[int, ...], prompts: list[list[int]], theirs: dict[int, Tensor]) -> list[FeatureError]:

@@ -88,6 +88,6 @@ def _counters(model: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    asked, told = map(Path, sys.argv[1:])
-    reply = main(json.loads(asked.read_text(encoding="utf-8")), told.with_suffix(".features.npz"))
-    told.write_text(json.dumps(reply), encoding="utf-8")
+    request_file, reply_file = map(Path, sys.argv[1:])
+    reply = main(json.loads(request_file.read_text(encoding="utf-8")), reply_file.with_suffix(".features.npz"))
+    reply_file.write_text(json.dumps(reply), encoding="utf-8")
