@@ -1,10 +1,12 @@
 """Evaluation prompts, read from files and from the Hub. Two files ship: Python cut from held-out modules of the standard library
 (cut_prompts.py), and chat by task (DATA.md)."""
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,11 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
         if empty:
             raise ValueError(f"{name}: no prompts in it; expected an object with `prompt` and `domain` on each line")
     return prompts
+
+
+def hash_of(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the prompts, which say with the settings what is measured."""
+    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
 def _rows(source: str | Path | None) -> tuple[str, Iterator[tuple[int, Any]]]:

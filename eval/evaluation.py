@@ -1,19 +1,17 @@
 """Measure one drafter: choose its draft tree on half of the prompts, decode the other half with it and plainly, and record all of it."""
 
 import hashlib
-import json
 import platform
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
-from draftsmith.data.prompts import Prompt
+from draftsmith.data.prompts import Prompt, hash_of
 from draftsmith.eval import cost, drift, probe, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
@@ -67,7 +65,7 @@ def evaluate_drafter(
         "target": target.identity.to_dict(),
         "drafter": {"method": drafter.method, **(named or {}), "bytes": _bytes(drafter)},
         "settings": _settings(target, drafter, settings),
-        "prompts": {"count": len(encoded), "hash": _prompts_hash(prompts), "template_hash": _template_hash(target)},
+        "prompts": {"count": len(encoded), "hash": hash_of(prompts), "template_hash": _template_hash(target)},
         "skipped": skipped,
         "machine": _machine(target),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
@@ -181,11 +179,6 @@ def _machine(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": ranks.count(),
     }
-
-
-def _prompts_hash(prompts: list[Prompt]) -> str:
-    """SHA-256 of the prompts, which say with the settings what is measured."""
-    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
 def _template_hash(target: Target) -> str:

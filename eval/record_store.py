@@ -45,11 +45,12 @@ class RecordStore:
 
     Attributes:
         folder: where they are kept; None keeps them in memory. It has been checked (eval/measurements.py).
+        stem: of the files' names.
         lines: all so far, of this rank and of earlier runs.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, stem: str = "records.part") -> None:
+        self.folder, self.stem = folder, stem
         self.lines: list[dict[str, Any]] = []
         self._pieces: dict[int, str] = {}
         self._file: int | None = None
@@ -200,11 +201,11 @@ class RecordStore:
 
     def _part(self, rank: int) -> Path:
         assert self.folder is not None
-        return self.folder / (f"records.part.{rank}.jsonl" if rank else UNFINISHED)
+        return self.folder / (f"{self.stem}.{rank}.jsonl" if rank else f"{self.stem}.jsonl")
 
     def _parts(self) -> list[Path]:
         assert self.folder is not None
-        return sorted(path for path in self.folder.glob("records.part*.jsonl") if path.is_file() and not path.is_symlink())
+        return sorted(path for path in self.folder.glob(f"{self.stem}*.jsonl") if path.is_file() and not path.is_symlink())
 
 
 def read(folder: Path) -> Records:
