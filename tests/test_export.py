@@ -75,6 +75,8 @@ REFUSED = [
     ("dflash with its own mask", "sglang", "lets the rows of a block see all of it; nearest: --to vllm"),
     ("dspark with its own mask", "vllm", "reads no mask embedding of its own: train with dspark.mask_token; no engine does"),
     ("peagle", "vllm", "reads P-EAGLE, in a layout that is not written here yet"),
+    ("kangaroo", "vllm", r"vLLM does not serve Kangaroo \(it has no such drafter\); no engine does; it runs here alone"),
+    ("kangaroo", "gguf", "llama.cpp does not serve Kangaroo"),
     ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
     ("eagle1", "tgi", "TGI does not serve EAGLE-1"),

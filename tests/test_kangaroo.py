@@ -238,7 +238,12 @@ def test_wrong_words_are_refused(words, tmp_path, more, said):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"exit_layer": 0}, "exit_layer 0"), ({"num_kv_heads": 3}, "num_kv_heads 3"), ({"head_dim": 5}, "heads of 5"), ({"confidence": 1.0}, "confidence 1.0")],
+    [
+        ({"exit_layer": 0}, "exit_layer 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads 3"),
+        ({"head_dim": 5}, "heads of 5"),
+        ({"confidence": 1.0}, "confidence 1.0"),
+    ],
 )
 def test_sizes_that_do_not_fit_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):

@@ -29,7 +29,8 @@ class KangarooSection(Section):
         "tokens: nll, or a mix such as `0.9 tv + 0.1 ce`",
     )
     start: str | None = Field(
-        default=None, description="folder or Hub id of a Kangaroo drafter of the same sizes whose weights to start from; unset: fresh weights"
+        default=None,
+        description="folder or Hub id of a Kangaroo drafter of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

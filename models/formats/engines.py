@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.kangaroo import KangarooModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.peagle import PeagleModel
@@ -42,7 +43,7 @@ ENGINES = {
     "gguf": "llama.cpp",
 }
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
-FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "kangaroo": "Kangaroo"}
 
 
 class Row(NamedTuple):
@@ -139,8 +140,11 @@ class Limit(NamedTuple):
 
 
 def family_of(drafter: Any) -> str:
-    """medusa, mlp, eagle1, eagle3, dflash, dspark, peagle; student for anything else. (3.1 and speculators' variants are eagle3 with more norms.)"""
-    if isinstance(drafter, DflashModel | PeagleModel):
+    """medusa, mlp, eagle1, eagle3, dflash, dspark, peagle, kangaroo; student for anything else.
+
+    (3.1 and speculators' variants are eagle3 with more norms.)
+    """
+    if isinstance(drafter, DflashModel | PeagleModel | KangarooModel):
         return drafter.method
     if isinstance(drafter, EagleModel):
         return f"eagle{drafter.config.version}"
