@@ -111,7 +111,6 @@ class KangarooModel(DrafterModel):
 
     config_class = KangarooConfig
     config: KangarooConfig
-    depth_limit = 8  # of position records: how far ahead a tree may reach
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config)
@@ -124,6 +123,10 @@ class KangarooModel(DrafterModel):
     @property
     def taps(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (self.config.exit_layer - 1,)
+
+    @property
+    def depth_limit(self) -> int:
+        return SelfDraft.depth_limit
 
     @property
     def confidence(self) -> float:
@@ -171,7 +174,7 @@ class KangarooModel(DrafterModel):
         Returns:
             What the target's head reads, [B,S,H].
         """
-        mask = blocks(document, *document.shape, document.device)
+        mask = blocks(document, len(document), document.shape[1], document.device)
         return self.step(feature, positions, lambda _, query, key, value: attend(query, [key], [value], document, mask=mask))
 
     def forward(self, feature: Tensor, positions: Tensor, document: Tensor) -> Tensor:
