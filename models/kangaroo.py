@@ -90,7 +90,7 @@ class SelfDraft(DraftModel):
         with self.target.without(range(exit_layer, self.target.num_layers)):
             out = self.target.forward(ids, position_ids=positions, cache=cache, tree=attention, taps=self.adapter.taps)
 
-        def attend_cached(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend_cached(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = cache.update(key, value, exit_layer)  # the cache's layers 0 … E−1 are the target's
             attended, _ = tree_attention_forward(self.adapter, query, keys, values, None, sliding_window=None, tree_attention=attention)
             return attended.transpose(1, 2)
