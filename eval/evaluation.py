@@ -158,7 +158,7 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "kernels": settings.kernels,
         "exact": settings.exact,
     }
-    if isinstance(drafter, DraftModel):
+    if hasattr(drafter, "confidence"):
         entries["confidence"] = drafter.confidence
     return entries
 
@@ -189,8 +189,8 @@ def _template_hash(target: Target) -> str:
 
 @contextmanager
 def _complete_trees(drafter: Any) -> Iterator[None]:
-    """Within it a draft model drafts its complete tree, whatever its confidence: position records stop nowhere, so their cost must not."""
-    if not isinstance(drafter, DraftModel):
+    """Within it a drafter drafts its complete tree, whatever its confidence: position records stop nowhere, so their cost must not."""
+    if not hasattr(drafter, "confidence"):
         yield
         return
     confidence, drafter.confidence = drafter.confidence, 0.0

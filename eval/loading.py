@@ -220,17 +220,17 @@ def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settin
     return DraftModel(model, parse_tree_spec(entry["tree"]), confidence=entry["confidence"])
 
 
-def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None:
-    """Let a draft model draft on only while its best next token is at least this likely. None changes nothing.
+def set_confidence(drafter: Any, confidence: float | None) -> None:
+    """Let a drafter that has a `confidence` draft on only while its best next token is at least this likely. None changes nothing.
 
     Raises:
-        ValueError: the drafter is no draft model.
+        ValueError: the drafter has none.
     """
     if confidence is None:
         return
-    if not isinstance(drafter, DraftModel):
+    if not hasattr(drafter, "confidence"):
         raise ValueError(
-            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
+            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one, or Kangaroo; leave it out"
         )
     drafter.confidence = confidence
 

@@ -97,7 +97,9 @@ def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
 
 
 def add_confidence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--confidence", type=float, help="draft models: draft on while the best next token is at least this likely")
+    parser.add_argument(
+        "--confidence", type=float, help="draft models, Kangaroo: draft on while the best next token is at least this likely"
+    )
 
 
 def add_adaptive_depth(parser: argparse.ArgumentParser, default: bool) -> None:
