@@ -76,7 +76,7 @@ def _decode_timed(
     if nodes:
         decoders["ordinary"] = Decoder(target, **common)
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
-    if sampling.greedy and sampling.repetition_penalty == 1.0 and settings.slots == 1:
+    if sampling.greedy and sampling.repetition_penalty == 1.0 and not sampling.constraint and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
         for batch, timed in interleaved.interleave(functions, batches):

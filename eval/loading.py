@@ -16,10 +16,12 @@ from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
+from draftsmith.inference.grammar import KINDS, Grammar, compile_grammar
 from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
+from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
@@ -233,6 +235,26 @@ def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None
             f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
         )
     drafter.confidence = confidence
+
+
+def constraint_of(chosen: Any, target: Target) -> Grammar | None:
+    """What answers must be, by the options --json-schema, --grammar and --regex; None where none of them is given.
+
+    Raises:
+        ValueError: a file that cannot be read, or what `compile_grammar` refuses; the message names the option.
+    """
+    given = [(kind, getattr(chosen, kind)) for kind in KINDS if getattr(chosen, kind) is not None]
+    if not given:
+        return None
+    ((kind, word),) = given
+    source = f"--{kind.replace('_', '-')} {word}"
+    try:
+        text = word if kind == "regex" else read_text(Path(word).expanduser())
+        return compile_grammar(kind, text, target.tokenizer, target.vocab_size, target.stop_ids)
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror or error}; give a file that can be read") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def check_rule(rule: str, drafter: Any) -> None:

@@ -153,7 +153,7 @@ class Decoder:
         return self._run(Scheduler(checked, self.slots), sampling, history, Limits(context, max_new_tokens, stops))
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
-        """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties or processors are in use."""
+        """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
         with use(self.kernels):
             return refusal(self.target, self.drafter, sampling, processed)
 
