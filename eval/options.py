@@ -167,7 +167,9 @@ def add_samplings(parser: argparse.ArgumentParser) -> None:
 def add_constraint(parser: argparse.ArgumentParser) -> None:
     """--json-schema, --grammar, --regex, of which one may be given."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--json-schema", metavar="FILE", help="answers are JSON of this schema (needs the package llguidance, as the next two)")
+    group.add_argument(
+        "--json-schema", metavar="FILE", help="answers are JSON of this schema (needs the package llguidance, as the next two)"
+    )
     group.add_argument("--grammar", metavar="FILE", help="answers match this grammar, EBNF as Lark or llama.cpp's GBNF writes it")
     group.add_argument("--regex", metavar="PATTERN", help="answers match this regular expression")
 

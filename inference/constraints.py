@@ -20,7 +20,7 @@ class ConstraintState(Protocol):
     """The state after some tokens of an answer. Nothing changes it."""
 
     def after(self, token: int) -> "ConstraintState | None":
-        """The state after one more token; None if the token is not allowed here."""
+        """The state after one more token that is allowed. None says that it is not allowed; `allowed` alone decides."""
         ...
 
     def allowed(self) -> bytes:
@@ -60,9 +60,7 @@ def constrain(logits: Tensor, constraint: Constraint, answer: Sequence[int]) -> 
     return logits.masked_fill(~_unpack([state.allowed()], logits)[0], -torch.inf)
 
 
-def mask_trees(
-    states: Sequence[ConstraintState], trees: Sequence[tuple[Sequence[int], Sequence[int]]], scores: Tensor
-) -> None:
+def mask_trees(states: Sequence[ConstraintState], trees: Sequence[tuple[Sequence[int], Sequence[int]]], scores: Tensor) -> None:
     """Set the scores of tokens that are not allowed to −inf, in place, at every node that can be accepted. One mask is made for each of them.
 
     Nodes below a token that is not allowed stay as they are: no walk reaches them.
@@ -72,21 +70,21 @@ def mask_trees(
         trees: tokens and parents of each row's nodes, without padding.
         scores: float [B,N,V].
     """
-    rows, nodes, masks = [], [], []
+    places, masks = [], []
     for row, (state, (tokens, parents)) in enumerate(zip(states, trees, strict=True)):
-        after: list[ConstraintState | None] = []
+        reached: dict[int, tuple[ConstraintState, bytes]] = {}  # by node
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            before = after[parent] if node else None
-            after.append((before.after(token) if before else None) if node else state)
-            current = after[node]
+            current: ConstraintState | None = state
+            if node:
+                before, mask = reached.get(parent, (None, b""))
+                current = before.after(token) if before and mask[token // 8] >> token % 8 & 1 else None
             if current is not None:
-                rows.append(row)
-                nodes.append(node)
-                masks.append(current.allowed())
-    if not masks:
-        return
-    index = torch.tensor([rows, nodes], device=scores.device)
-    scores[index[0], index[1]] = scores[index[0], index[1]].masked_fill(~_unpack(masks, scores), -torch.inf)
+                reached[node] = current, current.allowed()
+                places.append((row, node))
+                masks.append(reached[node][1])
+    if places:
+        row, node = torch.tensor(places, device=scores.device).unbind(1)
+        scores[row, node] = scores[row, node].masked_fill(~_unpack(masks, scores), -torch.inf)
 
 
 def _unpack(masks: list[bytes], scores: Tensor) -> Tensor:

@@ -1,19 +1,20 @@
 """Grammars: answers that match a JSON schema, a context-free grammar or a regular expression, by the library llguidance.
 
-It is imported when the first grammar is compiled; `pip install 'draftsmith[grammar]'` has it.
+Where only one text can follow, the library allows the tokens of its usual spelling alone. It is imported when the first grammar is compiled; `pip install 'draftsmith[grammar]'` has it.
 """
 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.inference.constraints import ConstraintState
 
 __all__ = ["KINDS", "Grammar", "compile_grammar"]
 
 # The word for reports, by the name that llguidance has for the kind of text.
-KINDS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
+Kind = Literal["json_schema", "grammar", "regex"]
+KINDS: dict[Kind, str] = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Grammar:
         return _MatcherState(self.matcher, self.stops)
 
 
-def compile_grammar(kind: str, text: str, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> Grammar:
+def compile_grammar(kind: Kind, text: str, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> Grammar:
     """Compile what answers must match.
 
     Args:
@@ -76,7 +77,9 @@ def compile_grammar(kind: str, text: str, tokenizer: Any, vocab_size: int, stop_
         raise ValueError("grammars need the package llguidance, which is missing; pip install 'draftsmith[grammar]'") from None
     stops = sorted(stop_ids)
     if not stops:
-        raise ValueError("got a target without stop tokens; a grammar needs one to end an answer; set eos_token_id in its generation_config")
+        raise ValueError(
+            "got a target without stop tokens; a grammar needs one to end an answer; set eos_token_id in its generation_config"
+        )
     try:
         tokens = llguidance.hf.from_tokenizer(tokenizer, vocab_size, stops)
     except ValueError as error:

@@ -1,5 +1,6 @@
 """A tiny byte-level BPE tokenizer, and constraints by enumeration: the slow form that grammars are compared with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -8,7 +9,33 @@ from transformers import PreTrainedTokenizerFast
 
 STOP = 0
 # Tokens of one to four characters; some are beginnings, ends and joints of others, so that a string has several spellings.
-PIECES = ["a", "b", "c", "0", "1", "2", '"', "{", "}", ":", ",", "[", "]", "ab", "ba", "abc", "01", "12", '{"', '":', '","', '"}', "x", "y", "xy"]
+PIECES = [
+    "a",
+    "b",
+    "c",
+    "0",
+    "1",
+    "2",
+    '"',
+    "{",
+    "}",
+    ":",
+    ",",
+    "[",
+    "]",
+    "ab",
+    "ba",
+    "abc",
+    "01",
+    "12",
+    '{"',
+    '":',
+    '","',
+    '"}',
+    "x",
+    "y",
+    "xy",
+]
 
 
 @cache
@@ -22,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<stop>")
 
 
-def spell(tokens: list[int]) -> str:
+def spell(tokens: Sequence[int]) -> str:
     """The text of an answer, without stop tokens."""
     return "".join(PIECES[token - 1] for token in tokens if token != STOP)
 
@@ -36,28 +63,30 @@ class Counts:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The state after a prefix of the strings of a language; `ended` after a stop token."""
+    """The state after these tokens, which spell a prefix of some strings of a language."""
 
     language: frozenset[str]
     vocab: int
     counts: Counts
-    prefix: str = ""
-    ended: bool = False
+    path: tuple[int, ...] = ()
 
     def after(self, token: int) -> "Prefix | None":
         if not self.tokens()[token]:
             return None
-        if token == STOP:
-            return Prefix(self.language, self.vocab, self.counts, self.prefix, True)
-        return Prefix(self.language, self.vocab, self.counts, self.prefix + PIECES[token - 1])
+        return Prefix(self.language, self.vocab, self.counts, (*self.path, token))
+
+    @property
+    def ended(self) -> bool:
+        return STOP in self.path
 
     def tokens(self) -> list[bool]:
         """Which of V tokens are allowed, by looking at every string of the language."""
         if self.ended:
             return [token == STOP for token in range(self.vocab)]
-        texts = [self.prefix + piece for piece in PIECES]
+        prefix = spell(self.path)
+        texts = [prefix + piece for piece in PIECES]
         allowed = [any(string.startswith(text) for string in self.language) for text in texts]
-        return [self.prefix in self.language, *allowed, *[False] * self.vocab][: self.vocab]
+        return [prefix in self.language, *allowed, *[False] * self.vocab][: self.vocab]
 
     def allowed(self) -> bytes:
         self.counts.masks += 1
