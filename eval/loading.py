@@ -16,7 +16,7 @@ from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
-from draftsmith.inference.grammar import KINDS, Grammar, compile_grammar
+from draftsmith.inference.grammar import KINDS, Grammar, Kind, compile_grammar
 from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
@@ -243,7 +243,7 @@ def constraint_of(chosen: Any, target: Target) -> Grammar | None:
     Raises:
         ValueError: a file that cannot be read, or what `compile_grammar` refuses; the message names the option.
     """
-    given = [(kind, getattr(chosen, kind)) for kind in KINDS if getattr(chosen, kind) is not None]
+    given: list[tuple[Kind, str]] = [(kind, getattr(chosen, kind)) for kind in KINDS if getattr(chosen, kind) is not None]
     if not given:
         return None
     ((kind, word),) = given

@@ -70,7 +70,7 @@ def mask_trees(states: Sequence[ConstraintState], trees: Sequence[tuple[Sequence
         trees: tokens and parents of each row's nodes, without padding.
         scores: float [B,N,V].
     """
-    places, masks = [], []
+    indices, masks = [], []
     for row, (state, (tokens, parents)) in enumerate(zip(states, trees, strict=True)):
         reached: dict[int, tuple[ConstraintState, bytes]] = {}  # by node
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -80,10 +80,10 @@ def mask_trees(states: Sequence[ConstraintState], trees: Sequence[tuple[Sequence
                 current = before.after(token) if before and mask[token // 8] >> token % 8 & 1 else None
             if current is not None:
                 reached[node] = current, current.allowed()
-                places.append((row, node))
+                indices.append((row, node))
                 masks.append(reached[node][1])
-    if places:
-        row, node = torch.tensor(places, device=scores.device).unbind(1)
+    if indices:
+        row, node = torch.tensor(indices, device=scores.device).unbind(1)
         scores[row, node] = scores[row, node].masked_fill(~_unpack(masks, scores), -torch.inf)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from draftsmith.inference.constraints import ConstraintState
 
-__all__ = ["KINDS", "Grammar", "compile_grammar"]
+__all__ = ["KINDS", "Grammar", "Kind", "compile_grammar"]
 
 # The word for reports, by the name that llguidance has for the kind of text.
 Kind = Literal["json_schema", "grammar", "regex"]
