@@ -45,7 +45,7 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
     # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive() or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
+    alone = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or getattr(drafter, "remembers", False)
     slots = 1 if alone else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:

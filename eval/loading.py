@@ -25,6 +25,7 @@ from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
+from draftsmith.inference.stopping import Stopping, parse_stopping
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
@@ -219,22 +220,27 @@ def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settin
             warnings.warn(warning, stacklevel=3)
     model = Target.load(path, **settings)
     model.pack()
-    return DraftModel(model, parse_tree_spec(entry["tree"]), confidence=entry["confidence"])
+    stop = Stopping("confidence", entry["confidence"]) if entry["confidence"] else None
+    return DraftModel(model, parse_tree_spec(entry["tree"]), stop=stop)
 
 
-def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None:
-    """Let a draft model draft on only while its best next token is at least this likely. None changes nothing.
+def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
+    """Let a drafter stop its drafts by a rule as --stop writes it. None changes nothing.
 
     Raises:
-        ValueError: the drafter is no draft model.
+        ValueError: no such rule, or a drafter that does not draft level by level.
     """
-    if confidence is None:
+    if text is None:
         return
-    if not isinstance(drafter, DraftModel):
+    try:
+        stop = parse_stopping(text)
+    except ValueError as error:
+        raise ValueError(f"--stop: {error}") from None
+    if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation) or not drafter.can_stop:
         raise ValueError(
-            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
+            f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
         )
-    drafter.confidence = confidence
+    drafter.stop = stop
 
 
 def constraint_of(chosen: Any, target: Target) -> Grammar | None:

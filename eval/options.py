@@ -96,8 +96,14 @@ def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
     parser.add_argument("--nodes", type=int, help=f"most nodes, the root included (default: 16 for a dynamic tree{chosen})")
 
 
-def add_confidence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--confidence", type=float, help="draft models: draft on while the best next token is at least this likely")
+def add_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stop",
+        metavar="RULE",
+        help="when a drafter that drafts level by level stops: confidence:P (the best next token is less likely than P), svip:H (the square "
+        "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), gain (a level costs more than it is worth), or "
+        "none (default: what the artifact says)",
+    )
 
 
 def add_adaptive_depth(parser: argparse.ArgumentParser, default: bool) -> None:
@@ -238,6 +244,3 @@ def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
         value = getattr(options, name, None)
         if isinstance(value, int | float):
             check_sampling(name, value, f"--{name.replace('_', '-')}")
-    confidence = getattr(options, "confidence", None)
-    if confidence is not None and not 0 <= confidence < 1:
-        raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")

@@ -239,19 +239,19 @@ def _measure_rounds(
 
 @contextmanager
 def _tree(drafter: Any, spec: TreeSpec) -> Iterator[None]:
-    """Within it the drafter drafts this tree, complete whatever its confidence, unless the tree is its own."""
-    own, confidence = drafter.tree_spec, getattr(drafter, "confidence", 0.0)
+    """Within it the drafter drafts this tree, complete without its rule that stops, unless the tree is its own."""
+    own, stop = drafter.tree_spec, getattr(drafter, "stop", None)
     if spec is not own:
         drafter.tree_spec = spec
-        if confidence:
-            drafter.confidence = 0.0
+        if stop:
+            drafter.stop = None
     try:
         yield
     finally:
         if spec is not own:
             drafter.tree_spec = own
-            if confidence:
-                drafter.confidence = confidence
+            if stop:
+                drafter.stop = stop
 
 
 def _model_size(target: Target, kv_bytes: int) -> ModelSize:

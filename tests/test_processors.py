@@ -39,10 +39,9 @@ from transformers.models.higgs_audio_v2 import generation_higgs_audio_v2
 from watching import Watch
 from zoo import VOCAB, tiny
 
-from draftsmith.inference import processors
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.processors import IMPURE, History
+from draftsmith.inference.processors import IMPURE, History, _on_host
 from draftsmith.inference.sampler import Sampling, sample
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
@@ -514,7 +513,7 @@ class PenaltyLast(History):
 
     def apply(self, round, tree, logits):
         scores = logits.to(torch.float32, copy=True)
-        self._process(round.slots, processors._on_host(tree), scores)
+        self._process(round.slots, _on_host(tree), scores)
         return self._penalise(self._seen.index_select(0, round.slot_index), tree, scores)
 
 
