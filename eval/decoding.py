@@ -45,7 +45,7 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
     # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive() or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
+    alone = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or getattr(drafter, "remembers", False)
     slots = 1 if alone else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:
@@ -76,7 +76,7 @@ def _decode_timed(
     if nodes:
         decoders["ordinary"] = Decoder(target, **common)
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
-    if sampling.greedy and sampling.repetition_penalty == 1.0 and settings.slots == 1:
+    if sampling.greedy and sampling.repetition_penalty == 1.0 and not sampling.constraint and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
         for batch, timed in interleaved.interleave(functions, batches):

@@ -158,8 +158,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "kernels": settings.kernels,
         "exact": settings.exact,
     }
-    if hasattr(drafter, "confidence"):
-        entries["confidence"] = drafter.confidence
+    if stop := getattr(drafter, "stop", None):
+        entries["stop"] = str(stop)
     return entries
 
 
@@ -189,15 +189,16 @@ def _template_hash(target: Target) -> str:
 
 @contextmanager
 def _complete_trees(drafter: Any) -> Iterator[None]:
-    """Within it a drafter drafts its complete tree, whatever its confidence: position records stop nowhere, so their cost must not."""
-    if not hasattr(drafter, "confidence"):
+    """Within it a drafter drafts its complete tree, without its rule that stops: position records stop nowhere, so their cost must not."""
+    stop = getattr(drafter, "stop", None)
+    if stop is None:
         yield
         return
-    confidence, drafter.confidence = drafter.confidence, 0.0
+    drafter.stop = None
     try:
         yield
     finally:
-        drafter.confidence = confidence
+        drafter.stop = stop
 
 
 def _halves(prompts: list[EncodedPrompt]) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:

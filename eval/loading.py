@@ -16,13 +16,16 @@ from draftsmith.inference import expand, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
+from draftsmith.inference.grammar import KINDS, Grammar, Kind, compile_grammar
 from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
+from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
+from draftsmith.inference.stopping import Stopping, parse_stopping
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
@@ -217,22 +220,47 @@ def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settin
             warnings.warn(warning, stacklevel=3)
     model = Target.load(path, **settings)
     model.pack()
-    return DraftModel(model, parse_tree_spec(entry["tree"]), confidence=entry["confidence"])
+    stop = Stopping("confidence", entry["confidence"]) if entry["confidence"] else None
+    return DraftModel(model, parse_tree_spec(entry["tree"]), stop=stop)
 
 
-def set_confidence(drafter: Any, confidence: float | None) -> None:
-    """Let a drafter that has a `confidence` draft on only while its best next token is at least this likely. None changes nothing.
+def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
+    """Let a drafter stop its drafts by a rule as --stop writes it. None changes nothing.
 
     Raises:
-        ValueError: the drafter has none.
+        ValueError: no such rule, or a drafter that does not draft level by level.
     """
-    if confidence is None:
+    if text is None:
         return
-    if not hasattr(drafter, "confidence"):
+    try:
+        stop = parse_stopping(text)
+    except ValueError as error:
+        raise ValueError(f"--stop: {error}") from None
+    if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation) or not drafter.can_stop:
         raise ValueError(
-            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one, or Kangaroo; leave it out"
+            f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
         )
-    drafter.confidence = confidence
+    drafter.stop = stop
+
+
+def constraint_of(chosen: Any, target: Target) -> Grammar | None:
+    """What answers must be, by the options --json-schema, --grammar and --regex; None where none of them is given.
+
+    Raises:
+        ValueError: a file that cannot be read, or what `compile_grammar` refuses; the message names the option.
+    """
+    given: list[tuple[Kind, str]] = [(kind, getattr(chosen, kind)) for kind in KINDS if getattr(chosen, kind) is not None]
+    if not given:
+        return None
+    ((kind, word),) = given
+    source = f"--{kind.replace('_', '-')} {word}"
+    try:
+        text = word if kind == "regex" else read_text(Path(word).expanduser())
+        return compile_grammar(kind, text, target.tokenizer, target.vocab_size, target.stop_ids)
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror or error}; give a file that can be read") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def check_rule(rule: str, drafter: Any) -> None:

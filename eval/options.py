@@ -96,9 +96,13 @@ def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
     parser.add_argument("--nodes", type=int, help=f"most nodes, the root included (default: 16 for a dynamic tree{chosen})")
 
 
-def add_confidence(parser: argparse.ArgumentParser) -> None:
+def add_stop(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--confidence", type=float, help="draft models, Kangaroo: draft on while the best next token is at least this likely"
+        "--stop",
+        metavar="RULE",
+        help="when a drafter that drafts level by level stops: confidence:P (the best next token is less likely than P), svip:H (the square "
+        "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), gain (a level costs more than it is worth), or "
+        "none (default: what the artifact says)",
     )
 
 
@@ -166,6 +170,16 @@ def add_samplings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_constraint(parser: argparse.ArgumentParser) -> None:
+    """--json-schema, --grammar, --regex, of which one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="FILE", help="answers are JSON of this schema (needs the package llguidance, as the next two)"
+    )
+    group.add_argument("--grammar", metavar="FILE", help="answers match this grammar, EBNF as Lark or llama.cpp's GBNF writes it")
+    group.add_argument("--regex", metavar="PATTERN", help="answers match this regular expression")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
 
@@ -230,6 +244,3 @@ def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
         value = getattr(options, name, None)
         if isinstance(value, int | float):
             check_sampling(name, value, f"--{name.replace('_', '-')}")
-    confidence = getattr(options, "confidence", None)
-    if confidence is not None and not 0 <= confidence < 1:
-        raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")

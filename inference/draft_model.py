@@ -18,14 +18,13 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
-from draftsmith.inference.sampler import Sampling, warp
+from draftsmith.inference.stopping import Draft, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
 __all__ = ["DraftModel"]
 
 SHORT_CATCH_UP = 8  # pending tokens; more of them are encoded in a forward of their own
-DEPTH_STRIDE = 2**24  # more than any index of a token
 
 
 @dataclass(slots=True, eq=False)
@@ -55,40 +54,31 @@ class DraftModel:
 
     Rows of the model's head beyond the target's vocabulary V are padding and are cut off. Tokens that its head lacks are never proposed.
 
-    A confidence above 0 stops a draft early. A level below the first is drafted only where, after some node of the level above, the best token
-    has at least this probability under the distribution that the children would be drawn from. That distribution depends only on tokens drawn
-    before, so every lossless rule stays lossless. A batch stops when all its rows would stop: further levels of a padded batch are free. Under
-    rejection a row's tokens then depend on the rows beside it; their distribution does not.
-
     Args:
         model: the draft model.
         tree_spec: of the trees.
         chunk: tokens of a prompt per forward.
-        confidence: a probability; 0 drafts always.
-
-    Raises:
-        ValueError: a confidence that is no probability.
+        stop: ends drafts early; None drafts the complete tree.
     """
 
     method = "draft model"
+    can_stop = True
     depth_limit = 8  # of position records: how far ahead a tree may reach
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, tree_spec: TreeSpec, chunk: int = 256, confidence: float = 0.0) -> None:
-        if not 0.0 <= confidence <= 1.0:
-            raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
+    def __init__(self, model: Target, tree_spec: TreeSpec, chunk: int = 256, stop: Stopping | None = None) -> None:
         self.model = model
         self.tree_spec = tree_spec
         self.chunk = chunk
-        self.confidence = confidence
+        self.stop = stop
         self._fewer_tokens = True
         self._vocab: int | None = None  # V, once bound
         self._bound_state: DraftModelState | None = None
 
     @property
     def capturable(self) -> bool:
-        """False with a confidence: the host decides whether to stop."""
-        return not self.confidence
+        """False with a rule that stops drafts: the host decides."""
+        return self.stop is None
 
     @property
     def max_nodes(self) -> int:
@@ -158,22 +148,17 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
-        """Encode the pending tokens, then one level of the tree per forward, until the tree is full or no row is confident."""
-        expansion, depth = expand(self.tree_spec, round), 0
+        """Encode the pending tokens, then one level of the tree per forward, until the tree is full or the draft stops."""
+        expansion, depth, draft = expand(self.tree_spec, round), 0, Draft(self.stop, round)
         self._state.cache.static_shape = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1
-            # With a confidence, whether a token is drawn for an index may depend, through the rows beside, on what an earlier round drew in
-            # vain for that index. Drawn with the same noise again it would not be a draw from q. So draws are keyed by depth too: no two
-            # rounds draw for one index at one depth.
-            drawn = self.confidence and round.sampling.children in ("drawn", "replaced")
-            stride = DEPTH_STRIDE + 1 if drawn else 1
             while True:
                 logits = self.model.logits(hidden)[..., : self._vocab]
-                if depth and self.confidence and not self._confident(logits, round.sampling):
+                if draft.ends(logits):
                     break
-                index = first.expand(-1, hidden.shape[1]) + depth * stride
+                index = first.expand(-1, hidden.shape[1]) + depth * draft.stride
                 level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
                 if level is None:
                     break
@@ -181,11 +166,6 @@ class DraftModel:
         tree, self._encoded_index = expansion.finish()
         self._encoded_levels = depth
         return tree
-
-    def _confident(self, logits: Tensor, sampling: Sampling) -> bool:
-        """logits [B,F,D] -> whether some node's best token is likely enough; waits for the device."""
-        warped = logits if sampling.greedy else warp(logits, sampling)
-        return bool((warped.float().softmax(-1).amax(-1) >= self.confidence).any())
 
     def _encode_up_to_roots(self, slots: list[int]) -> Tensor:
         """Encode all pending tokens -> hidden [B,H] at the last committed tokens."""

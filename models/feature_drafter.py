@@ -24,6 +24,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import TreeSpec, choose, expand
+from draftsmith.inference.stopping import Draft
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import DrafterModel, same_layout
@@ -195,6 +196,8 @@ class PairDrafter(DrafterModel):
 class FeatureDrafter(PairDrafter):
     """Drafts from its own outputs, one step per level of the tree."""
 
+    can_stop = True
+
     @property
     def vocabulary(self) -> DraftVocabulary:
         """The draft vocabulary, on the drafter's device."""
@@ -220,11 +223,14 @@ class FeatureDrafter(PairDrafter):
             return DraftTree.root(round.last_tokens)
         state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
-        expansion = expand(state.tree_spec, round)
+        expansion, draft = expand(state.tree_spec, round), Draft(self.stop, round)
         output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
         while True:
             token_index = index.expand(-1, output.shape[1])
-            ids, scores, q_logits = self._choose(self.logits_of(output), expansion.count, round, token_index, expansion.scored)
+            logits = self.logits_of(output)
+            if draft.ends(logits):
+                break
+            ids, scores, q_logits = self._choose(logits, expansion.count, round, token_index, expansion.scored)
             level = expansion.add_level(ids, scores, q_logits)
             if level is None:
                 break
@@ -235,7 +241,7 @@ class FeatureDrafter(PairDrafter):
             attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
             output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
             state.cache.draft(level.tokens.shape[1])
-            index = index + 1
+            index = index + draft.stride
         tree, _ = expansion.finish()
         return self._ready(tree, round)
 

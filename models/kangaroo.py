@@ -22,6 +22,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import tree_config
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.decoder_layer import Attention, rotary
@@ -80,7 +81,7 @@ class SelfDraft(DraftModel):
     """The target's first E layers with the adapter, as a draft model."""
 
     def __init__(self, drafter: "KangarooModel", target: Target) -> None:
-        super().__init__(target, drafter.tree_spec, confidence=drafter.confidence)
+        super().__init__(target, drafter.tree_spec, stop=drafter.stop)
         self.target, self.adapter, self.given = target, drafter, drafter.tree_spec
 
     def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
@@ -111,6 +112,7 @@ class KangarooModel(DrafterModel):
 
     config_class = KangarooConfig
     config: KangarooConfig
+    can_stop = True
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config)
@@ -118,6 +120,7 @@ class KangarooModel(DrafterModel):
         self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.self_attn = Attention(size, size, config.num_heads, config.num_kv_heads, config.head_dim)
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.stop = Stopping("confidence", config.confidence) if config.confidence else None
         self.post_init()
 
     @property
@@ -127,20 +130,6 @@ class KangarooModel(DrafterModel):
     @property
     def depth_limit(self) -> int:
         return SelfDraft.depth_limit
-
-    @property
-    def confidence(self) -> float:
-        """η of the config."""
-        return self.config.confidence
-
-    @confidence.setter
-    def confidence(self, confidence: float) -> None:
-        self.config.confidence = confidence
-
-    @property
-    def capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False with a confidence: the host decides whether to stop."""
-        return not self.confidence
 
     def attach(self, target: Target) -> "KangarooModel":
         """As the base class; also raises ValueError where the target has no layers after the first E."""
@@ -188,7 +177,7 @@ class KangarooModel(DrafterModel):
         draft: SelfDraft | None = self._state
         if draft is None or draft.target is not target or draft.given is not self.tree_spec:
             draft = self._state = SelfDraft(self, target)
-        draft.confidence = self.confidence
+        draft.stop = self.stop
         return draft.bind(target, slots, context), tensor_addresses(self)
 
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:

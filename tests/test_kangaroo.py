@@ -197,9 +197,9 @@ def test_confidence_is_an_option_of_the_evaluation_and_is_saved(tmp_path):
     target = Target.wrap(tiny("llama"))
     make(target, confidence=0.25).save_pretrained(tmp_path)
     drafter = load_drafter(tmp_path, target)
-    assert drafter.confidence == 0.25
-    loading.set_confidence(drafter, 0.5)
-    assert drafter.confidence == 0.5 and load_drafter(tmp_path, target).confidence == 0.25
+    assert str(drafter.stop) == "confidence:0.25"
+    loading.set_stop(drafter, "confidence:0.5")
+    assert str(drafter.stop) == "confidence:0.5" and str(load_drafter(tmp_path, target).stop) == "confidence:0.25"
 
 
 def test_another_bind_reuses_what_fits_and_follows_the_tree():
