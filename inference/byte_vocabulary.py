@@ -131,12 +131,12 @@ class ByteVocabulary:
         Returns:
             The tokens; None where `data` ends within a character that no tokens can spell so far.
         """
-        readable = complete_length(data) == len(data)
-        tokens = None if first and readable else self.encode(data)
-        if tokens is None and readable:
-            inexact = self._backend.encode(data.decode("utf-8", "replace"), add_special_tokens=False).ids
-            return [token for token in inexact if token < len(self.bytes_of)]
-        return tokens
+        text = data.decode("utf-8", "replace")
+        inexact = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token < len(self.bytes_of)]
+        if first and text.encode() == data:
+            return inexact
+        tokens = self.encode(data)
+        return inexact if tokens is None and complete_length(data) == len(data) else tokens
 
     def _encode_after(self, before: str, text: str) -> list[int] | None:
         """The tokens of `text` behind `before`, if a token begins there and all of them spell what was given."""
