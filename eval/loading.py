@@ -34,7 +34,7 @@ from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, l
 from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
-from draftsmith.models.tokenizer_check import have_same_tokens
+from draftsmith.models.tokenizer_check import check_pair, have_same_tokens
 from draftsmith.models.weights import Header, weights_hash
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahead": Lookahead}
@@ -99,14 +99,7 @@ def open_models(
     """
     hybrid, drafters = [name.startswith(HYBRID) for name in drafters], [name.removeprefix(HYBRID) for name in drafters]
     paths = [_way_and_path(name)[1] for name in drafters if not weightless(name)]
-    for path in paths:
-        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
-            raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
-                "of a trained drafter or draft model, or a Hub id such as name/drafter"
-            )
-    for drafter in drafters:
-        _layer_numbers(drafter)
+    _check_names(drafters, paths)
     imported = {path for path in paths if published.format_of(path)}
     trained = {path for path in paths if path not in imported and is_drafter(path)}
     entries = {path: student_entry(path) for path in paths if path not in trained | imported}
@@ -123,7 +116,8 @@ def open_models(
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None
-    same_tokens = {path: have_same_tokens(name, path, revision=revision, trust_remote_code=trust_remote_code) for path in entries}
+    pair: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    ways = {drafter: _way(drafter, name, entries, pair) for drafter in drafters if _way_and_path(drafter)[1] in entries}
     settings: dict[str, Any] = {
         "dtype": decoding_dtype if dtype == "auto" else DTYPES[dtype],
         "device": str(ranks.state().device),
@@ -141,14 +135,26 @@ def open_models(
     settings["dtype"] = loaded.dtype
     opened: list[AnyDrafter] = []
     for drafter in drafters:
-        way, path = _way_and_path(drafter)
+        path = _way_and_path(drafter)[1]
         if weightless(drafter):
             opened.append(_open_weightless(drafter, loaded))
         elif path in entries:
-            opened.append(_draft_model(way or ("same" if same_tokens[path] else "strings"), path, entries[path], loaded, settings))
+            opened.append(_draft_model(ways[drafter], path, entries[path], loaded, settings))
         else:
             opened.append(_trained(path, loaded, path in trained))
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
+
+
+def _check_names(drafters: list[str], paths: list[str]) -> None:
+    """Raises ValueError for a name that is none of those of `open_models`. paths: of the drafters with weights."""
+    for path in paths:
+        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
+            raise ValueError(
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
+                "of a trained drafter or draft model, or a Hub id such as name/drafter"
+            )
+    for drafter in drafters:
+        _layer_numbers(drafter)
 
 
 def _trained(path: str, target: Target, ours: bool) -> DrafterModel:
@@ -175,6 +181,20 @@ def _way_and_path(drafter: str) -> tuple[str, str]:
     """How a causal LM with other tokens is to draft, "" where that is left open, and the folder or Hub id of a drafter."""
     kind, colon, path = drafter.partition(":")
     return (kind, path) if kind + colon in OTHER_TOKENS else ("", drafter)
+
+
+def _way(drafter: str, target: str, entries: dict[str, Any], pair: dict[str, Any]) -> str:
+    """How a causal LM drafts for this target: as its name says, else "same" or "strings" by its tokens. A distilled one must have the target's.
+
+    Raises:
+        ValueError: as `check_pair` for a distilled draft model, as `have_same_tokens` for another.
+    """
+    way, path = _way_and_path(drafter)
+    if entries[path] and not way:
+        check_pair(target, path, **pair)
+        return "same"
+    same = have_same_tokens(target, path, **pair)
+    return way or ("same" if same else "strings")
 
 
 def _layer_numbers(drafter: str) -> list[int]:

@@ -132,11 +132,10 @@ class ByteVocabulary:
             The tokens; None where `data` ends within a character that no tokens can spell so far.
         """
         text = data.decode("utf-8", "replace")
-        inexact = [token for token in self._backend.encode(text, add_special_tokens=False).ids if token < len(self.bytes_of)]
-        if first and text.encode() == data:
-            return inexact
-        tokens = self.encode(data)
-        return inexact if tokens is None and complete_length(data) == len(data) else tokens
+        exact = None if first and text.encode() == data else self.encode(data)
+        if exact is not None or complete_length(data) < len(data):
+            return exact
+        return [token for token in self._backend.encode(text, add_special_tokens=False).ids if token < len(self.bytes_of)]
 
     def _encode_after(self, before: str, text: str) -> list[int] | None:
         """The tokens of `text` behind `before`, if a token begins there and all of them spell what was given."""
