@@ -116,7 +116,7 @@ class SharedTokens(DraftModel):
         """ids [S] -> the draft model's hidden states [S,H] where it has read each of them. The target's `out` is not used."""
         parts = [self._reading(token) for token in ids.tolist()]
         parts[0] = self._begin(parts[0])
-        own = torch.tensor([sum(parts, [])], device=self.model.device)
+        own = torch.tensor([[index for part in parts for index in part]], device=self.model.device)
         last = torch.tensor([len(part) for part in parts], device=self.model.device).cumsum(0) - 1
         positions = torch.arange(own.shape[1], device=own.device)[None].clamp(max=self.model.max_positions - 1)
         with torch.inference_mode():
