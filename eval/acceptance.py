@@ -1,7 +1,7 @@
 """Measure a drafter's acceptance before it is deployed.
 
     draftsmith eval runs/medusa-tiny/artifact
-    draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
+    draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
     draftsmith eval runs/mine/artifact --prompts chat --timed 3       # τ of all prompts by task, times of 3 of each
     draftsmith eval runs/mine/artifact --sampling temperature=0.7,top_p=0.9 --out measured    # as in production

@@ -26,6 +26,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -165,7 +166,7 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
 
 def _bytes(drafter: Any) -> int:
     """Bytes of the drafter's own weights."""
-    model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+    model = drafter.model.model if isinstance(drafter, DraftModel | StringMatching) else drafter
     return sum(each.numel() * each.element_size() for each in model.parameters()) if isinstance(model, nn.Module) else 0
 
 

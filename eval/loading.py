@@ -13,6 +13,7 @@ import torch
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
+from draftsmith.inference.byte_vocabulary import ByteVocabulary
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
@@ -25,7 +26,9 @@ from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
+from draftsmith.inference.shared_tokens import SharedTokens
 from draftsmith.inference.stopping import Stopping, parse_stopping
+from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
@@ -34,12 +37,13 @@ from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, l
 from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
-from draftsmith.models.tokenizer_check import check_pair
+from draftsmith.models.tokenizer_check import check_pair, have_same_tokens
 from draftsmith.models.weights import Header, weights_hash
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahead": Lookahead}
 WITH_FILE = ("rest:", "suffix:")  # before a folder or a file
 OF_THE_TARGET = ("early-exit:", "skip:")  # before layers of the target that drafts for itself
+OTHER_TOKENS = ("strings:", "tli:")  # before a causal LM with another tokenizer than the target's: how it drafts
 HYBRID = "hybrid:"  # before the name of any other drafter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,28 +90,27 @@ def open_models(
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
         drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
             skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
-            (models/FORMATS.md), or of a causal LM with the target's tokens. A distilled draft model starts with the tree and the
-            confidence of its config. HYBRID before a name puts a look-up beside it.
+            (models/FORMATS.md), or of a causal LM. A distilled draft model starts with the tree and the confidence of its config. A
+            causal LM with other tokens than the target's drafts as after strings:; tli: is the other way (inference/DECODING.md). HYBRID
+            before a name puts a look-up beside it.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
     Raises:
-        ValueError: a damaged config, a drafter of another target (the message names both), a drafter with other tokens, or a target without
-            a tokenizer.
+        ValueError: a damaged config, a drafter of another target (the message names both), a draft model that shares no token with the
+            target after tli:, or a target without a tokenizer.
     """
     hybrid, drafters = [name.startswith(HYBRID) for name in drafters], [name.removeprefix(HYBRID) for name in drafters]
-    paths = [name for name in drafters if not weightless(name)]
-    for path in paths:
-        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
-            raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
-                "of a trained drafter or draft model, or a Hub id such as name/drafter"
-            )
-    for drafter in drafters:
-        _layer_numbers(drafter)
+    paths = [_way_and_path(name)[1] for name in drafters if not weightless(name)]
+    _check_names(drafters, paths)
     imported = {path for path in paths if published.format_of(path)}
     trained = {path for path in paths if path not in imported and is_drafter(path)}
     entries = {path: student_entry(path) for path in paths if path not in trained | imported}
+    for name in drafters:
+        if name.startswith(OTHER_TOKENS) and _way_and_path(name)[1] not in entries:
+            raise ValueError(
+                f"drafter {name!r}: expected the folder or Hub id of a causal LM after {name.partition(':')[0]}:; leave that out"
+            )
     configs = {path: load_config(path) for path in trained}
     recorded_targets = {path: published.target_of(path) for path in imported} | {path: configs[path].target for path in trained}
     targets = (recorded_targets[path] if path in recorded_targets else (entries[path] or {}).get("target") for path in paths)
@@ -116,9 +119,8 @@ def open_models(
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None
-    for path in paths:
-        if path in entries:
-            check_pair(name, path, revision=revision, trust_remote_code=trust_remote_code)
+    pair: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    ways = {drafter: _way(drafter, name, entries, pair) for drafter in drafters if _way_and_path(drafter)[1] in entries}
     settings: dict[str, Any] = {
         "dtype": decoding_dtype if dtype == "auto" else DTYPES[dtype],
         "device": str(ranks.state().device),
@@ -134,17 +136,33 @@ def open_models(
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
     settings["dtype"] = loaded.dtype
-    opened = [_open(drafter, loaded, drafter in trained, drafter in imported, entries.get(drafter), settings) for drafter in drafters]
+    opened: list[AnyDrafter] = []
+    for drafter in drafters:
+        path = _way_and_path(drafter)[1]
+        if weightless(drafter):
+            opened.append(_open_weightless(drafter, loaded))
+        elif path in entries:
+            opened.append(_draft_model(ways[drafter], path, entries[path], loaded, settings))
+        else:
+            opened.append(_trained(path, loaded, path in trained))
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
 
 
-def _open(name: str, target: Target, trained: bool, imported: bool, entry: dict[str, Any] | None, settings: dict[str, Any]) -> AnyDrafter:
-    """One drafter of `open_models`: without weights, trained here, published by others, or a draft model with its entry."""
-    if weightless(name):
-        return _open_weightless(name, target)
-    if not (trained or imported):
-        return _draft_model(name, entry, target, settings)
-    model = load_drafter(name, target, dtype=target.dtype) if trained else published.read_published(name, target, target.dtype)
+def _check_names(drafters: list[str], paths: list[str]) -> None:
+    """Raises ValueError for a name that is none of those of `open_models`. paths: of the drafters with weights."""
+    for path in paths:
+        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
+            raise ValueError(
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
+                "of a trained drafter or draft model, or a Hub id such as name/drafter"
+            )
+    for drafter in drafters:
+        _layer_numbers(drafter)
+
+
+def _trained(path: str, target: Target, ours: bool) -> DrafterModel:
+    """A drafter with heads: trained here, or published by others."""
+    model = load_drafter(path, target, dtype=target.dtype) if ours else published.read_published(path, target, target.dtype)
     pack(model)
     return model
 
@@ -160,6 +178,26 @@ def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:
 def weightless(drafter: str) -> bool:
     """Whether a drafter of this name has no weights of its own."""
     return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE + OF_THE_TARGET)
+
+
+def _way_and_path(drafter: str) -> tuple[str, str]:
+    """How a causal LM with other tokens is to draft, "" where that is left open, and the folder or Hub id of a drafter."""
+    kind, colon, path = drafter.partition(":")
+    return (kind, path) if kind + colon in OTHER_TOKENS else ("", drafter)
+
+
+def _way(drafter: str, target: str, entries: dict[str, Any], pair: dict[str, Any]) -> str:
+    """How a causal LM drafts for this target: as its name says, else "same" or "strings" by its tokens. A distilled one must have the target's.
+
+    Raises:
+        ValueError: as `check_pair` for a distilled draft model, as `have_same_tokens` for another.
+    """
+    way, path = _way_and_path(drafter)
+    if entries[path] and not way:
+        check_pair(target, path, **pair)
+        return "same"
+    same = have_same_tokens(target, path, **pair)
+    return way or ("same" if same else "strings")
 
 
 def _layer_numbers(drafter: str) -> list[int]:
@@ -192,7 +230,7 @@ def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation
 
 def provenance(drafter: str) -> dict[str, str]:
     """What a report says of a drafter: the name that was given, and the hash of its weights where they are in a folder."""
-    path = drafter.removeprefix(HYBRID)
+    path = _way_and_path(drafter.removeprefix(HYBRID))[1]
     folder = "" if weightless(path) else resolve_path(path)
     return {"name": drafter, "hash": weights_hash(folder) if folder and Path(folder).is_dir() else ""}
 
@@ -204,7 +242,7 @@ def open_named(
     loaded, opened = open_models(target, drafters, dtype, trust_remote_code)
     named: dict[str, AnyDrafter] = {}
     for word, drafter in zip(drafters, opened, strict=True):
-        path = Path(word)
+        path = Path(_way_and_path(word)[1])
         full = f"{drafter.method} {(path.parent if path.name == 'artifact' else path).name or word}"
         names = [full] if isinstance(drafter, DraftModel) else [drafter.method, full]
         numbered = (f"{full} ({number})" for number in count(2))
@@ -212,16 +250,26 @@ def open_named(
     return loaded, named
 
 
-def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settings: dict[str, Any]) -> DraftModel:
+def _draft_model(
+    way: str, path: str, entry: dict[str, Any] | None, target: Target, settings: dict[str, Any]
+) -> DraftModel | StringMatching:
+    """A causal LM that drafts: "same" with the target's tokens, "strings" by text, "tli" with the tokens that both have."""
     entry = {"target": None, "tree": default_paths(3, 7), "confidence": 0.0} | (entry or {})
-    if entry["target"]:
+    if entry["target"] and way == "same":
         warning = check_same(TargetIdentity.from_dict(entry["target"]), target.identity)
         if warning:
             warnings.warn(warning, stacklevel=3)
     model = Target.load(path, **settings)
     model.pack()
     stop = Stopping("confidence", entry["confidence"]) if entry["confidence"] else None
-    return DraftModel(model, parse_tree_spec(entry["tree"]), stop=stop)
+    tree_spec = parse_tree_spec(entry["tree"])
+    if way == "same":
+        return DraftModel(model, tree_spec, stop=stop)
+    ours = ByteVocabulary.of(model.tokenizer, path, model.vocab_size)
+    theirs = ByteVocabulary.of(target.tokenizer, target.name, target.vocab_size)
+    if way == "tli":
+        return SharedTokens(model, ours, theirs, target.vocab_size, tree_spec, stop=stop)
+    return StringMatching(model, ours, theirs)
 
 
 def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:

@@ -10,7 +10,8 @@ from draftsmith.inference.tree_limits import LIMITS
 DRAFTER_HELP = (
     "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), early-exit:E (the target's own "
     "first E layers), skip:LAYERS (the target without these, such as skip:3,5), or the folder or Hub id of a trained drafter or of a causal "
-    "LM with the target's tokens; hybrid: before a name puts a look-up beside it"
+    "LM; before a causal LM with other tokens than the target's strings: (default) drafts by text, tli: drafts the tokens that both have; "
+    "hybrid: before a name puts a look-up beside it"
 )
 TREES = {
     "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",

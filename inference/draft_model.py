@@ -8,6 +8,7 @@ Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabul
 K draft depth · H hidden size of the draft model · S positions · R positions that are drafted from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from draftsmith.inference.stopping import Draft, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "encode_tokens"]
 
 SHORT_CATCH_UP = 8  # pending tokens; more of them are encoded in a forward of their own
 
@@ -47,7 +48,7 @@ class DraftModelState:
 
 
 class DraftModel:
-    """A language model that drafts trees for a target with the same tokens.
+    """A language model that drafts trees for a target with the same tokens. (`shared_tokens` has one for a target with other tokens.)
 
     Outside graphs the host knows how many tokens are pending from the round's one transfer, and the shapes follow it; after a tree (a chain
     apart) it reads how many nodes were kept. In a graph only the device knows both.
@@ -140,7 +141,7 @@ class DraftModel:
         cache.static_shape = False
         cache.reset(slots)
         for slot, prompt in zip(slots, prompts, strict=True):
-            self._state.pending[slot] = list(prompt)
+            self._state.pending[slot] = self._read(prompt, first=True)
         self._catch_up(slots, leave=1)
         index, last = index_tensor(slots, self.device), index_tensor([prompt[-1] for prompt in prompts], self.device)
         self._state.pending_tokens[index, 0] = last
@@ -155,7 +156,7 @@ class DraftModel:
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1
             while True:
-                logits = self.model.logits(hidden)[..., : self._vocab]
+                logits = self.logits(hidden)
                 if draft.ends(logits):
                     break
                 index = first.expand(-1, hidden.shape[1]) + depth * draft.stride
@@ -166,6 +167,10 @@ class DraftModel:
         tree, self._encoded_index = expansion.finish()
         self._encoded_levels = depth
         return tree
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> logits [...,D] of the target's first D tokens."""
+        return self.model.logits(hidden)[..., : self._vocab]
 
     def _encode_up_to_roots(self, slots: list[int]) -> Tensor:
         """Encode all pending tokens -> hidden [B,H] at the last committed tokens."""
@@ -181,7 +186,7 @@ class DraftModel:
         cache.select(round.slots)
         tokens, counts = state.pending_tokens[round.slot_index], torch.where(round.active, state.pending_count[round.slot_index], 0)
         attention = TreeAttention.causal(cache, 2)
-        hidden = self._forward(tokens, attention)
+        hidden = self._forward(self._own_ids(tokens), attention)
         cache.keep(attention.depth, counts, in_place=True)
         last = (counts - 1).clamp(min=0)
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
@@ -191,32 +196,23 @@ class DraftModel:
         cache, pending = self._state.cache, self._state.pending
         cache.select(slots)
         to_encode = [pending[slot][: len(pending[slot]) - leave] for slot in slots]
-        last: list[Tensor | None] = [None] * len(slots)
-        start, longest = 0, max(len(ids) for ids in to_encode)
-        while start < longest:
-            # A slot with few pending tokens may be near the end of its cache while another slot has many.
-            width = min(longest - start, self.chunk, cache.capacity - cache.max_length)
-            parts = [ids[start : start + width] for ids in to_encode]
-            ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
-            with tree_attention(self.model.model):
-                hidden = self._forward(ids, TreeAttention.causal(cache, width))
-            cache.advance([len(part) for part in parts])
-            for b, part in enumerate(parts):
-                if part:
-                    last[b] = hidden[b, len(part) - 1]
-            start += width
+        last = encode_tokens(self.model, cache, to_encode, self._forward, self.chunk)
         for slot, ids in zip(slots, to_encode, strict=True):
             del pending[slot][: len(ids)]
         return torch.stack([hidden for hidden in last if hidden is not None]) if leave == 0 else torch.empty(0)
+
+    def _read(self, tokens: list[int], first: bool = False) -> list[int]:
+        """The draft model's ids for committed tokens, on the host; first: the text begins with them."""
+        return [min(token, self.model.vocab_size - 1) for token in tokens] if self._fewer_tokens else list(tokens)
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """A target may have ids, of padding or special tokens, that the draft model lacks; it reads its own last id there."""
         return ids.clamp(max=self.model.vocab_size - 1) if self._fewer_tokens else ids
 
     def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
-        """ids [B,N] after the cached tokens -> hidden [B,N,H]."""
+        """Its own ids [B,N] after the cached tokens -> hidden [B,N,H]."""
         positions = attention.positions().clamp(max=self.model.max_positions - 1)
-        return self.model.forward(self._own_ids(ids), position_ids=positions, cache=self._state.cache, tree=attention).hidden
+        return self.model.forward(ids, position_ids=positions, cache=self._state.cache, tree=attention).hidden
 
     def _encode_level(self, level: CurrentLevel) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
@@ -224,7 +220,7 @@ class DraftModel:
         # The cache ends with the root, so a node of depth d has position length + d − 1.
         depth = torch.full_like(level.tokens, level.depth - 1)
         key_depth = (level.key_depth - 1).expand(len(depth), -1)
-        hidden = self._forward(level.tokens, TreeAttention(cache, depth, level.visible, key_depth, level.all_visible))
+        hidden = self._forward(self._own_ids(level.tokens), TreeAttention(cache, depth, level.visible, key_depth, level.all_visible))
         cache.draft(level.tokens.shape[1])
         return hidden
 
@@ -238,7 +234,7 @@ class DraftModel:
         at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
         first, last = int(at.min()), int(at.max())
         with torch.inference_mode():
-            return self.model.logits(features[first : last + 1])[..., : self._vocab][at - first]
+            return self.logits(features[first : last + 1])[at - first]
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; committed tokens without KV become pending."""
@@ -253,7 +249,7 @@ class DraftModel:
             counts = [min(result.length - 1, self._encoded_levels) for result in results] if self._chain else count.tolist()
             self._state.cache.keep(accepted, count, counts, in_place=self._chain)
         for slot, result, count in zip(round.slots, results, counts, strict=True):
-            self._state.pending[slot] += result.tokens[count:]
+            self._state.pending[slot] += self._read(result.tokens[count:])
 
     @torch.inference_mode()
     def _accept_static_shape(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
@@ -279,6 +275,38 @@ class DraftModel:
             self._state.pending.pop(slot, None)
         self._state.pending_count.index_fill_(0, index_tensor(slots, self.device), 0)
         self._state.cache.reset(slots)
+
+
+def encode_tokens(
+    model: Target, cache: TreeCache, tokens: list[list[int]], forward: Callable[[Tensor, TreeAttention], Tensor], chunk: int
+) -> list[Tensor | None]:
+    """Encode tokens of the B selected rows of a draft model's cache after the cached ones.
+
+    Args:
+        model: the draft model.
+        cache: its cache.
+        tokens: of each row; rows may have fewer than others, or none.
+        forward: (ids [B,N], attention) -> hidden [B,N,H].
+        chunk: most tokens of a row in one forward.
+
+    Returns:
+        Of each row the hidden state [H] of its last token, None where it has none.
+    """
+    last: list[Tensor | None] = [None] * len(tokens)
+    start, longest = 0, max(len(ids) for ids in tokens)
+    while start < longest:
+        # A slot with few tokens may be near the end of its cache while another slot has many.
+        width = min(longest - start, chunk, cache.capacity - cache.max_length)
+        parts = [ids[start : start + width] for ids in tokens]
+        ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=model.device)
+        with tree_attention(model.model):
+            hidden = forward(ids, TreeAttention.causal(cache, width))
+        cache.advance([len(part) for part in parts])
+        for row, part in enumerate(parts):
+            if part:
+                last[row] = hidden[row, len(part) - 1]
+        start += width
+    return last
 
 
 def _encoded_path(encoded_index: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
