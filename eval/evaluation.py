@@ -184,8 +184,13 @@ def _machine(target: Target) -> dict[str, Any]:
 
 
 def _prompts_hash(prompts: list[Prompt]) -> str:
-    """SHA-256 of the prompts, which say with the settings what is measured."""
-    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
+    """SHA-256 of the prompts, which say with the settings what is measured. References change nothing that is decoded, and do not count."""
+
+    def content(prompt: Prompt) -> dict[str, Any]:
+        fields = {name: value for name, value in asdict(prompt).items() if name != "reference"}
+        return fields | {"later": [content(turn) for turn in prompt.later]}
+
+    return hashlib.sha256(json.dumps([content(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
 def _template_hash(target: Target) -> str:
