@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from draftsmith.eval import interleaved, lossless, ranks
+from draftsmith.eval import interleaved, lossless, quality, ranks
 from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.lossless import Recorded
 from draftsmith.eval.record_store import RecordStore
@@ -96,7 +96,8 @@ def _decode_timed(
                 requests.append(
                     _request(prompt, sampling, drafted.tokens, drafted.reason, drafted.rounds, plain.tokens, divergence, **measured)
                 )
-            store.append_requests(requests, target.tokenizer)
+            costs = quality.measure(target, batch, timed["plain"].answers, timed["drafted"].answers, sampling)
+            store.append_requests(requests, target.tokenizer, costs)
             bar.count(requests)
 
 
@@ -136,7 +137,7 @@ def _decode_untimed(
                 _request(prompt, sampling, b.tokens, b.reason, b.rounds, a.tokens, divergence, timed=False)
                 for prompt, a, b, divergence in zip(batch, plain, drafted, divergences, strict=True)
             ]
-            store.append_requests(requests, target.tokenizer)
+            store.append_requests(requests, target.tokenizer, quality.measure(target, batch, plain, drafted, sampling))
             bar.count(requests)
 
 

@@ -19,12 +19,15 @@ from draftsmith.eval.records import (
     DRIFT,
     PositionRecord,
     PromptRecord,
+    QualityRecord,
     Records,
     RequestRecord,
     position_line,
     position_of,
     prompt_line,
     prompt_of,
+    quality_line,
+    quality_of,
     request_line,
     request_of,
     superset_of,
@@ -36,7 +39,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request")
+ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request", "quality")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -109,9 +112,10 @@ class RecordStore:
         if not any(line["kind"] == "prompt" for line in self.lines):
             self.append(map(prompt_line, prompts))
 
-    def append_requests(self, requests: list[RequestRecord], tokenizer: Any) -> None:
-        """Keep the requests of a batch."""
-        self.append(map(request_line, requests), (token for each in requests for token in each.tokens), tokenizer)
+    def append_requests(self, requests: list[RequestRecord], tokenizer: Any, qualities: Iterable[QualityRecord] = ()) -> None:
+        """Keep the requests of a batch, and of a lossy rule what it costs them."""
+        new = [*map(request_line, requests), *map(quality_line, qualities)]
+        self.append(new, (token for each in requests for token in each.tokens), tokenizer)
 
     def append_positions(self, records: list[PositionRecord], tokenizer: Any) -> None:
         """Keep position records that were computed together."""
@@ -261,6 +265,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                 records.supersets[field(line, "setting", str, where), field(line, "prompt", str, where)] = superset_of(line, where)
             case "request":
                 records.requests.append(request_of(line, where))
+            case "quality":
+                records.qualities.append(quality_of(line, where))
     return records
 
 
