@@ -71,7 +71,7 @@ class SharedTokens(DraftModel):
         self._readings = {token: [own] for token, own in shared.items()}
         self._mean_length = mean_length(ours, theirs)
         self._texts: dict[int, list[int]] = {}  # by slot, in the target's tokens
-        self._room = model.max_positions  # most tokens of a text
+        self._most = model.max_positions  # most tokens of a text
 
     @property
     def capturable(self) -> bool:
@@ -86,9 +86,9 @@ class SharedTokens(DraftModel):
             raise ValueError(
                 f"drafter tli:{self.ours.name} is for {self.vocab_size} logits, got a target of {target.vocab_size}; make it anew"
             )
-        self._room = min(math.ceil(context * self._mean_length), self.model.max_positions)
+        self._most = min(math.ceil(context * self._mean_length), self.model.max_positions)
         self._texts = {}
-        return super().bind(target, slots, self._room)
+        return super().bind(target, slots, self._most)
 
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         self._texts.update(zip(slots, map(list, prompts), strict=True))
@@ -98,7 +98,7 @@ class SharedTokens(DraftModel):
         state = self._state
         lengths = state.cache.length_bounds()
         for slot in round.slots:
-            if lengths[slot] + len(state.pending[slot]) > self._room:
+            if lengths[slot] + len(state.pending[slot]) > self._most:
                 state.cache.reset([slot])
                 state.pending[slot] = self._read(self._texts[slot], first=True)
         return super().propose(round)
@@ -130,7 +130,7 @@ class SharedTokens(DraftModel):
         own = [index for token in tokens for index in self._reading(token)]
         if first:
             own = self._begin(own)
-            return own if len(own) <= self._room else own[-max(1, self._room // 2) :]
+            return own if len(own) <= self._most else own[-max(1, self._most // 2) :]
         return own
 
     def _begin(self, own: list[int]) -> list[int]:

@@ -102,8 +102,8 @@ class StringMatching(HostDrafter):
         super().bind(target, slots, context)
         # Enough to write one token of the target more than a draft has: more text may change the last of them.
         self._steps = math.ceil(self._mean_length * (self.max_depth + 1)) + 1
-        self._room = max(1, min(math.ceil(context * self._mean_length) + len(self.ours.begin), self.model.max_positions - self._steps))
-        capacity, made_for = self._room + self._steps, (self.model.dtype, self.device, slots)
+        self._most = max(1, min(math.ceil(context * self._mean_length) + len(self.ours.begin), self.model.max_positions - self._steps))
+        capacity, made_for = self._most + self._steps, (self.model.dtype, self.device, slots)
         if self._cache is None or self._made_for != made_for or self._cache.capacity < capacity:
             self._cache = None  # frees the old one first
             self._cache, self._made_for = TreeCache(slots, capacity, self.device), made_for
@@ -185,9 +185,9 @@ class StringMatching(HostDrafter):
         tail = self.ours.read(own.tail, own.first)
         if tail is None:
             return []
-        if len(own.fixed) + len(tail) > self._room:  # to half of the room, so that it is seldom done
-            own.fixed = own.fixed[len(own.fixed) - max(0, self._room // 2 - len(tail)) :]
-        return (own.fixed + tail)[-self._room :]
+        if len(own.fixed) + len(tail) > self._most:  # to half of that, so that it is seldom done
+            own.fixed = own.fixed[len(own.fixed) - max(0, self._most // 2 - len(tail)) :]
+        return (own.fixed + tail)[-self._most :]
 
     def _encode(self, readings: dict[int, list[int]]) -> Tensor:
         """Bring the cache to these tokens of each slot -> hidden [B,H] of the last of each."""

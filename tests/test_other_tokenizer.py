@@ -205,7 +205,7 @@ def test_joint_distribution_under_rejection(rule, tree):
         q = drawn.q_logits.double().softmax(-1)
         accept, residual = acceptance_probability(drawn, logits.softmax(-1), q)
         joint += probability * pairs(drawn, accept[0], residual[0], p)
-    torch.testing.assert_close(joint, p[0][:, None] * p, atol=1e-12, rtol=0)
+    torch.testing.assert_close(joint, p[0][:, None] * p, atol=1e-8, rtol=0)  # q is of logits in float32
 
 
 def drawn_trees(drafter: SharedTokens, tree: StaticTree, how: Sampling, root: int) -> Iterator[tuple[float, DraftTree]]:
