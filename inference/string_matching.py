@@ -100,8 +100,8 @@ class StringMatching(HostDrafter):
 
     def bind(self, target: Target, slots: int, context: int) -> None:
         super().bind(target, slots, context)
-        # Enough to write one token of the target more than a draft has: more text may change the last of them.
-        self._steps = math.ceil(self._mean_length * (self.max_depth + 1)) + 1
+        # Enough to write one token of the target more than a draft has, also where they are longer than most: more text may change the last of them.
+        self._steps = math.ceil(2 * self._mean_length * (self.max_depth + 1)) + 1
         self._most = max(1, min(math.ceil(context * self._mean_length) + len(self.ours.begin), self.model.max_positions - self._steps))
         capacity, made_for = self._most + self._steps, (self.model.dtype, self.device, slots)
         if self._cache is None or self._made_for != made_for or self._cache.capacity < capacity:

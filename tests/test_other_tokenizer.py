@@ -115,7 +115,7 @@ def test_with_every_tree(permuted, way, tree):
     """The draft model's text is often the target's: every number of tokens is accepted."""
     noisy = permuted.noisy()
     seen = check_lossless(way, permuted.target, noisy, [(how, tree, slots) for how in HOWS for slots in (1, 3)])
-    assert seen["replaced"] >= 2 and all(seen[accepted] >= 3 for accepted in range(4)), seen
+    assert all(seen[accepted] >= 3 for accepted in range(4)), seen
 
 
 @pytest.mark.parametrize("way", ["strings", "tli"])
@@ -281,7 +281,8 @@ def test_nothing_is_proposed_where_nothing_can_be_aligned():
 def test_text_of_another_tokenizer_is_accepted():
     """A draft model that writes the target's answer as text, in tokens of its own: each draft is right to the last of its tokens.
 
-    The answer is as the target's tokenizer writes it. The bytes of a character that a draft cuts off are the exception.
+    The answer is as the target's tokenizer writes it. The exceptions are the ends of drafts: a token that goes on, or bytes of a character that a
+    draft cuts off, as in the emoji of this text.
     """
     for theirs, ours in (("bpe", "bytes"), ("bpe", "sentencepiece"), ("sentencepiece", "bpe"), ("bytes", "bpe")):
         tokenizers = KINDS[theirs](), KINDS[ours]()
@@ -290,10 +291,11 @@ def test_text_of_another_tokenizer_is_accepted():
         answer = tokenizers[0].encode(text)
         start = len(tokenizers[0].encode("The cat sat"))
         drafter = StringMatching(model, vocabulary(model), vocabulary(target), StaticTree.chain(4))
-        (out,) = Decoder(target, drafter).generate([answer[:start]], None, len(answer) - start - 6, ())
+        decoder = Decoder(target, drafter, context=512)  # so that no text is too long to be read from its beginning
+        (out,) = decoder.generate([answer[:start]], None, len(answer) - start - 6, ())
         assert out.tokens == answer[start : len(answer) - 6]
         lengths = [round.length for round in out.rounds[:-1]]
-        assert sum(lengths) >= 0.9 * 5 * len(lengths), (theirs, ours, lengths)
+        assert sum(lengths) >= 0.6 * 5 * len(lengths), (theirs, ours, lengths)
         assert theirs != "bytes" or lengths == [5] * len(lengths)
 
 
