@@ -144,6 +144,8 @@ class StringMatching(HostDrafter):
         """These tokens of the target were committed in the slot."""
         own = self._own[slot]
         for token in tokens:
+            if own.first and not own.tail and token in self.theirs.begin:
+                continue  # each tokenizer begins a text in its own way
             special = self._special_of_theirs.get(token)
             if special is None:
                 piece = self.theirs.text_of(token)
