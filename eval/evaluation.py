@@ -162,6 +162,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
     }
     if isinstance(drafter, DraftModel):
         entries["confidence"] = drafter.confidence
+    if window := getattr(getattr(drafter, "trained", drafter), "window", None):
+        entries["draft_window"] = window
     return entries
 
 

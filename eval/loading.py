@@ -28,6 +28,7 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
+from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
@@ -233,6 +234,23 @@ def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None
             f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
         )
     drafter.confidence = confidence
+
+
+def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
+    """Let a drafter keep KV of the first and of the last `window` positions only. None changes nothing.
+
+    Raises:
+        ValueError: the drafter has no KV cache of its own.
+    """
+    if window is None:
+        return
+    drafting = drafter.trained if isinstance(drafter, Hybrid) else drafter
+    if not isinstance(drafting, DraftModel | PairDrafter) or not getattr(drafting, "reads_context", True):
+        raise ValueError(
+            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} keeps no KV of its own; expected a draft model or a drafter "
+            "such as EAGLE; leave it out"
+        )
+    drafting.window = window
 
 
 def check_rule(rule: str, drafter: Any) -> None:

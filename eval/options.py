@@ -21,6 +21,7 @@ TREES = {
 }
 RANGES = LIMITS | {
     "slots": (1, 1 << 12),
+    "draft_window": (1, 1 << 24),
     "exact": (2, 256),
     "rows": (1, 1 << 12),
     "max_new_tokens": (1, 1 << 20),
@@ -98,6 +99,15 @@ def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
 
 def add_confidence(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--confidence", type=float, help="draft models: draft on while the best next token is at least this likely")
+
+
+def add_draft_window(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft-window",
+        type=int,
+        metavar="N",
+        help="the drafter keeps KV of the first 4 and the last N positions only, so that drafting costs the same after long texts",
+    )
 
 
 def add_adaptive_depth(parser: argparse.ArgumentParser, default: bool) -> None:
