@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_rule(parser, list(RULES), f"{USUAL_RULE}, which is nearest to what serving engines do", several=True)
     options.add_tree(parser, [*CHOSEN_TREES, "saved", "chain", "dynamic"], "best, or saved where the drafter ranks no tokens")
     options.add_stop(parser)
+    options.add_draft_window(parser)
     options.add_slots(parser)
     parser.add_argument("--timed", type=int, help="time so many prompts of each domain, decode the others 8 at a time (default: time all)")
     options.add_adaptive_depth(parser, False)
@@ -115,6 +116,7 @@ def main(arguments: list[str]) -> None:
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     loading.set_stop(drafter, chosen.stop)
+    loading.set_draft_window(drafter, chosen.draft_window)
     ranked = hasattr(drafter, "position_logits")
     tree = chosen.tree or ("best" if ranked else "saved")
     if tree in CHOSEN_TREES:

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--measured", action="store_true", help="compare what eval wrote into these folders, without decoding")
     options.add_tree(parser, ["saved", "chain", "dynamic"], "saved; chain with --expected")
     options.add_stop(parser)
+    options.add_draft_window(parser)
     options.add_slots(parser)
     options.add_json(parser)
     return parser
@@ -61,6 +62,7 @@ def main(arguments: list[str]) -> None:
         if chosen.expected and not isinstance(drafter, DraftModel):
             raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
         loading.set_stop(drafter, chosen.stop)
+        loading.set_draft_window(drafter, chosen.draft_window)
         tree = chosen.tree or ("chain" if chosen.expected else "saved")
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(rule, drafter)
@@ -89,7 +91,20 @@ def _check(chosen: argparse.Namespace) -> None:
     """Raises ValueError for options that contradict each other."""
     if len(chosen.drafters) < 2:
         raise ValueError(f"got one drafter, {chosen.drafters[0]!r}; expected two at least; draftsmith eval measures one")
-    for name in ("expected", "target", "prompts", "limit", "temperature", "rule", "tree", "depth", "width", "nodes", "stop"):
+    for name in (
+        "expected",
+        "target",
+        "prompts",
+        "limit",
+        "temperature",
+        "rule",
+        "tree",
+        "depth",
+        "width",
+        "nodes",
+        "stop",
+        "draft_window",
+    ):
         if chosen.measured and getattr(chosen, name):
             raise ValueError(f"--measured takes the rounds as eval wrote them, got --{name}; leave it out, or leave --measured out")
     if chosen.expected and (chosen.rule or "rejection") != "rejection":

@@ -161,6 +161,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
     }
     if stop := getattr(drafter, "stop", None):
         entries["stop"] = str(stop)
+    if window := getattr(getattr(drafter, "trained", drafter), "window", None):
+        entries["draft_window"] = window
     return entries
 
 

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_rule(parser, list(RULES), DEFAULT_RULE)
     options.add_tree(parser, ["saved", "chain", "dynamic"])
     options.add_stop(parser)
+    options.add_draft_window(parser)
     options.add_adaptive_depth(parser, True)
     options.add_kernels(parser)
     options.add_exact(parser)
@@ -170,6 +171,7 @@ def main(arguments: list[str]) -> None:
     target, drafters = loading.open_models(chosen.target, names, chosen.dtype, chosen.trust_remote_code)
     drafter = drafters[0] if drafters else None
     loading.set_stop(drafter, chosen.stop)
+    loading.set_draft_window(drafter, chosen.draft_window)
     sampling = sampling_from_options(chosen, target, loading.constraint_of(chosen, target))
     if drafter is not None:
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)

@@ -34,6 +34,7 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
 from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
+from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
@@ -309,6 +310,24 @@ def constraint_of(chosen: Any, target: Target) -> Grammar | None:
         raise ValueError(f"{source}: {error.strerror or error}; give a file that can be read") from None
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
+    """Let a drafter keep KV of the first and of the last `window` positions only. None changes nothing.
+
+    Raises:
+        ValueError: the drafter has no KV cache of its own.
+    """
+    if window is None:
+        return
+    drafting = drafter.trained if isinstance(drafter, Hybrid) else drafter
+    bounded = isinstance(drafting, DraftModel | PairDrafter) and not isinstance(drafting, SharedTokens)
+    if not bounded or not getattr(drafting, "reads_context", True):
+        raise ValueError(
+            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} keeps no KV of its own that can be bounded; expected a draft model "
+            "with the target's tokens, or a drafter such as EAGLE; leave it out"
+        )
+    drafting.window = window
 
 
 def check_rule(rule: str, drafter: Any) -> None:

@@ -22,6 +22,7 @@ TREES = {
 }
 RANGES = LIMITS | {
     "slots": (1, 1 << 12),
+    "draft_window": (1, 1 << 24),
     "exact": (2, 256),
     "rows": (1, 1 << 12),
     "max_new_tokens": (1, 1 << 20),
@@ -104,6 +105,15 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
         help="when a drafter that drafts level by level stops: confidence:P (the best next token is less likely than P), svip:H (the square "
         "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), gain (a level costs more than it is worth), or "
         "none (default: what the artifact says)",
+    )
+
+
+def add_draft_window(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft-window",
+        type=int,
+        metavar="N",
+        help="the drafter keeps KV of the first 4 and the last N positions only, so that drafting costs the same after long texts",
     )
 
 

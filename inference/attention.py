@@ -60,6 +60,7 @@ class TreeAttention:
         self.max_length = cache.max_length
         self.equal_lengths = cache.equal_lengths
         self.static_shape = cache.static_shape
+        self.window, self.sinks, self.dropped = cache.window, cache.sinks, cache.selected_dropped  # of a drafter's cache
         self.depth = depth
         self.visible = visible
         self.key_depth = depth if key_depth is None else key_depth
@@ -70,7 +71,9 @@ class TreeAttention:
         self._words = words
         self.by_position: Any = None  # `exact.KeysByPosition` in exact rounds
         # The kernel reads complete buffers, and the cache returns those in the forward that this is made for.
-        self.use_kernel = cache.full_buffers = visible is not None and active() and max(self.nodes, self.span) <= MAX_NODES
+        self.use_kernel = cache.full_buffers = (
+            visible is not None and active() and max(self.nodes, self.span) <= MAX_NODES and self.window is None
+        )
 
     @classmethod
     def tree(cls, cache: TreeCache, tree: DraftTree) -> "TreeAttention":
@@ -95,25 +98,30 @@ class TreeAttention:
         return self._words
 
     def positions(self) -> Tensor:
-        """position_ids [B,N] = length + depth."""
-        return self.length[:, None] + self.depth
+        """position_ids [B,N] = length + depth, and what a drafter's window dropped."""
+        positions = self.length[:, None] + self.depth
+        return positions if self.dropped is None else positions + self.dropped[:, None]
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Additive mask [B,1,copies·N,max_length+M], 0 or −inf; None where every query sees every key.
 
-        window: query and key are less than `window` positions apart; None for no limit.
+        window: query and key are less than `window` positions apart; None for no limit. A drafter's window counts where it is shorter;
+            its sinks are seen from everywhere.
         """
+        sinks = 0
+        if self.window is not None and (window is None or window > self.window):
+            window, sinks = self.window, self.sinks
         if window is not None and self.max_length + self.span <= window:
             window = None
         if window is None and self.equal_lengths and self.all_visible:
             return None
-        key = (window, copies, dtype, device)
+        key = (window, sinks, copies, dtype, device)
         if key not in self._masks:
-            mask = torch.where(self._allowed(window), 0.0, -torch.inf).to(device, dtype)[:, None]
+            mask = torch.where(self._allowed(window, sinks), 0.0, -torch.inf).to(device, dtype)[:, None]
             self._masks[key] = mask.repeat(1, 1, copies, 1) if copies > 1 else mask
         return self._masks[key]
 
-    def _allowed(self, window: int | None) -> Tensor:
+    def _allowed(self, window: int | None, sinks: int) -> Tensor:
         """bool [B,N,max_length+M]: which keys each query sees."""
         if self.equal_lengths and window is None and self.visible is not None:
             prefix = self.visible.new_ones(*self.depth.shape, self.max_length)
@@ -128,7 +136,11 @@ class TreeAttention:
             seen = self.visible.gather(2, node[:, None, :].expand(-1, self.nodes, -1)) & (relative < self.span)[:, None, :]
             allowed = prefix[:, None, :] | seen
         if window is not None:
-            allowed = allowed & (self.depth[:, :, None] - key_depth[:, None, :] < window)
+            near = self.depth[:, :, None] - key_depth[:, None, :] < window
+            if self.dropped is not None:  # what was dropped is between the sinks and the other keys
+                distance = (self.depth + self.dropped[:, None])[:, :, None] - key_depth[:, None, : self.sinks]
+                near[:, :, : self.sinks] = (distance < window) | bool(sinks)
+            allowed = allowed & near
         return allowed
 
 

@@ -49,7 +49,12 @@ class TreeCache(Cache):
         drafted: positions after each length that hold earlier levels of a draft.
         static_shape: no shape may follow from the host's bounds: the round is, or will be, part of a CUDA graph.
         full_buffers: `update` returns complete buffers; set for each forward by its attention.
+        window, sinks, selected_dropped: of a `WindowCache` (`inference/draft_window.py`); None, 0 and None elsewhere.
     """
+
+    window: int | None = None
+    sinks = 0
+    selected_dropped: Tensor | None = None
 
     def __init__(self, rows: int, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(layers=[])
@@ -228,6 +233,13 @@ class TreeCache(Cache):
     def set_length_bounds(self, bounds: Sequence[int]) -> None:
         """Set the upper bounds of all rows' lengths, as `length_bounds` returned them."""
         self._bounds = list(bounds)
+
+    def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep only the first lengths[i] positions of rows[i]."""
+        self.length.index_copy_(0, index_tensor(rows, self.length.device), index_tensor(lengths, self.length.device))
+        for row, length in zip(rows, lengths, strict=True):
+            self._bounds[row], self._exact[row] = length, True
+        self._lengths_changed()
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget these rows (all by default): their length is 0."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache, index_tensor
+from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
 from draftsmith.inference.stopping import Draft, Stopping
@@ -60,6 +61,7 @@ class DraftModel:
         tree_spec: of the trees.
         chunk: tokens of a prompt per forward.
         stop: ends drafts early; None drafts the complete tree.
+        window: the last positions that it sees, beside the first ones (`inference/draft_window.py`); None for all.
     """
 
     method = "draft model"
@@ -67,19 +69,22 @@ class DraftModel:
     depth_limit = 8  # of position records: how far ahead a tree may reach
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, tree_spec: TreeSpec, chunk: int = 256, stop: Stopping | None = None) -> None:
+    def __init__(
+        self, model: Target, tree_spec: TreeSpec, chunk: int = 256, stop: Stopping | None = None, window: int | None = None
+    ) -> None:
         self.model = model
         self.tree_spec = tree_spec
         self.chunk = chunk
         self.stop = stop
+        self.window = window
         self._fewer_tokens = True
         self._vocab: int | None = None  # V, once bound
         self._bound_state: DraftModelState | None = None
 
     @property
     def capturable(self) -> bool:
-        """False with a rule that stops drafts: the host decides."""
-        return self.stop is None
+        """False with a rule that stops drafts, or a window: the host decides whether to stop, and what to evict."""
+        return self.stop is None and self.window is None
 
     @property
     def max_nodes(self) -> int:
@@ -114,13 +119,14 @@ class DraftModel:
         else:
             encoded = (self.tree_spec.depth - 1) * self.tree_spec.width
         # In a graph a slot may run a round past its end.
-        capacity = context + self.max_depth + 1 + max(encoded, 2)
+        scratch = self.max_depth + 1 + max(encoded, 2)
         device, made_for = self.model.device, (self.model, self.model.dtype, self.model.device, slots)
         state = self._bound_state
-        if state is None or state.made_for != made_for or state.cache.capacity < capacity:
+        if state is None or state.made_for != made_for or not fits(state.cache, context, scratch, self.window):
             state = self._bound_state = None  # frees the old cache first
             count = torch.zeros(slots, dtype=torch.int64, device=device)
-            state = DraftModelState(TreeCache(slots, capacity, device), {}, count.new_zeros(slots, 2), count, made_for)
+            cache = drafter_cache(slots, context, scratch, self.window, device)
+            state = DraftModelState(cache, {}, count.new_zeros(slots, 2), count, made_for)
             self._bound_state = state
         state.cache.reset()
         state.pending.clear()
@@ -136,12 +142,18 @@ class DraftModel:
 
     @torch.inference_mode()
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """Encode prompt[:-1]."""
-        cache = self._state.cache
+        """Encode prompt[:-1]; with a window, no more of it than the root sees."""
+        cache, pending = self._state.cache, self._state.pending
         cache.static_shape = False
         cache.reset(slots)
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self._state.pending[slot] = self._read(prompt, first=True)
+        pending.update((slot, self._read(prompt, first=True)) for slot, prompt in zip(slots, prompts, strict=True))
+        skipped = {slot: count for slot, count in zip(slots, left_out(cache, [len(pending[slot]) for slot in slots]), strict=True) if count}
+        if isinstance(cache, WindowCache) and skipped:
+            rest = {slot: pending[slot][SINKS + count :] for slot, count in skipped.items()}
+            pending.update((slot, pending[slot][:SINKS]) for slot in skipped)
+            self._catch_up(list(skipped), leave=0)
+            cache.skip(list(skipped.values()))
+            pending.update(rest)
         self._catch_up(slots, leave=1)
         index, last = index_tensor(slots, self.device), index_tensor([prompt[-1] for prompt in prompts], self.device)
         self._state.pending_tokens[index, 0] = last

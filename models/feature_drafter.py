@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache, index_tensor
+from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, kept_positions, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import TreeSpec, choose, expand
 from draftsmith.inference.stopping import Draft
@@ -59,6 +60,12 @@ class PairDrafter(DrafterModel):
     """Keeps what `step` makes of the accepted pairs: all of the Drafter protocol but `propose`. The config has `draft_size` W."""
 
     chunk = 256  # pairs of a prompt per forward
+    window: int | None = None  # the last pairs that are seen, beside the first ones (inference/draft_window.py); None for all
+
+    @property
+    def capturable(self) -> bool:
+        """False with a window: the host evicts."""
+        return self.window is None
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
         """The target's output at n positions -> the features [B,n,·] of their pairs."""
@@ -86,7 +93,7 @@ class PairDrafter(DrafterModel):
     # The Drafter protocol, but for `propose`
 
     def bind(self, target: Target, slots: int, context: int) -> Any:
-        """Attach the target and allocate KV for `context` pairs and a round's drafts in each slot, unless an earlier bind's fit."""
+        """Attach the target and allocate KV for `context` pairs, or a window of them, and a round's drafts, unless an earlier bind's fit."""
         self.attach(target)
         trained = (self.config.training or {}).get("positions")
         if trained and context > trained and self.reads_context:
@@ -97,31 +104,42 @@ class PairDrafter(DrafterModel):
             )
         tree_spec = self.tree_spec.to(target.device)
         # A graph lets a slot run one round past its end.
-        capacity = context + tree_spec.max_depth + 1 + max(self.drafted_positions(tree_spec), tree_spec.max_depth + 1)
+        scratch = tree_spec.max_depth + 1 + max(self.drafted_positions(tree_spec), tree_spec.max_depth + 1)
         output = torch.zeros(slots, self.config.draft_size, dtype=self.dtype, device=target.device)
         state = self._state
-        if state and state.bound_spec is self.tree_spec and state.cache.capacity >= capacity and same_layout(state.last_output, output):
+        fit = state and state.bound_spec is self.tree_spec and fits(state.cache, context, scratch, self.window)
+        if fit and same_layout(state.last_output, output):
             self.drop(list(range(slots)))
         else:
             ready = torch.zeros(slots, dtype=torch.bool, device=target.device)
-            cache = TreeCache(slots, capacity, target.device)
+            cache = drafter_cache(slots, context, scratch, self.window, target.device)
             self._state = PairState(output, set(), ready, cache, tree_spec, self.tree_spec)
         return self._state, tensor_addresses(self)
 
     @torch.no_grad()
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time."""
-        self._state.cache.static_shape = False
+        """Encode the pairs of prompts [:-1] from the target's features, a chunk at a time; with a window, no more than the last one sees."""
+        cache = self._state.cache
+        cache.static_shape = False
         self.drop(slots)
         sizes = [len(prompt) - 1 for prompt in prompts]
         if not max(sizes):
             return
+        tokens = pad_sequence([torch.tensor(prompt[1:], dtype=torch.int64) for prompt in prompts], batch_first=True).to(out.hidden.device)
+        skipped, first = left_out(cache, sizes), 0
+        if any(skipped):
+            path = kept_positions(sizes, skipped).to(tokens.device)
+            out, tokens = out.along(path), tokens.gather(1, path.clamp(min=0))
+            sizes = [size - count for size, count in zip(sizes, skipped, strict=True)]
         feature = self.feature_of(out)
-        tokens = pad_sequence([torch.tensor(prompt[1:], dtype=torch.int64) for prompt in prompts], batch_first=True).to(feature.device)
-        for first in range(0, max(sizes), self.chunk):
-            counts = [min(max(size - first, 0), self.chunk) for size in sizes]
+        while first < max(sizes):
+            width = SINKS if any(skipped) and not first else self.chunk
+            counts = [min(max(size - first, 0), width) for size in sizes]
             pairs = slice(first, first + max(counts))
             self._encode(slots, feature[:, pairs], tokens[:, pairs], counts)
+            if isinstance(cache, WindowCache) and not first:
+                cache.skip(skipped)
+            first += width
 
     @torch.no_grad()
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
