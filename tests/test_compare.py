@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from commands import failing
 from decoding_cases import relative
 from zoo import tiny
@@ -233,9 +234,9 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
     assert new == {"README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png"}
     assert json.loads((own / "acceptance.json").read_text()) == report
     text = (own / "README.md").read_text()
-    assert text.startswith(
-        "---\nlibrary_name: transformers\ntags: [speculative-decoding, draftsmith, draft-model]\n---\n\n# Draft model for tiny\n"
-    )
+    fields, body = yaml.safe_load(text.split("---\n")[1]), text.split("---\n", 2)[2]
+    assert fields["library_name"] == "transformers" and fields["tags"] == ["speculative-decoding", "draftsmith", "draft-model"]
+    assert body.startswith("\n# Draft model for tiny\n") and "model-index" in fields
     assert "12 steps, 3,456 tokens" in text and "| domain | T | τ |" in text and "Not measured yet" not in text
 
 
