@@ -320,7 +320,7 @@ def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
     """
     if window is None:
         return
-    drafting = drafter.trained if isinstance(drafter, Hybrid) else drafter
+    drafting: Any = drafter.trained if isinstance(drafter, Hybrid) else drafter
     bounded = isinstance(drafting, DraftModel | PairDrafter) and not isinstance(drafting, SharedTokens)
     if not bounded or not getattr(drafting, "reads_context", True):
         raise ValueError(
