@@ -64,8 +64,8 @@ class PairDrafter(DrafterModel):
 
     @property
     def capturable(self) -> bool:
-        """False with a window: the host evicts."""
-        return self.window is None
+        """False with a window or with a rule that stops drafts: the host evicts, and decides."""
+        return self.window is None and super().capturable
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
         """The target's output at n positions -> the features [B,n,·] of their pairs."""

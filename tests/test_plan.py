@@ -1,5 +1,6 @@
 """`draftsmith plan`: the memory that it reports is what PyTorch's own profiler sees a real step allocate; its sums are those of real models."""
 
+import gc
 import json
 import re
 
@@ -101,6 +102,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     if releasing:
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    gc.collect()  # what an earlier profile saw allocated would count as freed in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with record_function("backward"):
             backward()
