@@ -19,7 +19,8 @@ from draftsmith.models.target import Target
 from draftsmith.train import data_cli, dspark
 from draftsmith.train import dflash as train
 from draftsmith.train.dflash import DflashSection, objective
-from draftsmith.train.losses.anchors import draw_anchors, paced, per_sequence, tokens_behind
+from draftsmith.train.losses.acceptance import paced
+from draftsmith.train.losses.anchors import draw_anchors, per_sequence, tokens_behind
 
 VOCAB, WIDTH = 67, 32
 SETTINGS = {

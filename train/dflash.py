@@ -67,7 +67,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import layer_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import check_blocks, draw_anchors, paced, per_sequence, tokens_behind
+from draftsmith.train.losses.acceptance import paced
+from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens

@@ -65,6 +65,10 @@ class EagleSection(Section):
     loss: str = Field(
         default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
     )
+    end_to_end: bool = Field(
+        default=False,
+        description="version 3: train for the expected accepted length of the chain instead: loss and decay do not count; best from `start`",
+    )
     noise: float = Field(default=0.2, ge=0, le=1000, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(
         default=0.1, ge=0, le=1000, description="version 1: weight of the soft cross-entropy, beside SmoothL1's 1"
@@ -108,6 +112,7 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output, processes
 from draftsmith.train.engine.say import say
+from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
 from draftsmith.train.losses.noise import feature_noise
 from draftsmith.train.losses.survival import survival_metrics
@@ -122,7 +127,8 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
     supervised too. With section.prompts all tokens are supervised while the drafter trains. The drafter's head reads ĥ_j(t) [W]; the target's
-    head reads h_s [H] and makes p_s of it. Under context parallelism t ranges over this rank's positions.
+    head reads h_s [H] and makes p_s of it. Under context parallelism t ranges over this rank's positions. With end_to_end the sum over j is
+    the part of a chain of K tokens that is not accepted (`acceptance_loss`), plus the regression.
     """
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     if section.prompts and drafter.training:
@@ -134,28 +140,23 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
     extra = read.stop - own.stop
     states = torch.stack([_padded(drafter.before_head(output), extra) for output in outputs])  # [K,M,W]
     weights = torch.stack([_padded(shift_left(mask, j + 2, document)[:, own], extra) for j in range(section.steps)])  # [K,M]
-    vocabulary = drafter.vocabulary
-    losses = chunked_draft_loss(
-        states,
-        drafter.head(),
-        out.hidden[:, read].flatten(0, 1),
-        target.logits,
-        weights.float(),
-        range(1, section.steps + 1),
-        vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None,
-        section.loss,
-        [section.decay**j for j in range(section.steps)],
-        tokens=shift_left(ids, 1, document)[:, read].flatten(),
-    )
-    total = losses.sum
+    vocabulary, actual = drafter.vocabulary, out.hidden[:, read].flatten(0, 1)
+    target_ids = vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None
+    if section.end_to_end:
+        total, hits = acceptance_loss(states.unbind(), [drafter.head()], actual, target.logits, weights, weights[0].float(), target_ids)
+    else:
+        shifts, decay = range(1, section.steps + 1), [section.decay**j for j in range(section.steps)]
+        tokens = shift_left(ids, 1, document)[:, read].flatten()
+        losses = chunked_draft_loss(
+            states, drafter.head(), actual, target.logits, weights.float(), shifts, target_ids, section.loss, decay, tokens=tokens
+        )
+        total, hits = losses.sum, losses.hits
     if section.regression:  # against the hidden states of the very distributions that the steps are compared with
-        actual, decay = out.hidden[:, read], 1.0
         for j in range(section.steps):
-            hidden = shift_left(actual, j + 1, document[:, read]).flatten(0, 1)
-            total = total + section.regression * decay * feature_loss(states[j], hidden, weights[j])
-            decay *= section.decay
+            hidden = shift_left(out.hidden[:, read], j + 1, document[:, read]).flatten(0, 1)
+            total = total + section.regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
     tokens = supervised_tokens(batch, own)
-    return Loss(total, tokens, survival_metrics(losses.hits, weights, tokens, context))
+    return Loss(total, tokens, survival_metrics(hits, weights, tokens, context))
 
 
 def objective1(
@@ -320,6 +321,8 @@ def check(recipe: EagleRecipe) -> None:
     mix(recipe.eagle.loss, "eagle.loss")
     if recipe.eagle.start == "target" and recipe.eagle.version == 1:
         raise ValueError("eagle.start=target is for version 3; leave out one of them")
+    if recipe.eagle.end_to_end and recipe.eagle.version == 1:
+        raise ValueError("eagle.end_to_end is for version 3: version 1 trains one step, of no chain; leave out one of them")
     if recipe.eagle.start == "target" and recipe.target.parallel != "none":
         raise ValueError(f"eagle.start=target reads a complete layer; got target.parallel={recipe.target.parallel}; leave out one of them")
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel

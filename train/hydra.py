@@ -28,6 +28,10 @@ class HydraSection(Section):
     noise: float = Field(
         default=0.0, ge=0, le=1000, description="width of the uniform noise on hidden states, at 512 positions, as EAGLE-1 has it"
     )
+    end_to_end: bool = Field(
+        default=False,
+        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+    )
     start: str | None = Field(
         default=None, description="folder or Hub id of Hydra heads of the same sizes whose weights to start from; unset: fresh weights"
     )
@@ -81,7 +85,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
         states = drafter.hidden_along(root, target.embed(tokens[:-1, read].T), given)
         outputs = [drafter.output(k, given) for k in range(section.heads)]
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
-        return head_losses(states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill)
+        return head_losses(states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill, section.end_to_end)
 
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)

@@ -27,6 +27,14 @@ class MedusaSection(Section):
     distill: float = Field(
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
+    end_to_end: bool = Field(
+        default=False,
+        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+    )
+    start: str | None = Field(
+        default=None,
+        description="folder or Hub id of Medusa heads of the same sizes whose weights to start from; unset: the target's own token",
+    )
 
 
 class JointSection(Section):
@@ -76,9 +84,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output, processes, replay
-from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl, chunked_kl_heads
-from draftsmith.train.losses.heads import head_weights, shifted
-from draftsmith.train.losses.survival import survival_metrics
+from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl
+from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 if TYPE_CHECKING:
@@ -91,26 +98,17 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s. The mean of head
     k in document d is over the supervised tokens that the head predicts there, so that no head counts less for predicting fewer (in the
     authors' code too each head has its own mean); n_d are all supervised tokens of d, and the loop divides by Σ_d n_d. A document is never
-    cut: the loss is the same however packing, micro-batches and ranks share the documents out.
+    cut: the loss is the same however packing, micro-batches and ranks share the documents out. With end_to_end it is the part of a chain of K
+    tokens that is not accepted (`acceptance_loss`).
     """
-    heads = range(section.heads)
-    hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
-    states = [drafter.hidden_of(k, hidden) for k in heads]
-    outputs = [drafter.output(k) for k in heads]
-    tokens = [shifted(batch["input_ids"], k + 2) for k in heads]
-    counted, weights = head_weights(batch, section.heads)
-    parts = []
-    if section.distill > 0:
-        shifts = [k + 1 for k in heads]
-        parts.append((section.distill, chunked_kl_heads(states, outputs, hidden, target.logits, list(weights), shifts)))
-    if section.distill < 1:
-        parts.append((1 - section.distill, [chunked_cross_entropy(states[k], outputs[k], tokens[k], weights[k]) for k in heads]))
-    total = torch.stack([share * section.decay**k * loss.sum for share, losses in parts for k, loss in enumerate(losses)]).sum()
+    hidden, ids = target.features(batch).hidden.flatten(0, 1), batch["input_ids"]  # [B·S,H]
+    states = [drafter.hidden_of(k, hidden) for k in range(section.heads)]
+    outputs = [drafter.output(k) for k in range(section.heads)]
+    tokens = torch.stack([shifted(ids, k + 2) for k in range(section.heads)])
+    counted, weights = head_weights(batch, section.heads, section.decay)
+    total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.end_to_end)
     weight = supervised_tokens(batch)
-    # The loop divides metrics by `weight`. Head k predicts fewer tokens than that, the first k + 1 of a document not: scale its hits up.
-    hits = {f"top1_head{k + 1}": loss.hits.sum() * weight / counted[k].sum().clamp(min=1) for k, loss in enumerate(parts[-1][1])}
-    chains = survival_metrics(torch.stack([loss.hits for loss in parts[0][1]]), counted.float(), weight)
-    return Loss(total, weight, chains | hits)
+    return Loss(total, weight, head_metrics(hits, counted, weight))
 
 
 class JointModel(nn.Module):
@@ -256,6 +254,8 @@ def main(arguments: list[str]) -> None:
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
         drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
+        if section.start:
+            setup.start_from(drafter, section.start, target, "medusa.start")
         fingerprint = setup.fingerprint(target, train)
         monitors = setup.monitors(recipe, target, drafter)
         model, measure = drafter, partial(objective, target=target, section=section)

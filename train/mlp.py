@@ -28,6 +28,10 @@ class MlpSection(Section):
     distill: float = Field(
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
+    end_to_end: bool = Field(
+        default=False,
+        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+    )
     start: str | None = Field(
         default=None, description="folder or Hub id of a speculator of the same sizes whose weights to start from; unset: fresh weights"
     )
@@ -64,7 +68,7 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
     q_k(t) [V] is head k's distribution of token t+2+k, which it reads in the state s_k(t) = cell(s_{k−1}(t), x_{t+1+k}) of the text's own
     tokens; s_{−1}(t) is the target's hidden state h_t. p_s [V] is the target's distribution of the token after position s. The mean of head
     k in document d is over the supervised tokens that the head predicts there, n_d are all supervised tokens of d (`head_weights`), and the
-    loop divides by Σ_d n_d.
+    loop divides by Σ_d n_d. With end_to_end it is the part of a chain of K tokens that is not accepted (`acceptance_loss`).
     """
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
     counted, weights = head_weights(batch, section.heads, section.decay)
@@ -73,7 +77,9 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
     def block_loss(hidden: Tensor, given: dict[str, Tensor], read: slice, own: slice) -> tuple[Tensor, Tensor]:
         states = drafter.states_along(hidden, tokens[:-1, read].T, given)
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
-        return head_losses(states, drafter.outputs(given), tokens[1:, read], hidden, target.logits, weight, section.distill)
+        return head_losses(
+            states, drafter.outputs(given), tokens[1:, read], hidden, target.logits, weight, section.distill, section.end_to_end
+        )
 
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, hidden, drafter.head_parameters(), rows, section.heads)

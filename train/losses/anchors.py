@@ -11,7 +11,7 @@ from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
 from draftsmith.train.recipe import Recipe
 
-__all__ = ["check_blocks", "draw_anchors", "paced", "per_sequence", "tokens_behind"]
+__all__ = ["check_blocks", "draw_anchors", "per_sequence", "tokens_behind"]
 
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
@@ -90,13 +90,3 @@ def per_sequence(weights: Tensor, batch: Batch) -> Tensor:
     total = weights.sum((1, 2), keepdim=True)
     tokens = batch["loss_mask"].sum(1)[:, None, None]
     return torch.where(total > 0, weights * (tokens / total.clamp(min=1e-9)), 0)
-
-
-def paced(accepted: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
-    """D-PACE's weights [B,A,K]: Σ_{m≥j} Π_{i≤m} s_i, with s = (1 − smoothing) · accepted + smoothing.
-
-    It is what the expected accepted length loses where token j is missed, but for the smoothing. `accepted` [B,A,K] is the probability that the
-    drafter gives the text's token, without a graph.
-    """
-    survival = (((1 - smoothing) * accepted + smoothing) * supervised).cumprod(2)
-    return survival.flip(2).cumsum(2).flip(2) * supervised

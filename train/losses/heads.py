@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.chunked import Head, chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch
@@ -48,9 +49,18 @@ def shifted(values: Tensor, count: int) -> Tensor:
 
 
 def head_losses(
-    states: Sequence[Tensor], outputs: Sequence[Head], labels: Tensor, hidden: Tensor, target_head: Head, weights: Tensor, distill: float
+    states: Sequence[Tensor],
+    outputs: Sequence[Head],
+    labels: Tensor,
+    hidden: Tensor,
+    target_head: Head,
+    weights: Tensor,
+    distill: float,
+    end_to_end: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σ_k Σ_t weights[k,t] · [distill · KL(p_(t+1+k) ‖ q_k(t)) + (1 − distill) · CE(q_k(t), labels[k,t])], chunked over positions and heads.
+
+    With end_to_end it is Σ_t weights[0,t] · (n(t) − E(t)) / K instead, the part of a chain that is not accepted (`acceptance_loss`).
 
     Args:
         states: K tensors [M,·], what the output layers read.
@@ -60,11 +70,15 @@ def head_losses(
         target_head: the target's.
         weights: [K,M]; 0 also where row t + 1 + k is another document's.
         distill: share of the KL.
+        end_to_end: see above; distill and labels do not count.
 
     Returns:
         The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's (with
-        distill 0 or 1 both on the one that is there).
+        distill 0 or 1 both on the one that is there; with end_to_end both on the target's).
     """
+    if end_to_end:
+        total, hits = acceptance_loss(states, outputs, hidden, target_head, weights > 0, weights[0])
+        return total, torch.stack((hits, hits))
     heads, losses = len(states), []
     if distill > 0:
         shifts = [k + 1 for k in range(heads)]
