@@ -193,6 +193,16 @@ class HostDrafter:
         for slot in slots:
             self._texts.pop(slot, None)
 
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> None:
+        """A text is soon read again."""
+        self.drop(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        self.start(slots, prompts, out)
+
     def _draft(self, slot: int, depth: int) -> Draft:
         """The draft after the text of `slot`, no deeper than `depth`."""
         raise NotImplementedError

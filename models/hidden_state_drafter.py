@@ -61,6 +61,16 @@ class HiddenStateDrafter(DrafterModel):
         if out.hidden.shape[1]:
             self._state.hidden[slots] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
 
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> None:
+        self.drop(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        """As `start`: the hidden state at prompt[-2] is among those of `out`."""
+        self.start(slots, [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)], out)
+
     def hidden_states(self, round: RoundContext) -> tuple[Tensor, Tensor]:
         """The hidden states [B,H] of a round's slots, and has_state [B] bool: False where there is none, and only the root is proposed."""
         return self._state.hidden[round.slot_index], self._state.ready[round.slot_index]

@@ -1,0 +1,196 @@
+"""KV kept for the next turn of a conversation: answers, rounds and proposals are those without, and only new tokens are prefilled."""
+
+import random
+
+import pytest
+import torch
+from decoding_cases import SAMPLED, relative, texts
+from zoo import VOCAB, tiny
+
+from draftsmith.inference import draft_window
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafter import Plain, ResumableDrafter
+from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.kept_slots import KeptSlots
+from draftsmith.inference.lookahead import Lookahead
+from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.recycling import Recycling
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.self_speculation import early_exit
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+CONTEXT, NEW, TURNS = 120, 12, 3
+TREE = StaticTree.cartesian([2, 2, 1])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.wrap(tiny("llama"), name="small")
+
+
+def heads(target, method, **settings):
+    torch.manual_seed(0)
+    drafter = new_drafter(method, target, **settings)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return drafter.eval()
+
+
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
+DRAFTERS = {
+    "plain": lambda target: Plain(),
+    "draft model": lambda target: DraftModel(relative("llama", 0.005), TREE, chunk=5),
+    "medusa": lambda target: heads(target, "medusa", num_heads=3),
+    "hydra": lambda target: heads(target, "hydra", num_heads=3, prefix=True, attention_heads=4, kv_heads=2),
+    "eagle": lambda target: heads(target, "eagle", taps=[0, 1], num_layers=2, **ATTENTION),
+    "eagle 1": lambda target: heads(target, "eagle", version=1, **ATTENTION),
+    "peagle": lambda target: heads(target, "peagle", taps=[0, 1], steps=4, **ATTENTION),
+    "dflash": lambda target: heads(target, "dflash", taps=[0, 1]),
+    "ngram": lambda target: Ngram(),
+    "suffix": lambda target: Suffix(),
+    "lookahead": lambda target: Lookahead(),
+    "recycling": lambda target: Recycling(),
+    "early exit": lambda target: early_exit(target, 1),
+    "hybrid": lambda target: Hybrid(heads(target, "eagle", taps=[0, 1], **ATTENTION), Ngram()),
+}
+
+
+class Recorded:
+    """A decoder, what its drafter proposes, and how many positions of each prompt were used again."""
+
+    def __init__(self, target, drafter, **options):
+        self.proposals, self.kept = [], []
+        propose = drafter.propose
+        drafter.propose = lambda round: self.proposals.append(propose(round)) or self.proposals[-1]
+        if isinstance(drafter, ResumableDrafter):
+            resume = drafter.resume
+            drafter.resume = lambda slots, prompts, kept, out: (self.kept.extend(kept), resume(slots, prompts, kept, out))[1]
+        self.decoder = Decoder(target, drafter, context=CONTEXT, chunk=7, **options)
+
+    def answers(self, prompts, sampling, stops):
+        out = self.decoder.generate(prompts, sampling, NEW, stops)
+        rounds = [[(each.size, each.accepted, each.length, each.position) for each in answer.rounds] for answer in out]
+        trees = [(tree.tokens.tolist(), tree.parents.tolist(), tree.size.tolist()) for tree in self.proposals]
+        self.proposals.clear()
+        return texts(out), rounds, trees
+
+
+def first_turns(rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(VOCAB) for _ in range(size)] for size in (14, 2, 9)]
+
+
+def next_turn(rng: random.Random, number: int, turn: int, prompt: list[int], answer: list[int]) -> list[int]:
+    """After the answer, after a part of it, or instead of a part of the prompt; then new tokens."""
+    before = [prompt + answer, prompt + answer[:-2], prompt[:-1]][(number + turn) % 3] if turn else prompt + answer
+    return before + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_turns_are_those_without_kept_slots(target, name):
+    for how, slots, stops in ((Sampling(), 1, ()), (SAMPLED, 3, ()), (Sampling(), 3, (5, 11, 17, 23))):
+        if slots > 1 and name == "recycling":
+            continue  # its table depends on the order of the slots
+        kept, fresh = (Recorded(target, DRAFTERS[name](target), slots=slots, keep=keep) for keep in (True, False))
+        rng = random.Random(4)
+        conversations = first_turns(rng)
+        for turn in range(TURNS):
+            results = [decoder.answers(conversations[:slots], how, stops) for decoder in (kept, fresh)]
+            assert results[0] == results[1], (how, slots, turn)
+            pairs = zip(conversations[:slots], results[0][0], strict=True)
+            conversations = [next_turn(rng, number, turn, *pair) for number, pair in enumerate(pairs)]
+        reused = len([count for count in kept.kept if count])
+        assert (reused == 0) if name == "recycling" else reused >= (TURNS - 1 if slots == 1 else 4), kept.kept
+        assert not fresh.kept
+        if name != "recycling":
+            assert kept.decoder.counters.prefill_chunks < fresh.decoder.counters.prefill_chunks or slots == 3
+
+
+def test_only_new_tokens_are_read(target):
+    """The target reads one token of the old text again: drafters need its features."""
+    widths = []
+    forward = target.forward
+    counting = Target.wrap(target.model, name="small")
+    counting.forward = lambda ids, **kwargs: widths.append(ids.shape[1]) or forward(ids, **kwargs)
+    decoder = Decoder(counting, None, context=CONTEXT, keep=True, chunk=100)
+    prompt = list(range(20))
+    answer = decoder.generate([prompt], max_new_tokens=6, stop_ids=())[0].tokens
+    assert widths == [19, *[1] * 6]
+    widths.clear()
+    decoder.generate([prompt + answer + [1, 2, 3]], max_new_tokens=2, stop_ids=())
+    assert widths == [3, 1, 1]  # the last answer token, 1 and 2; then the rounds of 3 and of what follows it
+
+
+def test_one_slot_after_the_other(target):
+    """A prompt goes to the slot that has most of it; without one to an empty slot, then to the one that was used least recently."""
+    kept = KeptSlots()
+    kept.keep(0, [1, 2, 3, 4, 5])
+    kept.keep(2, [1, 2, 9, 9, 9, 9])
+    usable = lambda slot, count: count  # noqa: E731
+    assert kept.take([7, 7, 7], [0, 1, 2], usable) == (1, 0)
+    assert kept.take([1, 2, 3, 4, 8, 8], [0, 1, 2], usable) == (0, 3)
+    assert kept.slots == [2]
+    kept.keep(0, [1, 2, 3])
+    assert kept.take([7, 7, 7], [0, 2], usable) == (2, 0)
+    assert kept.take([1, 2, 3], [0], usable) == (0, 1), "the last two tokens are encoded anew"
+    kept.keep(0, [1, 2, 3])
+    assert kept.take([1, 2, 3, 4], [0], lambda slot, count: 0) == (0, 0)
+    kept.keep(0, [5])
+    assert kept.take([5], [0], usable) == (0, 0) and kept.take([5], [0], usable) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["draft model", "eagle", "medusa"])
+def test_what_changes_the_state_is_noticed(target, name):
+    """Another decoder on the same drafter, a stream that was left, another tree: the next turn is a full prefill, and right."""
+    drafter, prompt = DRAFTERS[name](target), list(range(3, 15))
+    kept = Recorded(target, drafter, slots=1, keep=True)
+    plain = Decoder(target, context=CONTEXT)
+
+    def turn(prompt, hits):
+        expected = texts(plain.generate([prompt], max_new_tokens=NEW, stop_ids=()))
+        assert kept.answers([prompt], Sampling(), ())[0] == expected
+        assert bool(kept.kept) == hits
+        kept.kept.clear()
+        return prompt + expected[0] + [1, 4]
+
+    prompt = turn(prompt, False)
+    prompt = turn(prompt, True)
+    other = Decoder(target, drafter, context=CONTEXT)
+    other.generate([[9] * 30], max_new_tokens=NEW, stop_ids=())
+    prompt = turn(prompt, False)
+    stream = kept.decoder.stream([prompt + [3]], max_new_tokens=NEW, stop_ids=())
+    next(stream)
+    stream.close()
+    kept.kept.clear()
+    prompt = turn(prompt[:30], False)
+    drafter.tree_spec = StaticTree.chain(2)
+    prompt = turn(prompt, False)
+    turn(prompt, True)
+
+
+@pytest.mark.parametrize("name", ["draft model", "eagle", "peagle"])
+def test_a_window_beside_it_is_lossless(target, name, monkeypatch):
+    """Drafts of several layers may differ then: the window of a full prefill begins later. Texts that the window has lost are encoded anew."""
+    monkeypatch.setattr(draft_window, "SPARE", 3)
+    drafter = DRAFTERS[name](target)
+    drafter.window = 9
+    kept, plain = Recorded(target, drafter, slots=2, keep=True), Decoder(target, context=CONTEXT, slots=2)
+    rng = random.Random(1)
+    conversations = [[rng.randrange(VOCAB) for _ in range(size)] for size in (30, 6)]
+    for turn in range(4):
+        answers = kept.answers(conversations, Sampling(), ())[0]
+        assert answers == texts(plain.generate(conversations, max_new_tokens=NEW, stop_ids=()))
+        pairs = zip(conversations, answers, strict=True)
+        conversations = [prompt[:8] if turn == 2 else prompt + answer + [rng.randrange(VOCAB)] for prompt, answer in pairs]
+    assert len(kept.kept) >= 3
+
+
+def test_refusals(target):
+    for options in ({}, {"context": 60, "exact": 4}):
+        with pytest.raises(ValueError, match="keep: got context .*; expected a context and no exact rounds"):
+            Decoder(target, keep=True, **options)
+    decoder = Decoder(target, context=60, keep=True)
+    assert decoder.refusal(Sampling()) == "slots that keep their KV need the host"
