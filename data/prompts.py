@@ -1,10 +1,12 @@
 """Evaluation prompts, read from files and from the Hub. Two files ship: Python cut from held-out modules of the standard library
 (cut_prompts.py), and chat by task (DATA.md)."""
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ class Prompt:
         later: the user's further turns, each to be asked after the target's answer to the turn before it.
         language: by which results may be reported; "" where the file does not say.
         continuation: the answer that a log has to it; "" without one.
+        reference: known answers, by which answers are judged where decoding is lossy (eval/quality.py); none without one.
     """
 
     id: str
@@ -42,6 +45,7 @@ class Prompt:
     later: tuple["Prompt", ...] = ()
     language: str = ""
     continuation: str = ""
+    reference: tuple[str, ...] = ()
 
 
 def shipped_or_given(path: str | Path | None) -> Path:
@@ -52,8 +56,9 @@ def shipped_or_given(path: str | Path | None) -> Path:
 def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = None, distinct: bool = False) -> list[Prompt]:
     """Prompts of files and Hub data sets, in their order.
 
-    Each row is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, `language`, and `completion_prompt`. Turn
-    2 of a row has its id and "#2". A log has the answer as well: `messages` that end with the assistant's, or a `response` to the `prompt`.
+    Each row is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, `language`, `completion_prompt`, and
+    `reference`, a text or a list of texts. Turn 2 of a row has its id and "#2". A log has the answer as well: `messages` that end with the
+    assistant's, or a `response` to the `prompt`.
 
     Args:
         paths: each a .jsonl file, also .gz, a .parquet or .arrow file, what `shipped_or_given` knows, or hf:owner/name[:split] on the Hub.
@@ -85,6 +90,16 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
         if empty:
             raise ValueError(f"{name}: no prompts in it; expected an object with `prompt` and `domain` on each line")
     return prompts
+
+
+def hash_of(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of the prompts, which say with the settings what is measured. References change nothing that is decoded, and do not count."""
+
+    def content(prompt: Prompt) -> dict[str, Any]:
+        fields = {name: value for name, value in asdict(prompt).items() if name != "reference"}
+        return fields | {"later": [content(turn) for turn in prompt.later]}
+
+    return hashlib.sha256(json.dumps([content(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
 def _rows(source: str | Path | None) -> tuple[str, Iterator[tuple[int, Any]]]:
@@ -129,17 +144,18 @@ def _prompt(row: Any, default: str, source: str) -> Prompt:
     items = field(row, key, str if key == "prompt" else list, source)
     if not items:
         raise ValueError(f"{source}: `{key}` is empty; fill it, or leave the line out")
-    completion = _text(row, "completion_prompt", source)
+    completion, reference = _text(row, "completion_prompt", source), _reference(row, source)
     if key == "prompt":
         answer = _text(row, "response", source)
-        return Prompt(name, domain, check_text(items, f"{source}: `prompt`"), language=language, continuation=answer)
+        return Prompt(name, domain, check_text(items, f"{source}: `prompt`"), language=language, continuation=answer, reference=reference)
     if key == "turns":
         texts = [_inner(text, str, f"{source}: `turns` {index}") for index, text in enumerate(items)]
         first, *later = (
             Prompt(f"{name}#{turn}" if turn > 1 else name, domain, text, ({"role": "user", "content": text},), language=language)
             for turn, text in enumerate(texts, 1)
         )
-        return replace(first, completion=completion, later=tuple(later))
+        # Which turn a reference answers is not known where there are several.
+        return replace(first, completion=completion, later=tuple(later), reference=() if later else reference)
     for index, message in enumerate(items):
         where = f"{source}: `messages` {index}"
         _inner(message, dict, where)
@@ -149,7 +165,14 @@ def _prompt(row: Any, default: str, source: str) -> Prompt:
     question = tuple(items[:-1] if items[-1]["role"] == "assistant" else items)
     if not question:
         raise ValueError(f"{source}: `messages` is an answer alone; expected what it answers before it; leave the line out")
-    return Prompt(name, domain, question[-1]["content"], question, completion, language=language, continuation=answer)
+    return Prompt(name, domain, question[-1]["content"], question, completion, (), language, answer, reference)
+
+
+def _reference(row: dict[str, Any], source: str) -> tuple[str, ...]:
+    """The known answers of a row. They are needed for nothing that is decoded, so that of other kinds than texts there are none."""
+    value = row.get("reference")
+    texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(check_text(text, f"{source}: `reference`") for text in texts if isinstance(text, str))
 
 
 def _text(row: dict[str, Any], key: str, source: str) -> str:

@@ -1,6 +1,7 @@
 """A client of servers with OpenAI's API: what is refused, what is tried again, and what the server says."""
 
 import asyncio
+import ipaddress
 import json
 import random
 import re
@@ -68,7 +69,10 @@ class Server:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self.client = httpx.AsyncClient(base_url=self.address, headers=headers, limits=limits, timeout=None)
+        # Proxies of the environment are for other machines.
+        self.client = httpx.AsyncClient(
+            base_url=self.address, headers=headers, limits=limits, timeout=None, trust_env=not _is_loopback(self.address.host)
+        )
         return self.client
 
     def each(self, jobs: Iterable[Job], do: Callable[[Job], Awaitable[None]], concurrency: int) -> None:
@@ -106,14 +110,14 @@ class Server:
             pause = 0.0
             try:
                 async with asyncio.timeout(self.timeout), self.client.stream("POST", path, content=body) as response:
-                    text = await self._text(response)
+                    text = await self.text(response)
             except TimeoutError:
                 problem = f"no answer within {self.timeout:g} seconds"
                 continue
             except (httpx.RequestError, TooLong) as error:
-                problem = self._printable(f"{type(error).__name__} {error}".strip())
+                problem = self.printable(f"{type(error).__name__} {error}".strip())
                 continue
-            status, message = response.status_code, self._message(text)
+            status, message = response.status_code, self.message(text)
             answer = _read(text) if status == 200 else None
             if answer:
                 return self._without_key(answer[0]), answer[1]
@@ -125,7 +129,7 @@ class Server:
             pause = seconds_asked(response.headers.get("Retry-After", ""))
         raise Failed(f"{problem} ({self.retries + 1} times)")
 
-    async def _text(self, response: httpx.Response) -> str:
+    async def text(self, response: httpx.Response) -> str:
         """The body of a response. Raises TooLong for one of more than ANSWER bytes, or a compressed one."""
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise TooLong(f"an answer in {response.headers['Content-Encoding']}, which was not asked for")
@@ -136,22 +140,30 @@ class Server:
                 raise TooLong(f"an answer of more than {ANSWER:,} bytes")
         return body.decode("utf-8", "replace")
 
-    def _message(self, text: str) -> str:
+    def message(self, text: str) -> str:
         """The server's error message in one line, without the key."""
         said: Any = text
         with suppress(ValueError):
             said = parse(text, "", surrogates=True)
         for name in ("error", "message", "detail"):
             said = said.get(name, said) if isinstance(said, dict) else said
-        return self._printable(" ".join(str(said).split()))[:300]
+        return self.printable(" ".join(str(said).split()))[:300]
 
-    def _printable(self, words: str) -> str:
+    def printable(self, words: str) -> str:
+        """Words from outside, without the key."""
         return printable(words.replace(self.key, "***") if self.key else words, "")
 
     def _without_key(self, answer: Message) -> Message:
         if len(self.key) < SECRET:
             return answer
         return {name: value.replace(self.key, "***") for name, value in answer.items()}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _read(text: str) -> tuple[Message, str] | None:

@@ -1,7 +1,7 @@
 """Measure a drafter's acceptance before it is deployed.
 
     draftsmith eval runs/medusa-tiny/artifact
-    draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM with the target's tokens
+    draftsmith eval --drafter tiny-draft --target tiny        # or any causal LM
     draftsmith eval --drafter suffix --prompts my-prompts.jsonl --json > report.json
     draftsmith eval runs/mine/artifact --prompts chat --timed 3       # τ of all prompts by task, times of 3 of each
     draftsmith eval runs/mine/artifact --sampling temperature=0.7,top_p=0.9 --out measured    # as in production
@@ -44,9 +44,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_models(parser)
     options.add_prompts(parser)
     options.add_samplings(parser)
+    options.add_constraint(parser)
     options.add_rule(parser, list(RULES), f"{USUAL_RULE}, which is nearest to what serving engines do", several=True)
     options.add_tree(parser, [*CHOSEN_TREES, "saved", "chain", "dynamic"], "best, or saved where the drafter ranks no tokens")
-    options.add_confidence(parser)
+    options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_slots(parser)
     parser.add_argument("--timed", type=int, help="time so many prompts of each domain, decode the others 8 at a time (default: time all)")
@@ -114,7 +115,7 @@ def main(arguments: list[str]) -> None:
     policy = LoadPolicy.read(Path(os.path.expanduser(chosen.policy))) if chosen.policy is not None else None
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
-    loading.set_confidence(drafter, chosen.confidence)
+    loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
     ranked = hasattr(drafter, "position_logits")
     tree = chosen.tree or ("best" if ranked else "saved")
@@ -127,9 +128,14 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--tree {tree} takes --nodes only, got --depth or --width; leave it out, or take --tree dynamic")
     else:
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
+    constraint = loading.constraint_of(chosen, target)
     settings = Settings(
         max_new_tokens=chosen.max_new_tokens,
-        samplings=[Sampling(rule=rule, **fields) for fields in samplings for rule in rules[: None if fields.get("temperature") else 1]],
+        samplings=[
+            Sampling(rule=rule, constraint=constraint, **fields)
+            for fields in samplings
+            for rule in rules[: None if fields.get("temperature") else 1]
+        ],
         max_nodes=chosen.nodes or chosen.exact or 64,
         choose=tree if tree in CHOSEN_TREES else "",
         slots=chosen.slots,
@@ -212,12 +218,12 @@ def _deliver(records: "Records", report: "Report", folder: Path | None, artifact
 
 def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
     """Whether the measurements are of what the artifact does by itself, losslessly: only these belong into it."""
-    lossless = all(sampling.lossless for sampling in settings.samplings)
+    lossless = all(sampling.lossless and not sampling.constraint for sampling in settings.samplings)
     return (
         settings.choose == "best"
         and settings.slots == 1
         and not settings.exact
-        and chosen.confidence is None
+        and chosen.stop is None
         and not settings.adaptive_depth
         and settings.policy is None
         and lossless

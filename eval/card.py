@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, try_to_load_from_cache
 
-from draftsmith.eval import drift, load_report, table
+from draftsmith.eval import drift, load_report, quality, table
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.report import Report
 from draftsmith.inference import durable
@@ -216,7 +216,8 @@ def results(content: dict[str, Any]) -> dict[str, Any]:
         for domain, row in [*domains.items(), ("all", content["overall"][setting])]:
             name = f"τ, tokens per round, at T={setting}{' LOSSY' if setting in lossy else ''}"
             bounds = {key: round(row[key], 4) for key in ("low", "high") if row.get(key) is not None}
-            rows.append(_result(domain, METRIC, name, round(row["tau"], 4), {**bounds, "prompts": row["prompts"], "rounds": row["rounds"]}))
+            more = {**bounds, "prompts": row["prompts"], "rounds": row["rounds"]} | _cost((content.get("quality") or {}).get(setting))
+            rows.append(_result(domain, METRIC, name, round(row["tau"], 4), more))
     speed = content.get("speed") or {}
     if speed.get("speedup") is not None:
         name = f"measured speedup over plain decoding on {machine}, batch {content['settings']['slots']}"
@@ -225,6 +226,14 @@ def results(content: dict[str, Any]) -> dict[str, Any]:
         return {}
     name = f"{content['method']} for {_name(content['target'])}"
     return {"model-index": ModelCardData(model_name=name, eval_results=rows).to_dict()["model-index"]}
+
+
+def _cost(quality: dict[str, Any] | None) -> dict[str, float]:
+    """What stands beside τ of a lossy rule: over all prompts, whatever the domain."""
+    accuracy = (quality or {}).get("accuracy") or {}
+    values = {key: (quality or {}).get(key) for key in ("kl", "log_prob", "plain_log_prob")}
+    values |= {"accuracy": accuracy.get("drafted"), "plain_accuracy": accuracy.get("plain")}
+    return {key: round(value, 4) for key, value in values.items() if value is not None}
 
 
 def _result(domain: str, kind: str, name: str, value: float, more: dict[str, Any]) -> EvalResult:
@@ -286,6 +295,7 @@ def measured(report: Report, details: str) -> str:
         *(f"- {line}" for line in (*table.speed(report), *predictions)),
         f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
+        *(f"- {line}." for line in quality.lines(report.quality, report.lossy)),
         *(f"- {line}." for line in drift.lines(report.drift)),
         *(f"- {printable(warning, keep='')}." for warning in report.warnings),
         *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--expected", action="store_true", help="compute the τ of chains of draft models instead of decoding")
     parser.add_argument("--measured", action="store_true", help="compare what eval wrote into these folders, without decoding")
     options.add_tree(parser, ["saved", "chain", "dynamic"], "saved; chain with --expected")
-    options.add_confidence(parser)
+    options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_slots(parser)
     options.add_json(parser)
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     for name, drafter in drafters.items():
         if chosen.expected and not isinstance(drafter, DraftModel):
             raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
-        loading.set_confidence(drafter, chosen.confidence)
+        loading.set_stop(drafter, chosen.stop)
         loading.set_draft_window(drafter, chosen.draft_window)
         tree = chosen.tree or ("chain" if chosen.expected else "saved")
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
@@ -102,12 +102,12 @@ def _check(chosen: argparse.Namespace) -> None:
         "depth",
         "width",
         "nodes",
-        "confidence",
+        "stop",
         "draft_window",
     ):
         if chosen.measured and getattr(chosen, name):
             raise ValueError(f"--measured takes the rounds as eval wrote them, got --{name}; leave it out, or leave --measured out")
     if chosen.expected and (chosen.rule or "rejection") != "rejection":
         raise ValueError(f"--expected with --rule {chosen.rule}: what can be computed is rule rejection; leave --rule out")
-    if chosen.expected and ((chosen.tree or "chain") != "chain" or chosen.confidence is not None):
-        raise ValueError("--expected is of complete chains, got another --tree or a --confidence; leave it out, or leave --expected out")
+    if chosen.expected and ((chosen.tree or "chain") != "chain" or chosen.stop is not None):
+        raise ValueError("--expected is of complete chains, got another --tree or a --stop; leave it out, or leave --expected out")

@@ -90,7 +90,7 @@ def _acceptance(target: Target, drafters: Sequence[DraftModel], text: TargetText
         tokens = ids[start : start + AT_ONCE]
         before = slice(start - 1, start - 1 + len(tokens))
         p_logits = target.logits(output.hidden[0, before])
-        q_logits = (drafter.model.logits(states[before]) for drafter, states in zip(drafters, hidden, strict=True))
+        q_logits = (drafter.logits(states[before]) for drafter, states in zip(drafters, hidden, strict=True))
         parts.append(torch.stack([acceptance_probabilities(p_logits, logits, tokens, sampling) for logits in q_logits]))
     return torch.cat(parts, dim=1).cpu()
 

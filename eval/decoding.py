@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from draftsmith.eval import interleaved, lossless, ranks
+from draftsmith.eval import interleaved, lossless, quality, ranks
 from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.lossless import Recorded
 from draftsmith.eval.record_store import RecordStore
@@ -45,7 +45,7 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
     # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive() or getattr(drafter, "confidence", 0.0) or getattr(drafter, "remembers", False)
+    alone = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or getattr(drafter, "remembers", False)
     slots = 1 if alone else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:
@@ -76,7 +76,7 @@ def _decode_timed(
     if nodes:
         decoders["ordinary"] = Decoder(target, **common)
     functions = {name: interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens) for name, decoder in decoders.items()}
-    if sampling.greedy and sampling.repetition_penalty == 1.0 and settings.slots == 1:
+    if sampling.greedy and sampling.repetition_penalty == 1.0 and not sampling.constraint and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
         for batch, timed in interleaved.interleave(functions, batches):
@@ -96,7 +96,8 @@ def _decode_timed(
                 requests.append(
                     _request(prompt, sampling, drafted.tokens, drafted.reason, drafted.rounds, plain.tokens, divergence, **measured)
                 )
-            store.append_requests(requests, target.tokenizer)
+            costs = quality.measure(target, batch, timed["plain"].answers, timed["drafted"].answers, sampling)
+            store.append_requests(requests, target.tokenizer, costs)
             bar.count(requests)
 
 
@@ -136,7 +137,7 @@ def _decode_untimed(
                 _request(prompt, sampling, b.tokens, b.reason, b.rounds, a.tokens, divergence, timed=False)
                 for prompt, a, b, divergence in zip(batch, plain, drafted, divergences, strict=True)
             ]
-            store.append_requests(requests, target.tokenizer)
+            store.append_requests(requests, target.tokenizer, quality.measure(target, batch, plain, drafted, sampling))
             bar.count(requests)
 
 

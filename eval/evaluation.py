@@ -1,19 +1,17 @@
 """Measure one drafter: choose its draft tree on half of the prompts, decode the other half with it and plainly, and record all of it."""
 
 import hashlib
-import json
 import platform
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
-from draftsmith.data.prompts import Prompt
+from draftsmith.data.prompts import Prompt, hash_of
 from draftsmith.eval import cost, drift, probe, ranks, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
@@ -28,6 +26,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -67,7 +66,7 @@ def evaluate_drafter(
         "target": target.identity.to_dict(),
         "drafter": {"method": drafter.method, **(named or {}), "bytes": _bytes(drafter)},
         "settings": _settings(target, drafter, settings),
-        "prompts": {"count": len(encoded), "hash": _prompts_hash(prompts), "template_hash": _template_hash(target)},
+        "prompts": {"count": len(encoded), "hash": hash_of(prompts), "template_hash": _template_hash(target)},
         "skipped": skipped,
         "machine": _machine(target),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
@@ -160,8 +159,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "kernels": settings.kernels,
         "exact": settings.exact,
     }
-    if isinstance(drafter, DraftModel):
-        entries["confidence"] = drafter.confidence
+    if stop := getattr(drafter, "stop", None):
+        entries["stop"] = str(stop)
     if window := getattr(getattr(drafter, "trained", drafter), "window", None):
         entries["draft_window"] = window
     return entries
@@ -169,7 +168,7 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
 
 def _bytes(drafter: Any) -> int:
     """Bytes of the drafter's own weights."""
-    model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+    model = drafter.model.model if isinstance(drafter, DraftModel | StringMatching) else drafter
     return sum(each.numel() * each.element_size() for each in model.parameters()) if isinstance(model, nn.Module) else 0
 
 
@@ -185,11 +184,6 @@ def _machine(target: Target) -> dict[str, Any]:
     }
 
 
-def _prompts_hash(prompts: list[Prompt]) -> str:
-    """SHA-256 of the prompts, which say with the settings what is measured."""
-    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
-
-
 def _template_hash(target: Target) -> str:
     """SHA-256 of the target's chat template; "" without one."""
     template = getattr(target.tokenizer, "chat_template", None)
@@ -198,15 +192,16 @@ def _template_hash(target: Target) -> str:
 
 @contextmanager
 def _complete_trees(drafter: Any) -> Iterator[None]:
-    """Within it a draft model drafts its complete tree, whatever its confidence: position records stop nowhere, so their cost must not."""
-    if not isinstance(drafter, DraftModel):
+    """Within it a drafter drafts its complete tree, without its rule that stops: position records stop nowhere, so their cost must not."""
+    stop = getattr(drafter, "stop", None)
+    if stop is None:
         yield
         return
-    confidence, drafter.confidence = drafter.confidence, 0.0
+    drafter.stop = None
     try:
         yield
     finally:
-        drafter.confidence = confidence
+        drafter.stop = stop
 
 
 def _halves(prompts: list[EncodedPrompt]) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:

@@ -19,6 +19,7 @@ from draftsmith.inference.terminal import printable
 if TYPE_CHECKING:  # --help imports no model library
     from transformers import PreTrainedTokenizerBase
 
+    from draftsmith.inference.constraints import Constraint
     from draftsmith.inference.decoder import Decoder
     from draftsmith.inference.sampler import Sampling
     from draftsmith.models.target import Target
@@ -49,9 +50,10 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="the same seed gives the same text, with any drafter or none, under rules shared-noise and target-sample (default 0)",
     )
+    options.add_constraint(parser)
     options.add_rule(parser, list(RULES), DEFAULT_RULE)
     options.add_tree(parser, ["saved", "chain", "dynamic"])
-    options.add_confidence(parser)
+    options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_adaptive_depth(parser, True)
     options.add_kernels(parser)
@@ -60,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sampling_from_options(chosen: argparse.Namespace, target: "Target") -> "Sampling":
-    """The sampling that the options name; the rest is from the target's generation_config, where that samples by default."""
+def sampling_from_options(chosen: argparse.Namespace, target: "Target", constraint: "Constraint | None" = None) -> "Sampling":
+    """The sampling that the options name, with the constraint; the rest is from the target's generation_config, where that samples by default."""
     from draftsmith.inference.sampler import Sampling
 
     config = target.model.generation_config
@@ -75,7 +77,7 @@ def sampling_from_options(chosen: argparse.Namespace, target: "Target") -> "Samp
             options.check_sampling(name, field(given, name, int if name == "top_k" else float, source), f"{source}: `{name}`")
         settings |= given
     settings |= {name: getattr(chosen, name) for name in settings if getattr(chosen, name) is not None}
-    return Sampling(seed=chosen.seed, rule=chosen.rule or DEFAULT_RULE, **settings)
+    return Sampling(seed=chosen.seed, rule=chosen.rule or DEFAULT_RULE, constraint=constraint, **settings)
 
 
 def text_pieces(target: "Target", ids: Iterator[tuple[int, bool]]) -> Iterator[tuple[str, bool]]:
@@ -168,9 +170,9 @@ def main(arguments: list[str]) -> None:
     names = [] if chosen.drafter == "none" else [chosen.drafter]
     target, drafters = loading.open_models(chosen.target, names, chosen.dtype, chosen.trust_remote_code)
     drafter = drafters[0] if drafters else None
-    loading.set_confidence(drafter, chosen.confidence)
+    loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
-    sampling = sampling_from_options(chosen, target)
+    sampling = sampling_from_options(chosen, target, loading.constraint_of(chosen, target))
     if drafter is not None:
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(sampling.rule, drafter)

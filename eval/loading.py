@@ -13,16 +13,22 @@ import torch
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
+from draftsmith.inference.byte_vocabulary import ByteVocabulary
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
+from draftsmith.inference.grammar import KINDS, Grammar, Kind, compile_grammar
 from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
+from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
+from draftsmith.inference.shared_tokens import SharedTokens
+from draftsmith.inference.stopping import Stopping, parse_stopping
+from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
@@ -32,12 +38,13 @@ from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
-from draftsmith.models.tokenizer_check import check_pair
+from draftsmith.models.tokenizer_check import check_pair, have_same_tokens
 from draftsmith.models.weights import Header, weights_hash
 
 WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahead": Lookahead}
 WITH_FILE = ("rest:", "suffix:")  # before a folder or a file
 OF_THE_TARGET = ("early-exit:", "skip:")  # before layers of the target that drafts for itself
+OTHER_TOKENS = ("strings:", "tli:")  # before a causal LM with another tokenizer than the target's: how it drafts
 HYBRID = "hybrid:"  # before the name of any other drafter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,28 +91,27 @@ def open_models(
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
         drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
             skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
-            (models/FORMATS.md), or of a causal LM with the target's tokens. A distilled draft model starts with the tree and the
-            confidence of its config. HYBRID before a name puts a look-up beside it.
+            (models/FORMATS.md), or of a causal LM. A distilled draft model starts with the tree and the confidence of its config. A
+            causal LM with other tokens than the target's drafts as after strings:; tli: is the other way (inference/DECODING.md). HYBRID
+            before a name puts a look-up beside it.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
 
     Raises:
-        ValueError: a damaged config, a drafter of another target (the message names both), a drafter with other tokens, or a target without
-            a tokenizer.
+        ValueError: a damaged config, a drafter of another target (the message names both), a draft model that shares no token with the
+            target after tli:, or a target without a tokenizer.
     """
     hybrid, drafters = [name.startswith(HYBRID) for name in drafters], [name.removeprefix(HYBRID) for name in drafters]
-    paths = [name for name in drafters if not weightless(name)]
-    for path in paths:
-        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
-            raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
-                "of a trained drafter or draft model, or a Hub id such as name/drafter"
-            )
-    for drafter in drafters:
-        _layer_numbers(drafter)
+    paths = [_way_and_path(name)[1] for name in drafters if not weightless(name)]
+    _check_names(drafters, paths)
     imported = {path for path in paths if published.format_of(path)}
     trained = {path for path in paths if path not in imported and is_drafter(path)}
     entries = {path: student_entry(path) for path in paths if path not in trained | imported}
+    for name in drafters:
+        if name.startswith(OTHER_TOKENS) and _way_and_path(name)[1] not in entries:
+            raise ValueError(
+                f"drafter {name!r}: expected the folder or Hub id of a causal LM after {name.partition(':')[0]}:; leave that out"
+            )
     configs = {path: load_config(path) for path in trained}
     recorded_targets = {path: published.target_of(path) for path in imported} | {path: configs[path].target for path in trained}
     targets = (recorded_targets[path] if path in recorded_targets else (entries[path] or {}).get("target") for path in paths)
@@ -114,9 +120,8 @@ def open_models(
     revision = None
     if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
         revision = recorded.get("revision") or None
-    for path in paths:
-        if path in entries:
-            check_pair(name, path, revision=revision, trust_remote_code=trust_remote_code)
+    pair: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    ways = {drafter: _way(drafter, name, entries, pair) for drafter in drafters if _way_and_path(drafter)[1] in entries}
     settings: dict[str, Any] = {
         "dtype": decoding_dtype if dtype == "auto" else DTYPES[dtype],
         "device": str(ranks.state().device),
@@ -132,17 +137,33 @@ def open_models(
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
     settings["dtype"] = loaded.dtype
-    opened = [_open(drafter, loaded, drafter in trained, drafter in imported, entries.get(drafter), settings) for drafter in drafters]
+    opened: list[AnyDrafter] = []
+    for drafter in drafters:
+        path = _way_and_path(drafter)[1]
+        if weightless(drafter):
+            opened.append(_open_weightless(drafter, loaded))
+        elif path in entries:
+            opened.append(_draft_model(ways[drafter], path, entries[path], loaded, settings))
+        else:
+            opened.append(_trained(path, loaded, path in trained))
     return loaded, [Hybrid(drafter) if beside else drafter for drafter, beside in zip(opened, hybrid, strict=True)]
 
 
-def _open(name: str, target: Target, trained: bool, imported: bool, entry: dict[str, Any] | None, settings: dict[str, Any]) -> AnyDrafter:
-    """One drafter of `open_models`: without weights, trained here, published by others, or a draft model with its entry."""
-    if weightless(name):
-        return _open_weightless(name, target)
-    if not (trained or imported):
-        return _draft_model(name, entry, target, settings)
-    model = load_drafter(name, target, dtype=target.dtype) if trained else published.read_published(name, target, target.dtype)
+def _check_names(drafters: list[str], paths: list[str]) -> None:
+    """Raises ValueError for a name that is none of those of `open_models`. paths: of the drafters with weights."""
+    for path in paths:
+        if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
+            raise ValueError(
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
+                "of a trained drafter or draft model, or a Hub id such as name/drafter"
+            )
+    for drafter in drafters:
+        _layer_numbers(drafter)
+
+
+def _trained(path: str, target: Target, ours: bool) -> DrafterModel:
+    """A drafter with heads: trained here, or published by others."""
+    model = load_drafter(path, target, dtype=target.dtype) if ours else published.read_published(path, target, target.dtype)
     pack(model)
     return model
 
@@ -158,6 +179,26 @@ def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:
 def weightless(drafter: str) -> bool:
     """Whether a drafter of this name has no weights of its own."""
     return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE + OF_THE_TARGET)
+
+
+def _way_and_path(drafter: str) -> tuple[str, str]:
+    """How a causal LM with other tokens is to draft, "" where that is left open, and the folder or Hub id of a drafter."""
+    kind, colon, path = drafter.partition(":")
+    return (kind, path) if kind + colon in OTHER_TOKENS else ("", drafter)
+
+
+def _way(drafter: str, target: str, entries: dict[str, Any], pair: dict[str, Any]) -> str:
+    """How a causal LM drafts for this target: as its name says, else "same" or "strings" by its tokens. A distilled one must have the target's.
+
+    Raises:
+        ValueError: as `check_pair` for a distilled draft model, as `have_same_tokens` for another.
+    """
+    way, path = _way_and_path(drafter)
+    if entries[path] and not way:
+        check_pair(target, path, **pair)
+        return "same"
+    same = have_same_tokens(target, path, **pair)
+    return way or ("same" if same else "strings")
 
 
 def _layer_numbers(drafter: str) -> list[int]:
@@ -190,7 +231,7 @@ def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation
 
 def provenance(drafter: str) -> dict[str, str]:
     """What a report says of a drafter: the name that was given, and the hash of its weights where they are in a folder."""
-    path = drafter.removeprefix(HYBRID)
+    path = _way_and_path(drafter.removeprefix(HYBRID))[1]
     folder = "" if weightless(path) else resolve_path(path)
     return {"name": drafter, "hash": weights_hash(folder) if folder and Path(folder).is_dir() else ""}
 
@@ -202,7 +243,7 @@ def open_named(
     loaded, opened = open_models(target, drafters, dtype, trust_remote_code)
     named: dict[str, AnyDrafter] = {}
     for word, drafter in zip(drafters, opened, strict=True):
-        path = Path(word)
+        path = Path(_way_and_path(word)[1])
         full = f"{drafter.method} {(path.parent if path.name == 'artifact' else path).name or word}"
         names = [full] if isinstance(drafter, DraftModel) else [drafter.method, full]
         numbered = (f"{full} ({number})" for number in count(2))
@@ -210,30 +251,65 @@ def open_named(
     return loaded, named
 
 
-def _draft_model(path: str, entry: dict[str, Any] | None, target: Target, settings: dict[str, Any]) -> DraftModel:
+def _draft_model(
+    way: str, path: str, entry: dict[str, Any] | None, target: Target, settings: dict[str, Any]
+) -> DraftModel | StringMatching:
+    """A causal LM that drafts: "same" with the target's tokens, "strings" by text, "tli" with the tokens that both have."""
     entry = {"target": None, "tree": default_paths(3, 7), "confidence": 0.0} | (entry or {})
-    if entry["target"]:
+    if entry["target"] and way == "same":
         warning = check_same(TargetIdentity.from_dict(entry["target"]), target.identity)
         if warning:
             warnings.warn(warning, stacklevel=3)
     model = Target.load(path, **settings)
     model.pack()
-    return DraftModel(model, parse_tree_spec(entry["tree"]), confidence=entry["confidence"])
+    stop = Stopping("confidence", entry["confidence"]) if entry["confidence"] else None
+    tree_spec = parse_tree_spec(entry["tree"])
+    if way == "same":
+        return DraftModel(model, tree_spec, stop=stop)
+    ours = ByteVocabulary.of(model.tokenizer, path, model.vocab_size)
+    theirs = ByteVocabulary.of(target.tokenizer, target.name, target.vocab_size)
+    if way == "tli":
+        return SharedTokens(model, ours, theirs, target.vocab_size, tree_spec, stop=stop)
+    return StringMatching(model, ours, theirs)
 
 
-def set_confidence(drafter: AnyDrafter | None, confidence: float | None) -> None:
-    """Let a draft model draft on only while its best next token is at least this likely. None changes nothing.
+def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
+    """Let a drafter stop its drafts by a rule as --stop writes it. None changes nothing.
 
     Raises:
-        ValueError: the drafter is no draft model.
+        ValueError: no such rule, or a drafter that does not draft level by level.
     """
-    if confidence is None:
+    if text is None:
         return
-    if not isinstance(drafter, DraftModel):
+    try:
+        stop = parse_stopping(text)
+    except ValueError as error:
+        raise ValueError(f"--stop: {error}") from None
+    if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation) or not drafter.can_stop:
         raise ValueError(
-            f"--confidence {confidence:g}: {drafter.method if drafter else 'none'} is no draft model; expected one; leave it out"
+            f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
         )
-    drafter.confidence = confidence
+    drafter.stop = stop
+
+
+def constraint_of(chosen: Any, target: Target) -> Grammar | None:
+    """What answers must be, by the options --json-schema, --grammar and --regex; None where none of them is given.
+
+    Raises:
+        ValueError: a file that cannot be read, or what `compile_grammar` refuses; the message names the option.
+    """
+    given: list[tuple[Kind, str]] = [(kind, getattr(chosen, kind)) for kind in KINDS if getattr(chosen, kind) is not None]
+    if not given:
+        return None
+    ((kind, word),) = given
+    source = f"--{kind.replace('_', '-')} {word}"
+    try:
+        text = word if kind == "regex" else read_text(Path(word).expanduser())
+        return compile_grammar(kind, text, target.tokenizer, target.vocab_size, target.stop_ids)
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror or error}; give a file that can be read") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
@@ -244,11 +320,12 @@ def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
     """
     if window is None:
         return
-    drafting = drafter.trained if isinstance(drafter, Hybrid) else drafter
-    if not isinstance(drafting, DraftModel | PairDrafter) or not getattr(drafting, "reads_context", True):
+    drafting: Any = drafter.trained if isinstance(drafter, Hybrid) else drafter
+    bounded = isinstance(drafting, DraftModel | PairDrafter) and not isinstance(drafting, SharedTokens)
+    if not bounded or not getattr(drafting, "reads_context", True):
         raise ValueError(
-            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} keeps no KV of its own; expected a draft model or a drafter "
-            "such as EAGLE; leave it out"
+            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} keeps no KV of its own that can be bounded; expected a draft model "
+            "with the target's tokens, or a drafter such as EAGLE; leave it out"
         )
     drafting.window = window
 

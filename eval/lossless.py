@@ -19,6 +19,7 @@ from torch import Tensor
 from draftsmith.eval.records import Divergence
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.constraints import constrain
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
 from draftsmith.inference.request import RoundStats
@@ -133,7 +134,8 @@ def first_divergence(
         (states,) = reference_states(target, [text])
     position = torch.tensor([len(text)], device=target.device)
     tokens = plain[index], answer[index]
-    margin, noise = _margin(target, _logits(target, states[:, -1], text, sampling), *tokens, sampling, request, position)
+    logits = _logits(target, states[:, -1], prompt, plain[:index], sampling)
+    margin, noise = _margin(target, logits, *tokens, sampling, request, position)
     spread = _spread(states, target)
     pairs = zip(recorded or (), (plain, answer), tokens, strict=False)
     repeated = [(again, token) for again, given, token in pairs if again.tokens[: index + 1] == given[: index + 1]]
@@ -144,7 +146,8 @@ def first_divergence(
     for again, token in repeated:
         own = again.hidden[: index + 1][-len(centre) :].float().to(centre.device)
         excess = max(excess, (_distance(own, centre[-len(own) :]) / spread[-len(own) :]).max().item())
-        own_best &= _is_best(target, _logits(target, again.hidden[index], text, sampling), token, sampling, request, position)
+        logits = _logits(target, again.hidden[index], prompt, plain[:index], sampling)
+        own_best &= _is_best(target, logits, token, sampling, request, position)
     return Divergence(name, index, *tokens, margin, noise, excess, own_best)
 
 
@@ -214,13 +217,15 @@ def _spread(states: Tensor, target: Target) -> Tensor:
     return pairs.clamp(min=max(pairs.median().item(), least))
 
 
-def _logits(target: Target, states: Tensor, text: list[int], sampling: Sampling) -> Tensor:
-    """[...,V] float32: the logits of states [...,H] after a text, with its repetition penalty."""
+def _logits(target: Target, states: Tensor, prompt: list[int], answer: list[int], sampling: Sampling) -> Tensor:
+    """[...,V] float32: the logits of states [...,H] after the beginning of an answer, with its constraint and repetition penalty."""
     logits = target.float32_logits(states)
+    if sampling.constraint:
+        logits = constrain(logits, sampling.constraint, answer)
     if sampling.repetition_penalty == 1.0:
         return logits
     seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    seen[text] = True
+    seen[prompt + answer] = True
     return penalise(logits, seen, sampling.repetition_penalty)
 
 

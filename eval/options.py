@@ -10,7 +10,8 @@ from draftsmith.inference.tree_limits import LIMITS
 DRAFTER_HELP = (
     "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), early-exit:E (the target's own "
     "first E layers), skip:LAYERS (the target without these, such as skip:3,5), or the folder or Hub id of a trained drafter or of a causal "
-    "LM with the target's tokens; hybrid: before a name puts a look-up beside it"
+    "LM; before a causal LM with other tokens than the target's strings: (default) drafts by text, tli: drafts the tokens that both have; "
+    "hybrid: before a name puts a look-up beside it"
 )
 TREES = {
     "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",
@@ -97,8 +98,14 @@ def add_tree(parser: argparse.ArgumentParser, choices: Sequence[str], default: s
     parser.add_argument("--nodes", type=int, help=f"most nodes, the root included (default: 16 for a dynamic tree{chosen})")
 
 
-def add_confidence(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--confidence", type=float, help="draft models: draft on while the best next token is at least this likely")
+def add_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stop",
+        metavar="RULE",
+        help="when a drafter that drafts level by level stops: confidence:P (the best next token is less likely than P), svip:H (the square "
+        "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), gain (a level costs more than it is worth), or "
+        "none (default: what the artifact says)",
+    )
 
 
 def add_draft_window(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +181,16 @@ def add_samplings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_constraint(parser: argparse.ArgumentParser) -> None:
+    """--json-schema, --grammar, --regex, of which one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="FILE", help="answers are JSON of this schema (needs the package llguidance, as the next two)"
+    )
+    group.add_argument("--grammar", metavar="FILE", help="answers match this grammar, EBNF as Lark or llama.cpp's GBNF writes it")
+    group.add_argument("--regex", metavar="PATTERN", help="answers match this regular expression")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON on stdout, and nothing else there")
 
@@ -238,6 +255,3 @@ def check_numbers(options: Any, min_new_tokens: int = 1) -> None:
         value = getattr(options, name, None)
         if isinstance(value, int | float):
             check_sampling(name, value, f"--{name.replace('_', '-')}")
-    confidence = getattr(options, "confidence", None)
-    if confidence is not None and not 0 <= confidence < 1:
-        raise ValueError(f"--confidence {confidence:g}: expected a probability, 0 or more and less than 1")

@@ -59,7 +59,7 @@ def measure(
         target: the target.
         drafter: of these trees are drafted: a chain of one node, a deeper one, a tree, and the drafter's own.
         prompts: token ids of prompts; for drafting.
-        sampling: how tokens are drawn. Penalties are left out.
+        sampling: how tokens are drawn. Penalties and constraints are left out.
         contexts: C of verifying.
         max_nodes: N at most, or that of the drafter's own tree if it is larger.
         batches: B; by default up to 8 on a CPU and up to 64 on a GPU.
@@ -73,7 +73,7 @@ def measure(
     """
     began, max_nodes = time.perf_counter(), max(2, max_nodes, drafter.max_nodes)
     batches = sorted(set(batches) or set(GPU_BATCHES if target.device.type == "cuda" else BATCHES))
-    sampling = replace(sampling, repetition_penalty=1.0, rule="target-sample")
+    sampling = replace(sampling, repetition_penalty=1.0, constraint=None, rule="target-sample")
     record: dict[str, Any] = {"kernels": kernels, "sampling": label(sampling), "left_out": [], "verify": [], "rounds": []}
     with torch.inference_mode(), tree_attention(target.model), use(kernels), packed_weights():
         until = began + FOR_VERIFYING * seconds
@@ -239,19 +239,19 @@ def _measure_rounds(
 
 @contextmanager
 def _tree(drafter: Any, spec: TreeSpec) -> Iterator[None]:
-    """Within it the drafter drafts this tree, complete whatever its confidence, unless the tree is its own."""
-    own, confidence = drafter.tree_spec, getattr(drafter, "confidence", 0.0)
+    """Within it the drafter drafts this tree, complete without its rule that stops, unless the tree is its own."""
+    own, stop = drafter.tree_spec, getattr(drafter, "stop", None)
     if spec is not own:
         drafter.tree_spec = spec
-        if confidence:
-            drafter.confidence = 0.0
+        if stop:
+            drafter.stop = None
     try:
         yield
     finally:
         if spec is not own:
             drafter.tree_spec = own
-            if confidence:
-                drafter.confidence = confidence
+            if stop:
+                drafter.stop = stop
 
 
 def _model_size(target: Target, kv_bytes: int) -> ModelSize:

@@ -10,7 +10,7 @@ from draftsmith.data.text_files import lines, parse
 from draftsmith.inference.reading import read_json
 
 SECTIONS = ("target", "settings", "machine", "versions", "prompts")  # of a header; `prompts` has the hash of the chat template
-OF_THE_DRAFTER = ("tree", "max_nodes", "confidence")  # settings that say nothing of how it was measured
+OF_THE_DRAFTER = ("tree", "max_nodes", "confidence", "stop")  # settings that say nothing of how it was measured
 WEIGHTLESS = ("ngram", "suffix", "recycling", "lookahead")
 
 

@@ -19,12 +19,15 @@ from draftsmith.eval.records import (
     DRIFT,
     PositionRecord,
     PromptRecord,
+    QualityRecord,
     Records,
     RequestRecord,
     position_line,
     position_of,
     prompt_line,
     prompt_of,
+    quality_line,
+    quality_of,
     request_line,
     request_of,
     superset_of,
@@ -36,7 +39,7 @@ RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
-ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request")
+ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request", "quality")
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -45,11 +48,12 @@ class RecordStore:
 
     Attributes:
         folder: where they are kept; None keeps them in memory. It has been checked (eval/measurements.py).
+        stem: of the files' names.
         lines: all so far, of this rank and of earlier runs.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, stem: str = "records.part") -> None:
+        self.folder, self.stem = folder, stem
         self.lines: list[dict[str, Any]] = []
         self._pieces: dict[int, str] = {}
         self._file: int | None = None
@@ -108,9 +112,10 @@ class RecordStore:
         if not any(line["kind"] == "prompt" for line in self.lines):
             self.append(map(prompt_line, prompts))
 
-    def append_requests(self, requests: list[RequestRecord], tokenizer: Any) -> None:
-        """Keep the requests of a batch."""
-        self.append(map(request_line, requests), (token for each in requests for token in each.tokens), tokenizer)
+    def append_requests(self, requests: list[RequestRecord], tokenizer: Any, qualities: Iterable[QualityRecord] = ()) -> None:
+        """Keep the requests of a batch, and of a lossy rule what it costs them."""
+        new = [*map(request_line, requests), *map(quality_line, qualities)]
+        self.append(new, (token for each in requests for token in each.tokens), tokenizer)
 
     def append_positions(self, records: list[PositionRecord], tokenizer: Any) -> None:
         """Keep position records that were computed together."""
@@ -200,11 +205,11 @@ class RecordStore:
 
     def _part(self, rank: int) -> Path:
         assert self.folder is not None
-        return self.folder / (f"records.part.{rank}.jsonl" if rank else UNFINISHED)
+        return self.folder / (f"{self.stem}.{rank}.jsonl" if rank else f"{self.stem}.jsonl")
 
     def _parts(self) -> list[Path]:
         assert self.folder is not None
-        return sorted(path for path in self.folder.glob("records.part*.jsonl") if path.is_file() and not path.is_symlink())
+        return sorted(path for path in self.folder.glob(f"{self.stem}*.jsonl") if path.is_file() and not path.is_symlink())
 
 
 def read(folder: Path) -> Records:
@@ -260,6 +265,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
                 records.supersets[field(line, "setting", str, where), field(line, "prompt", str, where)] = superset_of(line, where)
             case "request":
                 records.requests.append(request_of(line, where))
+            case "quality":
+                records.qualities.append(quality_of(line, where))
     return records
 
 

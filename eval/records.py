@@ -1,5 +1,5 @@
 """What an evaluation records, one JSON line each: a header, costs of rounds, prompts, the target's own texts with the drafter's ranks, the tree,
-and requests.
+and requests, those of lossy rules beside plain decoding's answers.
 
 All numbers, tables and pages of `draftsmith eval` are made from these lines alone (eval/report.py); eval/record_store.py writes them.
 
@@ -190,6 +190,35 @@ class PositionRecord:
     drafted_log_probs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
+@dataclass(frozen=True, slots=True)
+class QualityRecord:
+    """An answer under a lossy rule beside plain decoding's. Logarithms are natural, and sums over the tokens of an answer.
+
+    Attributes:
+        prompt: id of the prompt.
+        setting: label of the sampling; the tokens of the answer are those of the request at this setting.
+        reference: known answers of the prompt.
+        text: the answer.
+        plain_text: plain decoding's.
+        plain: the tokens of plain decoding's answer.
+        log_prob: Σ ln p of the answer, p of the target at the temperature, before filters.
+        plain_log_prob: likewise, of plain decoding's answer.
+        kl: Σ −ln P of the accepted tokens, P of plain decoding, filters included; see eval/quality.py.
+        outside: accepted tokens of P = 0, which the sum leaves out.
+    """
+
+    prompt: str
+    setting: str
+    reference: list[str]
+    text: str
+    plain_text: str
+    plain: list[int]
+    log_prob: float
+    plain_log_prob: float
+    kl: float
+    outside: int
+
+
 @dataclass(slots=True)
 class Records:
     """All that an evaluation recorded.
@@ -207,6 +236,7 @@ class Records:
         pieces: the text of each token that a record names, but for prompts.
         prompts: by id.
         supersets: by setting and prompt [S,K,K], see `supersets.order_along`; of dynamic trees only.
+        qualities: of the requests under lossy rules, in their order.
     """
 
     header: dict[str, Any]
@@ -220,6 +250,7 @@ class Records:
     pieces: dict[int, str] = field(default_factory=dict)
     prompts: dict[str, PromptRecord] = field(default_factory=dict)
     supersets: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    qualities: list[QualityRecord] = field(default_factory=list)
 
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
@@ -229,6 +260,11 @@ class Records:
 def prompt_line(record: PromptRecord) -> dict[str, Any]:
     """The prompt as JSON."""
     return {"kind": "prompt"} | asdict(record)
+
+
+def quality_line(record: QualityRecord) -> dict[str, Any]:
+    """The comparison as JSON."""
+    return {"kind": "quality"} | asdict(record)
 
 
 def request_line(record: RequestRecord) -> dict[str, Any]:
@@ -288,6 +324,20 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
         return RequestRecord(**fields)
     except TypeError as error:
         raise ValueError(f"{source}: not a request that draftsmith eval wrote ({error}); run it again") from None
+
+
+def quality_of(line: dict[str, Any], source: str) -> QualityRecord:
+    """The comparison of a JSON line.
+
+    Raises:
+        ValueError: a field that is missing or of another kind; `source` says where.
+    """
+    kinds: dict[str, Any] = {"reference": list, "plain": list, "outside": int} | dict.fromkeys(
+        ("prompt", "setting", "text", "plain_text"), str
+    )
+    fields: dict[str, Any] = {name: entry(line, name, kind, source) for name, kind in kinds.items()}
+    fields |= {name: float(entry(line, name, float, source)) for name in ("log_prob", "plain_log_prob", "kl")}
+    return QualityRecord(**fields)
 
 
 def position_of(line: dict[str, Any], source: str) -> PositionRecord:

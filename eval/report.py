@@ -17,6 +17,7 @@ from draftsmith.eval import cost, intervals, trees
 from draftsmith.eval.baselines import Reference, references
 from draftsmith.eval.load import CostModel
 from draftsmith.eval.load_report import estimate, load_report
+from draftsmith.eval.quality import Quality, lossy_settings, qualities
 from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
 from draftsmith.eval.roofline import Hardware
 from draftsmith.eval.rules import RuleRow, compare_rules
@@ -72,6 +73,7 @@ class Report:
         speedups: the same by domain, where prompts were timed one at a time.
         skipped: by domain, prompts that do not fit the target's context.
         lossy: by setting, the rule, where it changes the distribution of the output.
+        quality: by lossy setting, what the rule costs.
         rules: verification rules at the settings that were measured under several.
         drift: of an adapted target from the target without adapters, see `drift.measure`; {} for other targets.
         references: the drafter beside ceilings and baselines, at each setting.
@@ -104,6 +106,7 @@ class Report:
     speedups: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
+    quality: dict[str, Quality] = field(default_factory=dict)
     rules: list[RuleRow] = field(default_factory=list)
     drift: dict[str, float] = field(default_factory=dict)
     references: list[Reference] = field(default_factory=list)
@@ -163,8 +166,7 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None, dev
             domain: acceptance([request for request in chosen if request.domain == domain], records.tree["depth"])
             for domain in dict.fromkeys(request.domain for request in chosen)
         }
-        if not RULES[rule_of(setting)].lossless and not greedy(setting):
-            report.lossy[setting] = rule_of(setting)
+    report.lossy, report.quality = lossy_settings(labels), qualities(records)
     first = [request for request in requests if request.setting == labels[0]]
     report.distinct = distinct_ngrams([request.tokens for request in first])
     report.answers = sum(request.checked for request in requests)
@@ -237,10 +239,12 @@ def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], l
 
 
 def as_json(report: Report) -> str:
-    """The report as one line of JSON. Divergences get their verdict."""
+    """The report as one line of JSON. Divergences get their verdict; `quality` is there under lossy rules only."""
     fields: dict[str, Any] = asdict(report) | {"method": report.method, "divergences_per_1000": report.divergences_per_1000}
     for row, divergence in zip(fields["divergences"], report.divergences, strict=True):
         row["verdict"] = divergence.verdict
+    if not report.quality:
+        del fields["quality"]
     return to_json(fields)
 
 

@@ -52,10 +52,10 @@ def token_gaps(request: RequestRecord) -> list[float]:
     return gaps
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 by nearest rank: the smallest value that so many per cent of all do not exceed."""
+def percentiles(values: Sequence[float], shares: Sequence[int] = SHARES) -> dict[str, float]:
+    """p50, p95 and p99 (or others) by nearest rank: the smallest value that so many per cent of all do not exceed."""
     ordered = sorted(values)
-    return {f"p{share}": ordered[max(1, math.ceil(share / 100 * len(ordered))) - 1] for share in SHARES}
+    return {f"p{share}": ordered[max(1, math.ceil(share / 100 * len(ordered))) - 1] for share in shares}
 
 
 def _seconds(each: Round) -> float:

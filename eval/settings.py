@@ -55,11 +55,12 @@ class Settings:
 
 
 def label(sampling: Sampling) -> str:
-    """A sampling setting in a report: its temperature, then what else is not off, and the rule, as in `0.7 top_p=0.9 rule=rejection`."""
+    """A sampling setting in a report: its temperature, what else is not off, the constraint and the rule, as in `0.7 top_p=0.9 rule=rejection`."""
     defaults = {each.name: each.default for each in fields(Sampling)}
     others = [f"{name}={getattr(sampling, name):g}" for name in FILTERS if getattr(sampling, name) != defaults[name]]
     rule = [] if sampling.greedy or sampling.rule == USUAL_RULE else [f"{RULE}{sampling.rule}"]
-    return " ".join((f"{sampling.temperature:g}", *others, *rule))
+    constraint = [sampling.constraint.name] if sampling.constraint else []
+    return " ".join((f"{sampling.temperature:g}", *others, *constraint, *rule))
 
 
 def rule_of(setting: str) -> str:

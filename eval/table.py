@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.eval import drift, load_report
+from draftsmith.eval import drift, load_report, quality
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
@@ -192,6 +192,8 @@ def print_report(report: Report) -> None:
         _print_table(console, "Verification rules", RULES_HEADER, rule_rows(report))
         for sentence in best_rules(report.rules):
             print(f"{sentence}.")
+    for line in quality.lines(report.quality, report.lossy):
+        print(f"{line}.")
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:

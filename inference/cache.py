@@ -171,6 +171,12 @@ class TreeCache(Cache):
             self._bounds[row] += count
         self._lengths_changed()
 
+    def crop(self, lengths: Sequence[int]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Forget the positions of each selected row from lengths[b] on. The host knows all lengths, and none increases."""
+        earlier = [self._bounds[row] for row in self.selected]
+        assert all(self._exact[row] for row in self.selected) and all(new <= old for new, old in zip(lengths, earlier, strict=True))
+        self.advance([new - old for new, old in zip(lengths, earlier, strict=True)])
+
     def draft(self, count: int) -> None:
         """Leave the `count` positions just written where they are, so that the next forward writes after them, until a length changes."""
         self.drafted += count

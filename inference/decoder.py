@@ -147,7 +147,7 @@ class Decoder:
             max_new_tokens: the most new tokens of an answer.
             stop_ids: tokens that end an answer; None takes the target's.
             requests: the noise key of each prompt, its index by default. The output depends on prompt, sampling and key alone, never on slot
-                or batch. (Under rejection a DraftModel with confidence preserves only the distribution.)
+                or batch. (Under rejection a drafter that stops early preserves only the distribution.)
             processors: transformers LogitsProcessors, applied to every node with the tokens before it (see `draftsmith.inference.processors`).
 
         Raises:
@@ -170,7 +170,7 @@ class Decoder:
         )
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
-        """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties or processors are in use."""
+        """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
         if self._kept_slots is not None:
             return "slots that keep their KV need the host"
         with use(self.kernels):

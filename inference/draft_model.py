@@ -8,6 +8,7 @@ Letters: B rows · N tree nodes with the root · F nodes of a level · V vocabul
 K draft depth · H hidden size of the draft model · S positions · R positions that are drafted from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +20,13 @@ from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
-from draftsmith.inference.sampler import Sampling, warp
+from draftsmith.inference.stopping import Draft, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "encode_tokens"]
 
 SHORT_CATCH_UP = 8  # pending tokens; more of them are encoded in a forward of their own
-DEPTH_STRIDE = 2**24  # more than any index of a token
 
 
 @dataclass(slots=True, eq=False)
@@ -51,40 +51,33 @@ class DraftModelState:
 
 
 class DraftModel:
-    """A language model that drafts trees for a target with the same tokens.
+    """A language model that drafts trees for a target with the same tokens. (`shared_tokens` has one for a target with other tokens.)
 
     Outside graphs the host knows how many tokens are pending from the round's one transfer, and the shapes follow it; after a tree (a chain
     apart) it reads how many nodes were kept. In a graph only the device knows both.
 
     Rows of the model's head beyond the target's vocabulary V are padding and are cut off. Tokens that its head lacks are never proposed.
 
-    A confidence above 0 stops a draft early. A level below the first is drafted only where, after some node of the level above, the best token
-    has at least this probability under the distribution that the children would be drawn from. That distribution depends only on tokens drawn
-    before, so every lossless rule stays lossless. A batch stops when all its rows would stop: further levels of a padded batch are free. Under
-    rejection a row's tokens then depend on the rows beside it; their distribution does not.
-
     Args:
         model: the draft model.
         tree_spec: of the trees.
         chunk: tokens of a prompt per forward.
-        confidence: a probability; 0 drafts always.
+        stop: ends drafts early; None drafts the complete tree.
         window: the last positions that it sees, beside the first ones (`inference/draft_window.py`); None for all.
-
-    Raises:
-        ValueError: a confidence that is no probability.
     """
 
     method = "draft model"
+    can_stop = True
     depth_limit = 8  # of position records: how far ahead a tree may reach
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, tree_spec: TreeSpec, chunk: int = 256, confidence: float = 0.0, window: int | None = None) -> None:
-        if not 0.0 <= confidence <= 1.0:
-            raise ValueError(f"got confidence {confidence}; expected a probability; 0 is off")
+    def __init__(
+        self, model: Target, tree_spec: TreeSpec, chunk: int = 256, stop: Stopping | None = None, window: int | None = None
+    ) -> None:
         self.model = model
         self.tree_spec = tree_spec
         self.chunk = chunk
-        self.confidence = confidence
+        self.stop = stop
         self.window = window
         self._fewer_tokens = True
         self._vocab: int | None = None  # V, once bound
@@ -92,8 +85,8 @@ class DraftModel:
 
     @property
     def capturable(self) -> bool:
-        """False with a confidence or a window: the host decides whether to stop, and what to evict."""
-        return not self.confidence and self.window is None
+        """False with a rule that stops drafts, or a window: the host decides whether to stop, and what to evict."""
+        return self.stop is None and self.window is None
 
     @property
     def max_nodes(self) -> int:
@@ -155,8 +148,8 @@ class DraftModel:
         cache.static_shape = False
         cache.reset(slots)
         self._state.resumable_slots.difference_update(slots)
-        pending.update(zip(slots, map(list, prompts), strict=True))
-        skipped = {slot: count for slot, count in zip(slots, left_out(cache, [len(prompt) for prompt in prompts]), strict=True) if count}
+        pending.update((slot, self._read(prompt, first=True)) for slot, prompt in zip(slots, prompts, strict=True))
+        skipped = {slot: count for slot, count in zip(slots, left_out(cache, [len(pending[slot]) for slot in slots]), strict=True) if count}
         if isinstance(cache, WindowCache) and skipped:
             rest = {slot: pending[slot][SINKS + count :] for slot, count in skipped.items()}
             pending.update((slot, pending[slot][:SINKS]) for slot in skipped)
@@ -174,22 +167,17 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
-        """Encode the pending tokens, then one level of the tree per forward, until the tree is full or no row is confident."""
-        expansion, depth = expand(self.tree_spec, round), 0
+        """Encode the pending tokens, then one level of the tree per forward, until the tree is full or the draft stops."""
+        expansion, depth, draft = expand(self.tree_spec, round), 0, Draft(self.stop, round)
         self._state.cache.static_shape = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1
-            # With a confidence, whether a token is drawn for an index may depend, through the rows beside, on what an earlier round drew in
-            # vain for that index. Drawn with the same noise again it would not be a draw from q. So draws are keyed by depth too: no two
-            # rounds draw for one index at one depth.
-            drawn = self.confidence and round.sampling.children in ("drawn", "replaced")
-            stride = DEPTH_STRIDE + 1 if drawn else 1
             while True:
-                logits = self.model.logits(hidden)[..., : self._vocab]
-                if depth and self.confidence and not self._confident(logits, round.sampling):
+                logits = self.logits(hidden)
+                if draft.ends(logits):
                     break
-                index = first.expand(-1, hidden.shape[1]) + depth * stride
+                index = first.expand(-1, hidden.shape[1]) + depth * draft.stride
                 level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
                 if level is None:
                     break
@@ -198,10 +186,9 @@ class DraftModel:
         self._encoded_levels = depth
         return tree
 
-    def _confident(self, logits: Tensor, sampling: Sampling) -> bool:
-        """logits [B,F,D] -> whether some node's best token is likely enough; waits for the device."""
-        warped = logits if sampling.greedy else warp(logits, sampling)
-        return bool((warped.float().softmax(-1).amax(-1) >= self.confidence).any())
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [...,H] -> logits [...,D] of the target's first D tokens."""
+        return self.model.logits(hidden)[..., : self._vocab]
 
     def _encode_up_to_roots(self, slots: list[int]) -> Tensor:
         """Encode all pending tokens -> hidden [B,H] at the last committed tokens."""
@@ -217,7 +204,7 @@ class DraftModel:
         cache.select(round.slots)
         tokens, counts = state.pending_tokens[round.slot_index], torch.where(round.active, state.pending_count[round.slot_index], 0)
         attention = TreeAttention.causal(cache, 2)
-        hidden = self._forward(tokens, attention)
+        hidden = self._forward(self._own_ids(tokens), attention)
         cache.keep(attention.depth, counts, in_place=True)
         last = (counts - 1).clamp(min=0)
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
@@ -227,32 +214,23 @@ class DraftModel:
         cache, pending = self._state.cache, self._state.pending
         cache.select(slots)
         to_encode = [pending[slot][: len(pending[slot]) - leave] for slot in slots]
-        last: list[Tensor | None] = [None] * len(slots)
-        start, longest = 0, max(len(ids) for ids in to_encode)
-        while start < longest:
-            # A slot with few pending tokens may be near the end of its cache while another slot has many.
-            width = min(longest - start, self.chunk, cache.capacity - cache.max_length)
-            parts = [ids[start : start + width] for ids in to_encode]
-            ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.model.device)
-            with tree_attention(self.model.model):
-                hidden = self._forward(ids, TreeAttention.causal(cache, width))
-            cache.advance([len(part) for part in parts])
-            for b, part in enumerate(parts):
-                if part:
-                    last[b] = hidden[b, len(part) - 1]
-            start += width
+        last = encode_tokens(self.model, cache, to_encode, self._forward, self.chunk)
         for slot, ids in zip(slots, to_encode, strict=True):
             del pending[slot][: len(ids)]
         return torch.stack([hidden for hidden in last if hidden is not None]) if leave == 0 else torch.empty(0)
+
+    def _read(self, tokens: list[int], first: bool = False) -> list[int]:
+        """The draft model's ids for committed tokens, on the host; first: the text begins with them."""
+        return [min(token, self.model.vocab_size - 1) for token in tokens] if self._fewer_tokens else list(tokens)
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """A target may have ids, of padding or special tokens, that the draft model lacks; it reads its own last id there."""
         return ids.clamp(max=self.model.vocab_size - 1) if self._fewer_tokens else ids
 
     def _forward(self, ids: Tensor, attention: TreeAttention) -> Tensor:
-        """ids [B,N] after the cached tokens -> hidden [B,N,H]."""
+        """Its own ids [B,N] after the cached tokens -> hidden [B,N,H]."""
         positions = attention.positions().clamp(max=self.model.max_positions - 1)
-        return self.model.forward(self._own_ids(ids), position_ids=positions, cache=self._state.cache, tree=attention).hidden
+        return self.model.forward(ids, position_ids=positions, cache=self._state.cache, tree=attention).hidden
 
     def _encode_level(self, level: CurrentLevel) -> Tensor:
         """A level of the tree -> hidden [B,F,H]."""
@@ -260,7 +238,7 @@ class DraftModel:
         # The cache ends with the root, so a node of depth d has position length + d − 1.
         depth = torch.full_like(level.tokens, level.depth - 1)
         key_depth = (level.key_depth - 1).expand(len(depth), -1)
-        hidden = self._forward(level.tokens, TreeAttention(cache, depth, level.visible, key_depth, level.all_visible))
+        hidden = self._forward(self._own_ids(level.tokens), TreeAttention(cache, depth, level.visible, key_depth, level.all_visible))
         cache.draft(level.tokens.shape[1])
         return hidden
 
@@ -274,7 +252,7 @@ class DraftModel:
         at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
         first, last = int(at.min()), int(at.max())
         with torch.inference_mode():
-            return self.model.logits(features[first : last + 1])[..., : self._vocab][at - first]
+            return self.logits(features[first : last + 1])[at - first]
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; committed tokens without KV become pending."""
@@ -289,7 +267,7 @@ class DraftModel:
             counts = [min(result.length - 1, self._encoded_levels) for result in results] if self._chain else count.tolist()
             self._state.cache.keep(accepted, count, counts, in_place=self._chain)
         for slot, result, count in zip(round.slots, results, counts, strict=True):
-            self._state.pending[slot] += result.tokens[count:]
+            self._state.pending[slot] += self._read(result.tokens[count:])
 
     @torch.inference_mode()
     def _accept_static_shape(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
@@ -329,7 +307,7 @@ class DraftModel:
         state.resumable_slots.difference_update(slots)
         cache.static_shape = False
         cache.cut(slots, cached)
-        state.pending.update((slot, prompt[count:]) for slot, prompt, count in zip(slots, prompts, cached, strict=True))
+        state.pending.update((slot, self._read(prompt[count:])) for slot, prompt, count in zip(slots, prompts, cached, strict=True))
         self._encode_prompts(slots, prompts)
 
     def drop(self, slots: list[int]) -> None:
@@ -338,6 +316,38 @@ class DraftModel:
             self._state.pending.pop(slot, None)
         self._state.pending_count.index_fill_(0, index_tensor(slots, self.device), 0)
         self._state.cache.reset(slots)
+
+
+def encode_tokens(
+    model: Target, cache: TreeCache, tokens: list[list[int]], forward: Callable[[Tensor, TreeAttention], Tensor], chunk: int
+) -> list[Tensor | None]:
+    """Encode tokens of the B selected rows of a draft model's cache after the cached ones.
+
+    Args:
+        model: the draft model.
+        cache: its cache.
+        tokens: of each row; rows may have fewer than others, or none.
+        forward: (ids [B,N], attention) -> hidden [B,N,H].
+        chunk: most tokens of a row in one forward.
+
+    Returns:
+        Of each row the hidden state [H] of its last token, None where it has none.
+    """
+    last: list[Tensor | None] = [None] * len(tokens)
+    start, longest = 0, max(len(ids) for ids in tokens)
+    while start < longest:
+        # A slot with few tokens may be near the end of its cache while another slot has many.
+        width = min(longest - start, chunk, cache.capacity - cache.max_length)
+        parts = [ids[start : start + width] for ids in tokens]
+        ids = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=model.device)
+        with tree_attention(model.model):
+            hidden = forward(ids, TreeAttention.causal(cache, width))
+        cache.advance([len(part) for part in parts])
+        for row, part in enumerate(parts):
+            if part:
+                last[row] = hidden[row, len(part) - 1]
+        start += width
+    return last
 
 
 def _encoded_path(encoded_index: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:

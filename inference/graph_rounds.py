@@ -29,7 +29,7 @@ WARMUP = 3  # runs on a side stream before a capture: libraries allocate their w
 
 
 def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: bool) -> str:
-    """Why rounds cannot be captured, in one line; "" where they can. processed: penalties or processors are in use."""
+    """Why rounds cannot be captured, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
     if not active():
         return "kernels are off"
     if target.device.type != "cuda":
@@ -41,7 +41,7 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
         return "the drafter is on another device"
     if processed:
-        return "penalties and processors need the tokens before each node"
+        return "penalties, processors and constraints need the tokens before each node"
     from draftsmith.inference.kernels.verify import supported
 
     return supported(sampling)

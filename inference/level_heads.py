@@ -13,13 +13,18 @@ from torch import Tensor
 
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, TreeSpec, choose, expand
+from draftsmith.inference.stopping import Draft, Stopping
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["draft_levels", "draft_marginals"]
 
 
 def draft_levels(
-    tree_spec: TreeSpec, heads: int, round: RoundContext, logits_of: Callable[[int, CurrentLevel | None], Tensor]
+    tree_spec: TreeSpec,
+    heads: int,
+    round: RoundContext,
+    logits_of: Callable[[int, CurrentLevel | None], Tensor],
+    stop: Stopping | None = None,
 ) -> DraftTree:
     """A round's trees, whose level k + 1 head k fills.
 
@@ -28,13 +33,16 @@ def draft_levels(
         heads: K.
         round: the round that is drafted for.
         logits_of: k and the nodes that get children, None for the root -> head k's logits after each of them [B,F,V].
+        stop: ends drafts early; None drafts all levels.
     """
     if tree_spec.max_depth == 0:
         return DraftTree.root(round.last_tokens)
-    expansion, index, level = expand(tree_spec, round), round.positions[:, None] + 1, None
+    expansion, index, level, draft = expand(tree_spec, round), round.positions[:, None] + 1, None, Draft(stop, round)
     for k in range(heads):
         logits = logits_of(k, level)
-        nodes = (index + k).expand(-1, logits.shape[1])
+        if draft.ends(logits):
+            break
+        nodes = (index + k * draft.stride).expand(-1, logits.shape[1])
         level = expansion.add_level(*choose(logits, expansion.count, round, nodes, expansion.scored))
         if level is None:
             break

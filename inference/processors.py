@@ -3,7 +3,7 @@
 
 The history of a node is all committed tokens of its slot, the root included, then the node's ancestors below the root and its own token. The
 order is that of transformers' `generate`: first the penalty, then the processors as given, and only then temperature, top-k, top-p and min-p
-(`draftsmith.inference.sampler.warp`).
+(`draftsmith.inference.sampler.warp`). A constraint (`draftsmith.inference.constraints`), which keeps a state for each slot, comes before all.
 
 Letters: B rows of a round · N tree nodes with the root · V vocabulary · S tokens of a history.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from draftsmith.inference.constraints import ConstraintState, mask_trees
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import Sampling, penalise
 from draftsmith.inference.tree import DraftTree
@@ -48,12 +49,12 @@ _PENALTY = "RepetitionPenaltyLogitsProcessor"
 class History:
     """The committed tokens of each slot, and the processed logits of every node of its tree.
 
-    The penalty stays on the device, without a host sync. The user's processors need each history in full: the host reads the tree once more
-    per round, and each processor is called once for every row and depth, on the device of the tokens, as `generate` does. That is slow and
+    The penalty stays on the device, without a host sync. A constraint and the user's processors need each path: the host reads the tree once
+    more per round. A constraint makes one mask for each node that can be accepted. Processors need each history in full: each processor is called once for every row and depth, on the device of the tokens, as `generate` does. That is slow and
     exact. Processors see the histories of nodes that are not accepted, too.
 
     Args:
-        sampling: its repetition_penalty is used, nothing else.
+        sampling: its repetition_penalty and its constraint are used, nothing else.
         processors: applied in this order.
         slots: of the decoder.
         vocab: V.
@@ -76,18 +77,22 @@ class History:
             _check(processor, vocab, self._device)
             self._processors.append(processor)
         self._tokens: dict[int, list[int]] = {}  # by slot; for processors only
+        self._constraint = sampling.constraint
+        self._states: dict[int, ConstraintState] = {}  # by slot, after its committed tokens
         self._seen = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if self._penalty != 1.0 else None  # [slots,V]
 
     @staticmethod
     def needed(sampling: Sampling, processors: Sequence[Processor]) -> bool:
-        """Whether the penalty or a processor is in use."""
-        return sampling.repetition_penalty != 1.0 or len(processors) > 0
+        """Whether the penalty, a constraint or a processor is in use."""
+        return sampling.repetition_penalty != 1.0 or sampling.constraint is not None or len(processors) > 0
 
     def start(self, slots: list[int], prompts: list[list[int]]) -> None:
         """These slots begin with these complete prompts; a prompt's last token is the first root."""
         for slot, prompt in zip(slots, prompts, strict=True):
             if self._processors:
                 self._tokens[slot] = list(prompt)
+            if self._constraint:
+                self._states[slot] = self._constraint.start()
             if self._seen is not None:
                 self._seen[slot] = False
                 self._seen[slot].index_fill_(0, torch.tensor(prompt, device=self._device), True)
@@ -99,14 +104,21 @@ class History:
             ValueError: a processor that returns another shape.
         """
         scores = logits.to(torch.float32, copy=True)
+        trees = _on_host(tree) if self._constraint or self._processors else []
+        if self._constraint:
+            mask_trees([self._states[slot] for slot in round.slots], trees, scores)
         if self._seen is not None:
             scores = self._penalise(self._seen.index_select(0, round.slot_index), tree, scores)
         if self._processors:
-            self._process(round.slots, tree, scores)
+            self._process(round.slots, trees, scores)
         return scores
 
     def commit(self, round: RoundContext, tree: DraftTree, verdict: Verdict) -> None:
-        """Add the accepted tokens and next_token to the histories of the round's slots."""
+        """Add the accepted tokens and next_token to the histories of the round's slots.
+
+        Raises:
+            ValueError: the constraint does not allow what was drawn, since the processors left none of the tokens that it allows.
+        """
         if self._seen is not None:
             accepted = tree.tokens.gather(
                 1, verdict.path.clamp(min=0)
@@ -117,11 +129,22 @@ class History:
         if self._processors:
             for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
                 self._tokens[slot] += result.tokens if result.length else []
+        if self._constraint:
+            for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
+                for token in result.tokens if result.length else []:
+                    state = self._states[slot].after(token)
+                    if state is None:
+                        raise ValueError(
+                            f"{self._constraint.name}: got token {token}, which it does not allow; expected processors that leave an allowed "
+                            "token; leave them out"
+                        )
+                    self._states[slot] = state
 
     def drop(self, slots: list[int]) -> None:
         """These slots ended."""
         for slot in slots:
             self._tokens.pop(slot, None)
+            self._states.pop(slot, None)
 
     def _penalise(self, seen: Tensor, tree: DraftTree, scores: Tensor) -> Tensor:
         """The tokens that each row has seen [B,V], scores [B,N,V] -> [B,N,V], penalised for these and for each node's ancestors."""
@@ -132,17 +155,14 @@ class History:
         marked = seen[:, None].expand_as(scores).scatter(2, line, True) & real[:, :, None]
         return penalise(scores, marked, self._penalty)
 
-    def _process(self, slots: list[int], tree: DraftTree, scores: Tensor) -> None:
+    def _process(self, slots: list[int], trees: list[tuple[list[int], list[int]]], scores: Tensor) -> None:
         """Run the processors on scores [B,N,V], in place: the nodes of one row and depth have histories of one length."""
-        nodes = tree.tokens.shape[1]
-        on_host = torch.cat((tree.size[:, None], tree.parents, tree.tokens), 1).tolist()
-        for b, (slot, (size, *rest)) in enumerate(zip(slots, on_host, strict=True)):
-            parents, tokens = rest[:nodes], rest[nodes:]
-            assert not size or self._tokens[slot][-1] == tokens[0], "the root is the last token committed"
+        for b, (slot, (tokens, parents)) in enumerate(zip(slots, trees, strict=True)):
+            assert not tokens or self._tokens[slot][-1] == tokens[0], "the root is the last token committed"
             paths: list[list[int]] = []  # tokens below the root, the node's own included
             levels: dict[int, list[int]] = {}
-            for i in range(size):
-                paths.append([*paths[parents[i]], tokens[i]] if i else [])
+            for i, token in enumerate(tokens):
+                paths.append([*paths[parents[i]], token] if i else [])
                 levels.setdefault(len(paths[i]), []).append(i)
             committed = torch.tensor(self._tokens[slot], device=self._device)
             for level in levels.values():
@@ -153,6 +173,13 @@ class History:
                 for processor in self._processors:
                     part = _call(processor, history, part)
                 scores[b, index] = part.to(scores)
+
+
+def _on_host(tree: DraftTree) -> list[tuple[list[int], list[int]]]:
+    """The tokens and parents of each row's nodes, without padding. Waits for the device."""
+    nodes = tree.tokens.shape[1]
+    rows = torch.cat((tree.size[:, None], tree.tokens, tree.parents), 1).tolist()
+    return [(rest[:size], rest[nodes : nodes + size]) for size, *rest in rows]
 
 
 def _name(processor: Processor) -> str:

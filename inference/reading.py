@@ -16,6 +16,27 @@ KINDS = {
 LIMIT = 1 << 28  # most bytes of a JSON file; a tokenizer of 256k entries has 3e7
 
 
+def read_text(path: Path, most: int = 1 << 20) -> str:
+    """The content of a text file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        ValueError: not UTF-8, or larger.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"expected at most {most:,} bytes of text, got more; shorten it")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start}); convert it") from None
+
+
 def read_json(path: Path, expected: type = dict) -> Any:
     """The content of a JSON file.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.inference.constraints import Constraint
 from draftsmith.inference.rule_names import DEFAULT_RULE, RULES, Rule
 
 __all__ = ["DEFAULT_RULE", "RULES", "Rule", "Sampling", "gumbel", "penalise", "philox", "sample", "uniform", "warp"]
@@ -39,6 +40,7 @@ class Sampling:
         rule: a name of RULES.
         epsilon: of typical acceptance (Cai et al. 2024, §2.3.1).
         delta: likewise.
+        constraint: what answers must be, such as a `Grammar`; applied before all else; None is off.
 
     Raises:
         ValueError: a field outside its range, or rule membership without a filter.
@@ -53,6 +55,7 @@ class Sampling:
     rule: str = DEFAULT_RULE
     epsilon: float = 0.09
     delta: float = 0.3
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         checks = (

@@ -22,6 +22,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput
 from draftsmith.inference.expand import CurrentLevel, DynamicTree, TreeSpec, choose, expand
+from draftsmith.inference.stopping import Draft, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
@@ -55,7 +56,7 @@ class SelfSpeculation:
     """
 
     depth_limit = 8  # of position records: how far ahead a tree may reach
-    capturable = True
+    can_stop = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, target: Target, skipped: Iterable[int], method: str, tree_spec: TreeSpec | None = None) -> None:
@@ -63,11 +64,17 @@ class SelfSpeculation:
         self.skipped = frozenset(skipped)
         self.method = method
         self.tree_spec: TreeSpec = tree_spec or StaticTree.chain(4)
+        self.stop: Stopping | None = None
         if not 0 < len(self.skipped) < target.num_layers or not self.skipped <= set(range(target.num_layers)):
             raise ValueError(
                 f"drafter {method!r}: got layers to skip {sorted(self.skipped)}; expected some, not all, of 0 to {target.num_layers - 1}, the "
                 "target's decoder layers; correct them"
             )
+
+    @property
+    def capturable(self) -> bool:
+        """False with a rule that stops drafts: the host decides."""
+        return self.stop is None
 
     @property
     def max_nodes(self) -> int:
@@ -106,14 +113,17 @@ class SelfSpeculation:
         """One level of the tree per forward, the root first."""
         cache = round.cache
         assert cache is not None, "the decoder gives its cache"
-        expansion, depth = expand(self.tree_spec, round), 0
+        expansion, depth, draft = expand(self.tree_spec, round), 0, Draft(self.stop, round)
         root = torch.zeros_like(round.last_tokens)[:, None]
         itself = torch.ones_like(root, dtype=torch.bool)[:, :, None]
         with tree_attention(self.target.model), self.target.without(self.skipped):
             hidden = self._encode(cache, round.last_tokens[:, None], TreeAttention(cache, root, itself))
             while True:
-                index = round.positions[:, None].expand(-1, hidden.shape[1]) + 1 + depth
-                level = expansion.add_level(*choose(self.target.logits(hidden), expansion.count, round, index, expansion.scored))
+                logits = self.target.logits(hidden)
+                if draft.ends(logits):
+                    break
+                index = round.positions[:, None].expand(-1, hidden.shape[1]) + 1 + depth * draft.stride
+                level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
                 if level is None:
                     break
                 hidden, depth = self._encode(cache, level.tokens, _attention(cache, level)), level.depth

@@ -26,6 +26,7 @@ from transformers.configuration_utils import PretrainedConfig
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
 from draftsmith.inference.durable import give_usual_mode
 from draftsmith.inference.expand import TreeSpec, parse_tree_spec, tree_config
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.artifact import check_settings, raw_config
@@ -80,7 +81,8 @@ class DrafterModel(PreTrainedModel):
     config_class = DrafterConfig
     config: Any  # a DrafterConfig; subclasses name theirs
     base_model_prefix = ""
-    capturable = True
+    can_stop = False  # whether it drafts level by level, and asks `stop` before each of them
+    stop: Stopping | None = None
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -90,6 +92,11 @@ class DrafterModel(PreTrainedModel):
         self._state: Any = None
         self._tree_spec: tuple[Any, TreeSpec] | None = None
         self._folder: Path | None = None  # the local folder that it was loaded from
+
+    @property
+    def capturable(self) -> bool:
+        """False with a rule that stops drafts: the host decides."""
+        return self.stop is None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

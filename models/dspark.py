@@ -85,6 +85,7 @@ class Confidence(nn.Module):
 class DsparkModel(DflashModel):
     """What the head reads is a state and the vector W1[x] of the token before, [...,H+r]."""
 
+    can_stop = True
     config_class = DsparkConfig
     config: DsparkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -131,7 +132,7 @@ class DsparkModel(DflashModel):
             sizes = sizes + (survival >= self.config.confidence)
             return self.head_logits(read)
 
-        tree = self._ready(draft_levels(tree_spec, self.config.depth, round, logits_of), round)
+        tree = self._ready(draft_levels(tree_spec, self.config.depth, round, logits_of, self.stop), round)
         if not self.config.confidence or isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
             return tree
         return replace(tree, size=torch.minimum(tree.size, sizes), full=False, _deepest=None)

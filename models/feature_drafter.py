@@ -25,6 +25,7 @@ from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, kept_positions, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import TreeSpec, choose, expand
+from draftsmith.inference.stopping import Draft
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import DrafterModel, same_layout
@@ -65,8 +66,8 @@ class PairDrafter(DrafterModel):
 
     @property
     def capturable(self) -> bool:
-        """False with a window: the host evicts."""
-        return self.window is None
+        """False with a window or with a rule that stops drafts: the host evicts, and decides."""
+        return self.window is None and super().capturable
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:
         """The target's output at n positions -> the features [B,n,·] of their pairs."""
@@ -239,6 +240,8 @@ class PairDrafter(DrafterModel):
 class FeatureDrafter(PairDrafter):
     """Drafts from its own outputs, one step per level of the tree."""
 
+    can_stop = True
+
     @property
     def vocabulary(self) -> DraftVocabulary:
         """The draft vocabulary, on the drafter's device."""
@@ -264,11 +267,14 @@ class FeatureDrafter(PairDrafter):
             return DraftTree.root(round.last_tokens)
         state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
-        expansion = expand(state.tree_spec, round)
+        expansion, draft = expand(state.tree_spec, round), Draft(self.stop, round)
         output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
         while True:
             token_index = index.expand(-1, output.shape[1])
-            ids, scores, q_logits = self._choose(self.logits_of(output), expansion.count, round, token_index, expansion.scored)
+            logits = self.logits_of(output)
+            if draft.ends(logits):
+                break
+            ids, scores, q_logits = self._choose(logits, expansion.count, round, token_index, expansion.scored)
             level = expansion.add_level(ids, scores, q_logits)
             if level is None:
                 break
@@ -279,7 +285,7 @@ class FeatureDrafter(PairDrafter):
             attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
             output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
             state.cache.draft(level.tokens.shape[1])
-            index = index + 1
+            index = index + draft.stride
         tree, _ = expansion.finish()
         return self._ready(tree, round)
 

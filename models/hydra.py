@@ -129,6 +129,7 @@ class Prefix(nn.Module):
 class HydraModel(PairDrafter):
     """K heads, drafted with level by level. Own output layers leave out a soft-capping of the target: it never changes a ranking."""
 
+    can_stop = True
     config_class = HydraConfig
     config: HydraConfig
 
@@ -240,7 +241,7 @@ class HydraModel(PairDrafter):
                 path = torch.cat((path.gather(1, parent), self.target.embed(level.tokens)[:, :, None]), 2)
             return self.logits_of(k, root.expand(-1, path.shape[1], -1), path)
 
-        tree = draft_levels(self._state.tree_spec, self.config.num_heads, round, logits_of)
+        tree = draft_levels(self._state.tree_spec, self.config.num_heads, round, logits_of, self.stop)
         return self._ready(tree, round)
 
     # Position records

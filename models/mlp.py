@@ -98,6 +98,7 @@ def normed(x: Tensor) -> Tensor:
 class MlpModel(HiddenStateDrafter):
     """K heads, drafted with level by level."""
 
+    can_stop = True
     config_class = MlpConfig
     config: MlpConfig
 
@@ -199,7 +200,7 @@ class MlpModel(HiddenStateDrafter):
             state = self.next_state(k, state, level.tokens if level is not None else round.last_tokens[:, None])
             return self.logits_of(k, state[0])
 
-        return draft_levels(self._state.tree_spec, self.config.num_heads, round, logits_of).only(has_state)
+        return draft_levels(self._state.tree_spec, self.config.num_heads, round, logits_of, self.stop).only(has_state)
 
     # Position records
 

@@ -11,7 +11,7 @@ from draftsmith.models.model_files import read_config, read_tokenizer, resolve_p
 from draftsmith.models.target import KEY, Target
 from draftsmith.models.weights import check_folder
 
-__all__ = ["check_draft", "check_pair", "check_tokens"]
+__all__ = ["check_draft", "check_pair", "check_tokens", "have_same_tokens"]
 
 
 def check_pair(target: str, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
@@ -24,6 +24,20 @@ def check_pair(target: str, draft: str, *, revision: str | None = None, trust_re
     vocab_size, theirs = _read(target, revision, trust_remote_code, KEY)
     _, ours = _read(draft, None, trust_remote_code, "--drafter")
     _check(target, theirs, vocab_size, draft, ours)
+
+
+def have_same_tokens(target: str, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+    """Whether `draft` has the target's tokens, so that it may draft for it as `check_pair` says; else it needs another way to.
+
+    Raises:
+        FileNotFoundError, ValueError: as `check_pair`, other tokens apart.
+    """
+    vocab_size, theirs = _read(target, revision, trust_remote_code, KEY)
+    _, ours = _read(draft, None, trust_remote_code, "--drafter")
+    if _difference(theirs, ours):
+        return False
+    _check(target, theirs, vocab_size, draft, ours)
+    return True
 
 
 def check_draft(target: Target, draft: str, *, revision: str | None = None, trust_remote_code: bool = False) -> None:
@@ -46,16 +60,23 @@ def check_tokens(target: str, theirs: PreTrainedTokenizerBase, draft: str, ours:
     Raises:
         ValueError: naming the first token that differs.
     """
+    if difference := _difference(theirs, ours):
+        raise ValueError(
+            f"draft model {draft!r} has another tokenizer than target {target!r}: {difference}; ids are compared here, so the tokens must be the "
+            f"same; give a draft model made for this target (`--drafter strings:{draft}` drafts by text)"
+        )
+
+
+def _difference(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> str:
+    """The first token that differs between a target's tokenizer and a draft model's, in words; "" where none does."""
     wanted, got = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in (theirs, ours))
     for index in sorted(wanted.keys() | got.keys()):
         target_token, draft_token = wanted.get(index), got.get(index)
         if target_token == draft_token or (draft_token is None and index in theirs.added_tokens_decoder):
             continue
         says = [f"has {token!r}" if token is not None else "has none" for token in (target_token, draft_token)]
-        raise ValueError(
-            f"draft model {draft!r} has another tokenizer than target {target!r}: at token {index} the target {says[0]}, the draft model "
-            f"{says[1]}; verification compares ids, so the tokens must be the same; give a draft model made for this target"
-        )
+        return f"at token {index} the target {says[0]}, the draft model {says[1]}"
+    return ""
 
 
 def _read(path: str, revision: str | None, trust_remote_code: bool, key: str) -> tuple[int, PreTrainedTokenizerBase]:

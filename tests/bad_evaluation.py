@@ -525,8 +525,8 @@ NUMBERS = [
             ("--depth", "65"),
             ("--nodes", "1000000000"),
             ("--width", "-1"),
-            ("--confidence", "nan"),
-            ("--confidence", "2"),
+            ("--stop", "confidence:nan"),
+            ("--stop", "confidence:2"),
         )
     ),
     *(

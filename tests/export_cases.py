@@ -48,6 +48,7 @@ DRAFTERS = {
     "dspark": ("dspark", BLOCK | {"mask_token_id": 3, "block_size": K, "markov_rank": 6, "num_layers": 1}),
     "dspark with its own mask": ("dspark", BLOCK | {"block_size": K, "markov_rank": 6}),
     "hydra": ("hydra", {"num_heads": 3}),
+    "kangaroo": ("kangaroo", {"exit_layer": 2, "num_heads": 4, "num_kv_heads": 2, "tree": CHAIN}),
     "student": ("student", {}),
     "student with more rows": ("student", {"vocab_size": V + 7}),
 }

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, Round
+from draftsmith.eval.records import Divergence, PositionRecord, QualityRecord, Records, RequestRecord, Round
 
 PATHS = [[0], [0, 0], [1], [0, 1]]
 NODES = len(PATHS) + 1
@@ -92,6 +92,28 @@ def by_chance(prompts=24, tokens=40, seed=0, domains=("code", "chat"), settings=
                 records.requests.append(
                     request(prompt, text, walk(inside, PATHS), domain, setting=setting, language="en" if i % 4 == 1 else "de")
                 )
+    return records
+
+
+def lossy_by_chance(settings=("0.7 rule=typical", "1 top_k=5 rule=membership"), references=True):
+    """Records of lossy rules: plain decoding is right on every second prompt, the first rule on every fourth; the second accepts excluded tokens."""
+    records = by_chance(settings=settings)
+    for number, each in enumerate(records.requests):
+        accepted = sum(round.accepted for round in each.rounds)
+        records.qualities.append(
+            QualityRecord(
+                prompt=each.prompt,
+                setting=each.setting,
+                reference=["so\n#### 5"] if references else ["so"],
+                text="it is 5" if number % 4 == 0 else "it is 6",
+                plain_text="5." if number % 2 == 0 else "none",
+                plain=each.tokens[::-1] + [number % 3],
+                log_prob=-0.9 * len(each.tokens) - number % 5,
+                plain_log_prob=-1.1 * len(each.tokens) - number % 7,
+                kl=0.6 * accepted,
+                outside=int(each.setting == settings[-1] and number % 5 == 0),
+            )
+        )
     return records
 
 

@@ -26,6 +26,7 @@ from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.graph_rounds import GraphRunner
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -79,7 +80,9 @@ def drafter_of(kind, target, name, rng):
         return Suffix(DynamicTree(5, 3, 9), memory=rng.choice([0, 40, 300]))
     if kind.endswith("student"):
         model = shaken(tiny(rng.choice([name, "llama"])), rng.choice([0.0, 0.02, 0.05]))
-        return DraftModel(Target.wrap(model), shape, confidence=rng.choice([0.1, 0.3]) if kind == "unsure student" else 0.0)
+        return DraftModel(
+            Target.wrap(model), shape, stop=Stopping("confidence", rng.choice([0.1, 0.3])) if kind == "unsure student" else None
+        )
     torch.manual_seed(rng.randrange(1000))
     if kind == "medusa":
         drafter = new_drafter("medusa", target, num_heads=4, share_head=rng.random() < 0.3)
@@ -112,7 +115,7 @@ def between(kind, drafter, target, rng):
         if kind not in ("plain", "planting", "suffix") and rng.random() < 0.2:
             drafter.tree_spec = rng.choice([StaticTree.chain(2), DynamicTree(2, 2, 4)])
         if kind.endswith("student") and rng.random() < 0.1:
-            drafter.confidence = 0.0 if drafter.confidence else 0.2
+            drafter.stop = None if drafter.stop else Stopping("confidence", 0.2)
         if rng.random() < 0.2:
             weight = rng.choice([parameter for parameter in target.model.parameters() if parameter.dim() > 1])
             weight.data = 1.05 * weight.data

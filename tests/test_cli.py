@@ -289,7 +289,7 @@ def test_wrong_words_are_one_line():
     for words, says in (
         (
             ("evaluate",),
-            "error: no command 'evaluate'; expected one of train, eval, bench, compare, gate, data, plan, sweep, export, import, check, publish, skip, generate",
+            "error: no command 'evaluate'; expected one of train, eval, bench, serve-bench, compare, gate, data, plan, sweep, export, import, check, publish, skip, generate",
         ),
         (("evl",), "did you mean 'eval'?"),
         (

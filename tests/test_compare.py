@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from commands import failing
 from decoding_cases import relative
 from zoo import tiny
@@ -189,18 +190,18 @@ def contents(folder):
 
 def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, tmp_path):
     target, (drafter,) = loading.open_models(None, [str(student)], "float32")
-    assert target.name == "tiny" and tree_config(drafter.tree_spec) == [[0], [0, 0], [1]] and drafter.confidence == 0.25
+    assert target.name == "tiny" and tree_config(drafter.tree_spec) == [[0], [0, 0], [1]] and str(drafter.stop) == "confidence:0.25"
     config = json.loads((student / "config.json").read_text())
     dynamic = tmp_path / "dynamic"
     shutil.copytree(student, dynamic)
     config["draftsmith"] |= {"tree": {"depth": 3, "width": 2, "nodes": 6}}
     (dynamic / "config.json").write_text(json.dumps(config))
     _, (drafter, other) = loading.open_models("tiny", [str(dynamic), "tiny-draft"], "float32")
-    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.tree_spec.paths) == 7 and other.confidence == 0.0
-    loading.set_confidence(drafter, None)
-    assert drafter.confidence == 0.25
-    loading.set_confidence(drafter, 0.0)
-    assert drafter.confidence == 0.0
+    assert drafter.tree_spec == DynamicTree(3, 2, 6) and len(other.tree_spec.paths) == 7 and other.stop is None
+    loading.set_stop(drafter, None)
+    assert str(drafter.stop) == "confidence:0.25"
+    loading.set_stop(drafter, "none")
+    assert drafter.stop is None
     config["draftsmith"]["target"]["config_hash"] = "0" * 64
     config["draftsmith"]["target"]["name"] = "org/elsewhere"
     (dynamic / "config.json").write_text(json.dumps(config))
@@ -219,13 +220,13 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
     words = f"--prompts {student.parent}/prompts.jsonl --max-new-tokens 8 --temperature 0 --nodes 4 --json --dtype float32".split()
     before = contents(foreign), contents(own)
     exit_on_error(acceptance.main, [str(foreign), *words])
-    exit_on_error(acceptance.main, [str(own), *words, "--confidence", "0.5"])
+    exit_on_error(acceptance.main, [str(own), *words, "--stop", "confidence:0.5"])
     exit_on_error(acceptance.main, [str(own), *words, "--tree", "largest"])
     assert (contents(foreign), contents(own)) == before
     capsys.readouterr()
     exit_on_error(acceptance.main, [str(own), *words])
     report = json.loads(capsys.readouterr().out)
-    assert report["settings"]["confidence"] == 0.25
+    assert report["settings"]["stop"] == "confidence:0.25"
     written = json.loads((own / "config.json").read_text())
     assert written["draftsmith"]["tree"] == report["tree"]
     assert written | {"draftsmith": written["draftsmith"] | {"tree": [[0], [0, 0], [1]]}} == config
@@ -233,9 +234,9 @@ def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp
     assert new == {"README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png"}
     assert json.loads((own / "acceptance.json").read_text()) == report
     text = (own / "README.md").read_text()
-    assert text.startswith(
-        "---\nlibrary_name: transformers\ntags: [speculative-decoding, draftsmith, draft-model]\n---\n\n# Draft model for tiny\n"
-    )
+    fields, body = yaml.safe_load(text.split("---\n")[1]), text.split("---\n", 2)[2]
+    assert fields["library_name"] == "transformers" and fields["tags"] == ["speculative-decoding", "draftsmith", "draft-model"]
+    assert body.startswith("\n# Draft model for tiny\n") and "model-index" in fields
     assert "12 steps, 3,456 tokens" in text and "| domain | T | τ |" in text and "Not measured yet" not in text
 
 
@@ -268,7 +269,7 @@ def test_drafters_side_by_side(student, capsys):
     exit_on_error(compare.main, [*words[:2], *words[3:], "--expected", "--depth", "2", "--json"])
     computed = json.loads(capsys.readouterr().out)
     exit_on_error(
-        compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--confidence", "0"]
+        compare.main, [*words[:2], *words[3:], "--tree", "chain", "--depth", "2", "--json", "--temperature", "0", "--stop", "none"]
     )
     real = json.loads(capsys.readouterr().out)
     assert computed["rows"][:2] == real["rows"] and computed["trees"] == real["trees"]  # to the last bit: exact at T = 0
@@ -284,11 +285,11 @@ def test_mistakes_in_comparing(student, capsys):
     for words, says in (
         (["tiny-draft"], "got one drafter, 'tiny-draft'; expected two at least"),
         ([*pair, "ngram", "--expected"], "--expected: ngram is no draft model"),
-        ([*pair, "ngram", "--confidence", "0.5"], "--confidence 0.5: ngram is no draft model"),
-        ([*pair, "--confidence", "1"], "--confidence 1: expected a probability"),
+        ([*pair, "ngram", "--stop", "svip:0.5"], "--stop svip:0.5: ngram does not draft level by level"),
+        ([*pair, "--stop", "confidence:1"], "--stop: got confidence 1; expected 0 or more and less than 1"),
         ([*pair, "--expected", "--rule", "target-sample"], "what can be computed is rule rejection"),
         ([*pair, "--expected", "--tree", "dynamic"], "--expected is of complete chains"),
-        ([*pair, "--expected", "--confidence", "0.1"], "--expected is of complete chains"),
+        ([*pair, "--expected", "--stop", "svip:0.1"], "--expected is of complete chains"),
         ([*pair, "--expected", "--depth", "9"], "got a tree 9 deep; draft model looks 8 ahead"),
         ([*pair, "--temperature", "-1"], "--temperature -1.0: expected 0 or 0.0001 to 10,000"),
         ([*pair, "--max-new-tokens", "600"], "does not fit the target's context"),
@@ -296,5 +297,5 @@ def test_mistakes_in_comparing(student, capsys):
     ):
         assert says in failing(capsys, compare.main, words), words
     for drafter in ("ngram", "none"):
-        assert f"{drafter} is no draft model" in failing(capsys, generate.main, ["--drafter", drafter, "--confidence", "0.5", "x"])
-    assert "suffix is no draft model" in failing(capsys, acceptance.main, ["suffix", "--confidence", "0.5"])
+        assert f"{drafter} does not draft level" in failing(capsys, generate.main, ["--drafter", drafter, "--stop", "gain", "x"])
+    assert "suffix does not draft level" in failing(capsys, acceptance.main, ["suffix", "--stop", "gain"])

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import tiny
 
-from draftsmith.inference import draft_model, rules
+from draftsmith.inference import rules, stopping
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import Sampling, warp
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -39,8 +40,8 @@ class Watched(Checked):
         if isinstance(self.tree_spec, StaticTree):
             spec = self.tree_spec.cut(round.depth)
             best = self.best(round, tree, spec)
-            assert all(best[d] >= self.confidence for d in range(1, depth))
-            assert depth == spec.max_depth or best[depth] < self.confidence
+            assert all(best[d] >= self.stop.threshold for d in range(1, depth))
+            assert depth == spec.max_depth or best[depth] < self.stop.threshold
             assert tree.tokens.shape[1] == spec.cut(depth).num_nodes
         return tree
 
@@ -73,7 +74,7 @@ def target():
 def test_output_is_that_of_plain_decoding(target, how, shape):
     plain, seen = texts(Decoder(target).generate(PROMPTS, HOWS[how], NEW, ())), Counter()
     for slots, adaptive in ((1, None), (5, None), (3, DepthPattern())):
-        drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, confidence=CONFIDENCE)
+        drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, stop=Stopping("confidence", CONFIDENCE))
         out = Decoder(target, drafter, slots=slots, adaptive=adaptive).generate(PROMPTS, HOWS[how], NEW, ())
         assert texts(out) == plain, slots
         seen += drafter.seen
@@ -85,7 +86,7 @@ def test_output_is_that_of_plain_decoding(target, how, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_confidences_of_nearly_zero_and_nearly_one(target, shape, monkeypatch):
     def rounds(confidence, how, slots=5):
-        drafter = DraftModel(relative("llama", 0.005), SHAPES[shape], confidence=confidence)
+        drafter = DraftModel(relative("llama", 0.005), SHAPES[shape], stop=Stopping("confidence", confidence) if confidence else None)
         out = Decoder(target, drafter, slots=slots).generate(PROMPTS, how, NEW, ())
         return texts(out), [[(round.size, round.accepted) for round in answer.rounds] for answer in out]
 
@@ -94,22 +95,22 @@ def test_confidences_of_nearly_zero_and_nearly_one(target, shape, monkeypatch):
     assert all(rounds(0.0, how) == rounds(1e-9, how) for how in HOWS.values())
     if shape != "dynamic":
         assert rounds(0.0, rejection) != rounds(1e-9, rejection)
-        monkeypatch.setattr(draft_model, "DEPTH_STRIDE", 0)
+        monkeypatch.setattr(stopping, "DEPTH_STRIDE", 0)
         assert rounds(0.0, rejection) == rounds(1e-9, rejection)
         monkeypatch.undo()
     level = 1 + len([path for path in SHAPES[shape].paths if len(path) == 1]) if shape != "dynamic" else 1 + SHAPES[shape].width
     for how in (*HOWS.values(), *([rejection] if shape != "dynamic" else [])):
         assert {size for answer in rounds(1 - 1e-6, how)[1] for size, _ in answer} == {level}
-    monkeypatch.setattr(DraftModel, "_confident", None)
+    monkeypatch.setattr(Stopping, "goes_on", None)
     for how in HOWS.values():
         sizes = {size for answer in rounds(0.0, how)[1] for size, _ in answer}
         assert sizes == {SHAPES[shape].num_nodes}, "confidence 0 never stops"
 
 
-def test_a_confidence_is_a_probability(target):
+def test_a_confidence_is_a_probability():
     for wrong in (-0.1, 40.0):
-        with pytest.raises(ValueError, match=f"confidence {wrong}; expected a probability"):
-            DraftModel(target, StaticTree.chain(2), confidence=wrong)
+        with pytest.raises(ValueError, match=f"got confidence {wrong:g}; expected 0 or more and less than 1"):
+            Stopping("confidence", wrong)
 
 
 def distribution_of_a_round(p: list[Tensor], q: list[Tensor], drafts) -> Tensor:
@@ -192,7 +193,7 @@ def test_distribution_under_rejection(vocab, rule):
     sequences = torch.tensor([[*prompt, *more] for more in itertools.product(range(8), repeat=2)])
     p = target.logits(target.forward(sequences).hidden).double().softmax(-1).view(8, 8, len(prompt) + 2, 8)
     expected = p[0, 0, 2][:, None, None] * p[:, 0, 3][:, :, None] * p[:, :, 4]
-    drafter = DraftModel(small(vocab, 0.15), StaticTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), confidence=0.4)
+    drafter = DraftModel(small(vocab, 0.15), StaticTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), stop=Stopping("confidence", 0.4))
     out = Decoder(target, drafter, slots=8).generate([prompt] * count, how, 3, ())
     tokens = torch.tensor(texts(out))
     assert p_value(tokens @ torch.tensor([64, 8, 1]), expected.flatten()) > GREEN
@@ -232,7 +233,7 @@ def count_twos(count: int = 120) -> int:
     beside = {(at, token): {4: 1.0} if at in confident else {4: 0.5, 5: 0.5} for at in range(16) for token in (4, 5)}
     both = beside | {(1, 0): {0: 1.0}, (2, 0): even}
     vain = {(0, 0): {1: 1.0}, (1, 1): {1: 1.0}, (2, 1): even, (3, 2): {2: 1.0}, (3, 3): even}
-    drafter = DraftModel(planted(both | vain), StaticTree.chain(4), confidence=0.9)
+    drafter = DraftModel(planted(both | vain), StaticTree.chain(4), stop=Stopping("confidence", 0.9))
     decoder, thirds = Decoder(planted(both | {(0, 0): {0: 1.0}}), drafter, slots=2), Counter()
     for i in range(count):
         answer = decoder.generate([[0], [4]], Sampling(1.0, rule="rejection"), 6, (), requests=[2 * i, 2 * i + 1])[0].tokens
@@ -245,5 +246,5 @@ def count_twos(count: int = 120) -> int:
 def test_a_token_drawn_in_vain_is_not_drawn_again(monkeypatch):
     """120 even draws: 60 ± 5.5. With the noise of the index alone, a 2 that was drawn in vain would be drawn again: three in four."""
     assert 38 < count_twos() < 82
-    monkeypatch.setattr(draft_model, "DEPTH_STRIDE", 0)
+    monkeypatch.setattr(stopping, "DEPTH_STRIDE", 0)
     assert count_twos() > 82

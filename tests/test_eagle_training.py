@@ -89,10 +89,10 @@ def test_a_run_ends_with_an_artifact_that_has_the_tau_it_measured(words, target_
     target = Target.load(str(target_folder))
     drafter = load_drafter(tmp_path / "artifact", target)
     best = max(taus, key=lambda step: taus[step])
-    assert (
-        drafter.config.training == {"positions": 32, "steps": best, "tokens": best * 2 * 32}
-        and drafter.tree_spec.paths == StaticTree.chain(3).paths
-    )
+    (data,) = drafter.config.training["data"]
+    assert data["path"] == "text.txt" and len(data["sha256"]) == 64
+    assert drafter.config.training == {"positions": 32, "steps": best, "tokens": best * 2 * 32, "data": [data]}
+    assert drafter.tree_spec.paths == StaticTree.chain(3).paths
     asked = [target.tokenizer.encode(one) for one in ("for line in", "    yield", "def strip", "lines:\n")]
     done = Decoder(target, drafter, slots=2).generate(asked, max_new_tokens=10)
     assert sum(len(one.tokens) for one in done) / sum(len(one.rounds) for one in done) == pytest.approx(max(taus.values()), abs=1e-6)

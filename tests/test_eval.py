@@ -197,7 +197,7 @@ class Bytes:
     def encode(self, text):
         return [ord(c) % 48 for c in text]
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=False):
         return chr(ids[0])
 
 

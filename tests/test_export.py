@@ -74,6 +74,8 @@ REFUSED = [
     ("mlp with an LSTM", "vllm", "has no LSTM: .*; no engine does; it runs here alone"),
     ("dflash with its own mask", "sglang", "lets the rows of a block see all of it; nearest: --to vllm"),
     ("dspark with its own mask", "vllm", "reads no mask embedding of its own: train with dspark.mask_token; no engine does"),
+    ("kangaroo", "vllm", r"vLLM does not serve Kangaroo \(it has no such drafter\); no engine does; it runs here alone"),
+    ("kangaroo", "gguf", "llama.cpp does not serve Kangaroo"),
     ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
     ("eagle1", "tgi", "TGI does not serve EAGLE-1"),

@@ -112,16 +112,16 @@ def positions_by_index(self):
     return self.length[:, None] + torch.arange(self.nodes)
 
 
-def window_by_index(self, window):
+def window_by_index(self, window, sinks):
     depth, self.depth = self.depth, torch.arange(self.nodes).expand_as(self.depth)
     try:
-        return plain_allowed(self, window)
+        return plain_allowed(self, window, sinks)
     finally:
         self.depth = depth
 
 
-def no_window(self, window):
-    return plain_allowed(self, None)
+def no_window(self, window, sinks):
+    return plain_allowed(self, None, sinks)
 
 
 def every_earlier_node_visible(self):
@@ -129,8 +129,8 @@ def every_earlier_node_visible(self):
     return torch.ones(nodes, nodes).tril().bool().expand(len(self.tokens), -1, -1)
 
 
-def stale_slots_visible(self, window):
-    allowed = plain_allowed(self, window)
+def stale_slots_visible(self, window, sinks):
+    allowed = plain_allowed(self, window, sinks)
     slots = torch.arange(allowed.shape[-1])
     return allowed | (slots >= self.length[:, None] + self.nodes)[:, None, :]
 

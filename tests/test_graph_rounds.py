@@ -24,6 +24,7 @@ from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -86,7 +87,9 @@ def drafter_of(kind, target):
         shape = {"tree": StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)]), "dynamic": DynamicTree(3, 2, 6)}
         confidence = 0.2 if kind.endswith("sure") else 0.0
         # Near the target, so that every length is accepted.
-        return DraftModel(near(target), shape.get(kind[8:], StaticTree.chain(3)), confidence=confidence)
+        return DraftModel(
+            near(target), shape.get(kind[8:], StaticTree.chain(3)), stop=Stopping("confidence", confidence) if confidence else None
+        )
     if kind == "medusa":
         drafter = new_drafter("medusa", target, num_heads=3)
         drafter.tree_spec = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (0, 0, 0)])
@@ -203,7 +206,7 @@ def test_graphs_are_captured_again_when_something_changed(references):
         return {round.size for answer in got for round in answer.rounds}
 
     assert sizes() == {4}
-    decoder.drafter.confidence = 0.9
+    decoder.drafter.stop = Stopping("confidence", 0.9)
     assert 2 in sizes()
     decoder.drafter = drafter_of("ngram", target)
     sizes()

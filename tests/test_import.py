@@ -20,7 +20,7 @@ PUBLISHED = [
     *(
         (name, "vllm")
         for name in DRAFTERS
-        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "hydra")
+        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "hydra", "kangaroo")
     ),
     ("eagle3", "speculators"),
     ("eagle3 of speculators", "speculators"),

@@ -26,6 +26,7 @@ from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.policy import LoadPolicy, PolicyDepth
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
 
@@ -305,7 +306,7 @@ def test_the_probe_measures_every_load(kind, monkeypatch):
     monkeypatch.setattr(probe, "ROUNDS", 12)
     target = Target.wrap(tiny("llama"))
     own = StaticTree.from_paths([(0,), (1,), (0, 0)])
-    drafter = DraftModel(relative("llama"), own, confidence=0.5) if kind == "draft model" else Ngram(StaticTree.chain(3))
+    drafter = DraftModel(relative("llama"), own, stop=Stopping("confidence", 0.5)) if kind == "draft model" else Ngram(StaticTree.chain(3))
     before, lengths = drafter.tree_spec, set()
     seconds = probe._Runner.seconds
 
@@ -326,7 +327,7 @@ def test_the_probe_measures_every_load(kind, monkeypatch):
     assert len(record["rounds"]) == (8 if kind == "draft model" else 2)
     for each in record["rounds"]:
         assert len(each["draft"]) == len(each["verify"]) >= 10 and min(each["draft"]) > 0 and min(each["plain"]) > 0
-    assert drafter.tree_spec.paths == before.paths and (kind == "lookup" or drafter.confidence == 0.5)
+    assert drafter.tree_spec.paths == before.paths and (kind == "lookup" or str(drafter.stop) == "confidence:0.5")
     # 2 layers, keys and values, 2 KV heads of dim 8, 4 bytes each
     assert record["kv_bytes"]["target"] == 2 * 2 * 2 * 8 * 4 and (record["kv_bytes"]["drafter"] > 0) == (kind == "draft model")
     tied = target.model.config.tie_word_embeddings

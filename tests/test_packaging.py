@@ -22,6 +22,7 @@ NESTED = (
     "train/exchange",
     "models/formats",
     "eval/benchmarks",
+    "eval/servers",
     "inference/kernels",
 )
 PACKAGES = tuple(sorted((*FOLDERS, *NESTED), key=lambda folder: (FOLDERS.index(folder.split("/")[0]), (*FOLDERS, *NESTED).index(folder))))

@@ -11,8 +11,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hand_records import by_chance, divergence
+from hand_records import by_chance, divergence, lossy_by_chance
 
+from draftsmith.eval import card
 from draftsmith.eval.page import content_json, html, markdown, page_content
 from draftsmith.eval.report import report_of
 
@@ -76,7 +77,9 @@ def numbers_in(value):
     return {value} if isinstance(value, int | float) and not isinstance(value, bool) else set()
 
 
-def test_every_number_shown_is_in_the_json(content):
+@pytest.mark.parametrize("lossy", [False, True])
+def test_every_number_shown_is_in_the_json(content, lossy):
+    content = content_of(lossy_by_chance()) if lossy else content
     page, known = Page(html(content)), numbers_in(json.loads(content_json(content)))
     assert len(page.numbers) > 200 and len({value for value, _ in page.numbers}) > 100
     for value, text in page.numbers:
@@ -254,7 +257,8 @@ def check(value, rule, root, where="report"):
 
 def test_the_json_report_is_of_the_published_schema(content):
     read = json.loads(content_json(content))
-    assert read == content and set(read) == set(schema()["properties"]), "describe the new key in report.schema.json"
+    expected = set(schema()["properties"]) - {"quality"}  # which lossy rules alone have
+    assert read == content and set(read) == expected, "describe the new key in report.schema.json"
     check(read, schema(), schema())
     try:
         import jsonschema
@@ -265,6 +269,36 @@ def test_the_json_report_is_of_the_published_schema(content):
     for wrong in ({"nodes": "5"}, {"distinct": 1.5}, {"watermark": "x"}, {"text": {}}, {"slices": {"context": []}}, {"calibration": [{}]}):
         with pytest.raises(AssertionError):
             check(read | wrong, schema(), schema())
+
+
+def test_what_a_lossy_rule_costs_stands_beside_its_tau():
+    records = lossy_by_chance()
+    report = report_of(records)
+    content = page_content(records, report)
+    check(content, schema(), schema())
+    assert set(content["quality"]) == set(content["lossy"]) == {"0.7 rule=typical", "1 top_k=5 rule=membership"}
+    first, second = content["quality"].values()
+    assert first["accuracy"]["drafted"] == 0.25 and first["accuracy"]["plain"] == 0.5 and first["accuracy"]["plain_only"] == 3
+    assert first["tau"] == content["overall"]["0.7 rule=typical"]["tau"] and first["kl"] > 0
+    assert second["kl"] is None and second["outside"] == 2
+    text, lines = html(content), markdown(content).splitlines()
+    assert 'id="quality"' in text and "accepted tokens that plain decoding never draws" in text
+    assert text.index('id="quality"') < text.index('id="domains"') and text.count("LOSSY</span>") >= 2
+    rows = [line for line in lines if " LOSSY | " in line]
+    assert len(rows) == 2 and f"| {first['tau']:.2f} | {first['kl']:.3f} (" in rows[0] and "| infinite |" in rows[1]
+    assert len({line.count(" | ") for line in (lines[0], *rows)}) == 1
+    measured = card.measured(report, markdown(content))
+    assert measured.count("LOSSY, τ") == 2 and "right answers 25.0%, plain 50.0%, of 12 prompts" in measured
+    named = [row["metrics"][0] for row in card.results(content)["model-index"][0]["results"] if "LOSSY" in row["metrics"][0]["name"]]
+    assert named and all(("kl" in row["args"]) == (row["name"].endswith("T=0.7 rule=typical LOSSY")) for row in named)
+    assert all(row["args"]["accuracy"] == 0.25 and row["args"]["plain_accuracy"] == 0.5 for row in named)
+    none = content_of(lossy_by_chance(references=False))
+    check(none, schema(), schema())
+    assert html(none).count("no reference that can be judged") == 2 and "| none | – | – | – |" in markdown(none)
+    old = content_of(by_chance(settings=("1 rule=typical",)))
+    assert "quality" not in old and "not recorded" in html(old) and "KL" not in markdown(old)
+    without = content_of(by_chance())
+    assert "quality" not in without and 'id="quality"' not in html(without)
 
 
 def test_the_markdown_has_survival_slices_and_failures(content):

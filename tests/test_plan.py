@@ -1,5 +1,6 @@
 """`draftsmith plan`: the memory that it reports is what PyTorch's own profiler sees a real step allocate; its sums are those of real models."""
 
+import gc
 import json
 import re
 
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import span_attention
 from draftsmith.models.target import Target
-from draftsmith.train import dflash, distill, dspark, eagle, hydra, medusa, mlp, peagle, recipe
+from draftsmith.train import dflash, distill, dspark, eagle, hydra, kangaroo, medusa, mlp, peagle, recipe
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -42,6 +43,7 @@ CASES = {
     "dflash, causal, paced": (dflash, "dflash-tiny", ["dflash.causal=true", "dflash.weights=pace", "dflash.loss=0.5 kl + 0.5 nll"]),
     "dspark": (dspark, "dspark-tiny", []),
     "peagle": (peagle, "peagle-tiny", []),
+    "kangaroo": (kangaroo, "kangaroo-tiny", []),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),
@@ -100,6 +102,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     if releasing:
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    gc.collect()  # what an earlier profile saw allocated would count as freed in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with record_function("backward"):
             backward()

@@ -41,7 +41,7 @@ from zoo import VOCAB, tiny
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.processors import IMPURE, History
+from draftsmith.inference.processors import IMPURE, History, _on_host
 from draftsmith.inference.sampler import Sampling, sample
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
@@ -504,8 +504,8 @@ class PaddingToo(History):
 class Flattened(History):
     """Every node is a child of the root: histories of one length, and wrong ones."""
 
-    def _process(self, slots, tree, scores):
-        super()._process(slots, replace(tree, parents=tree.parents.clamp(max=0)), scores)
+    def _process(self, slots, trees, scores):
+        super()._process(slots, [(tokens, [min(parent, 0) for parent in parents]) for tokens, parents in trees], scores)
 
 
 class PenaltyLast(History):
@@ -513,7 +513,7 @@ class PenaltyLast(History):
 
     def apply(self, round, tree, logits):
         scores = logits.to(torch.float32, copy=True)
-        self._process(round.slots, tree, scores)
+        self._process(round.slots, _on_host(tree), scores)
         return self._penalise(self._seen.index_select(0, round.slot_index), tree, scores)
 
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # pydantic takes half a second, in which Ctrl-C would be a tr
 COMMANDS = {
     "eval": ("draftsmith.eval.acceptance", "measure a drafter's acceptance and speedup on held-out prompts"),
     "bench": ("draftsmith.eval.bench", "measure speed against transformers, the same prompts in turn"),
+    "serve-bench": (
+        "draftsmith.eval.servers.bench",
+        "measure servers under load, with speculation and without: vLLM, SGLang, llama.cpp, TGI",
+    ),
     "compare": ("draftsmith.eval.compare", "compare drafters: differences of τ on the same prompts"),
     "gate": ("draftsmith.eval.gate", "judge an evaluation before a rollout: bounds on τ and speedup, exit status 0, 1 or 2"),
     "data": ("draftsmith.train.data_cli", "prepare conversations, look at them, let the target answer them, capture its features"),
@@ -180,7 +184,7 @@ def _shown(value: object) -> str:
 
 
 def _table(rows: dict[str, str]) -> str:
-    return "\n".join(f"  {name:10} {about}" for name, about in rows.items())
+    return "\n".join(f"  {name:11} {about}" for name, about in rows.items())
 
 
 def _refuse(kind: str, word: str, known: list[str]) -> NoReturn:

@@ -100,6 +100,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
 from draftsmith.inference.reading import read_json
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.terminal import printable
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import adapter
@@ -390,7 +391,9 @@ def main(arguments: list[str]) -> None:
         packed = train if isinstance(train, PackedDataset) else train.packed
         model = initial_student(recipe, target, packed)
         student = students.frozen(model, target.tokenizer)
-        drafter = DraftModel(student, tree_spec_of(recipe.tree), confidence=section.confidence)
+        drafter = DraftModel(
+            student, tree_spec_of(recipe.tree), stop=Stopping("confidence", section.confidence) if section.confidence else None
+        )
         fingerprint, refresh = setup.fingerprint(target, train), None
         if section.on_policy or section.rejections:
             train = with_replay(recipe, target, student, model, packed)

@@ -81,7 +81,7 @@ def contenders(
     for name, drafter in drafters.items():
         if name in ("ngram", "suffix"):
             counterparts[name] = LOOKUP
-        elif isinstance(drafter, DraftModel):
+        elif type(drafter) is DraftModel:
             assisted = f"{THEIRS}, assistant {name.removeprefix(drafter.method).strip()}"
             sizes = drafter.model.config.vocab_size, target.config.vocab_size
             if sizes[0] != sizes[1]:

@@ -43,7 +43,7 @@ ENGINES = {
     "gguf": "llama.cpp",
 }
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
-FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra", "kangaroo": "Kangaroo"}
 
 
 class Row(NamedTuple):

@@ -30,7 +30,7 @@ def main(request: dict[str, Any], features: Path) -> dict[str, Any]:
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     import numpy as np
     import torch
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     seen: list[tuple[list[int], Any]] = []  # proposal and hidden states of each round
     for module, name in PROPOSERS:
