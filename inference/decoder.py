@@ -19,10 +19,10 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, Plain, ResumableDrafter, Target, tensor_addresses
 from draftsmith.inference.exact import check as check_exact
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
-from draftsmith.inference.kept_slots import KeptSlots
 from draftsmith.inference.kernels import missing, use
 from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.prefill import Prefill
+from draftsmith.inference.prefix_cache import PrefixCache
 from draftsmith.inference.processors import History, Processor
 from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, collect, finalise, make_requests
 from draftsmith.inference.rounds import EagerRound, EagerRunner, verify_round
@@ -56,7 +56,7 @@ class Decoder:
         exact: the nodes of every forward of a round, plain decoding's too. Decoders of the same `exact` and the same `context` give the
             same answers in any dtype, whatever their drafters, one slot at a time (`inference/exact.py`).
         keep: a slot keeps the KV of its last request, target's and drafter's, for a later prompt that begins with the same tokens: the
-            next turn of a conversation, of this call or another (`inference/kept_slots.py`). Needs `context`. Answers and drafts are those
+            next turn of a conversation, of this call or another (`inference/prefix_cache.py`). Needs `context`. Answers and drafts are those
             without it, up to rounding: KV of an answer comes from rounds, not from a prefill. Weights must not change meanwhile.
 
     Raises:
@@ -103,7 +103,7 @@ class Decoder:
         self.kernels, self.graphs = kernels, graphs
         self.counters = Counters()
         self._reusable = _Reusable()
-        self._kept_slots = KeptSlots() if keep and isinstance(self.drafter, ResumableDrafter) else None
+        self._prefixes = PrefixCache() if keep and isinstance(self.drafter, ResumableDrafter) else None
         self._busy = False
 
     def _check_exact(self, nodes: int, slots: int, kernels: bool) -> None:
@@ -163,7 +163,7 @@ class Decoder:
         longest = max((len(request.prompt) for request in checked), default=0)
         context = self.context or min(longest + max_new_tokens, self.target.max_positions)
         return self._run(
-            Scheduler(checked, self.slots, None if self._kept_slots is None else self._choose),
+            Scheduler(checked, self.slots, None if self._prefixes is None else self._choose),
             sampling,
             history,
             Limits(context, max_new_tokens, stops),
@@ -171,7 +171,7 @@ class Decoder:
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
         """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
-        if self._kept_slots is not None:
+        if self._prefixes is not None:
             return "slots that keep their KV need the host"
         with use(self.kernels):
             return refusal(self.target, self.drafter, sampling, processed)
@@ -248,7 +248,7 @@ class Decoder:
             return []
         began = self._clock()
         admitted = scheduler.admit()
-        if self._kept_slots is not None:
+        if self._prefixes is not None:
             prefill.cache.cut([request.slot for request in admitted], [request.reused for request in admitted])
         prefill.run(admitted)
         scheduler.start(admitted)
@@ -259,8 +259,8 @@ class Decoder:
 
     def _choose(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
         """The free slot that keeps most of the prompt, and how many positions of it."""
-        assert self._kept_slots is not None and isinstance(self.drafter, ResumableDrafter)
-        return self._kept_slots.take(prompt, free, self.drafter.resumable)
+        assert self._prefixes is not None and isinstance(self.drafter, ResumableDrafter)
+        return self._prefixes.take(prompt, free, self.drafter.resumable)
 
     def _release(self, scheduler: Scheduler, runner: GraphRunner | EagerRunner, requests: Sequence[Request]) -> None:
         """Free the slots of these requests everywhere. Those that have ended keep their KV, if the decoder does."""
@@ -269,12 +269,12 @@ class Decoder:
         scheduler.release(slots)
         if self.adaptive:
             self.adaptive.drop(slots)
-        ended = [request for request in requests if request.ended and self._kept_slots is not None]
-        if self._kept_slots is not None and isinstance(self.drafter, ResumableDrafter):
+        ended = [request for request in requests if request.ended and self._prefixes is not None]
+        if self._prefixes is not None and isinstance(self.drafter, ResumableDrafter):
             for request in ended:
-                self._kept_slots.keep(request.slot, request.prompt + request.answer)
+                self._prefixes.keep(request.slot, request.prompt + request.answer)
             self.drafter.keep([request.slot for request in ended])
-        dropped = [request.slot for request in requests if not request.ended or self._kept_slots is None]
+        dropped = [request.slot for request in requests if not request.ended or self._prefixes is None]
         if dropped:
             self.drafter.drop(dropped)
             runner.cache.reset(dropped)
@@ -293,10 +293,10 @@ class Decoder:
         # Each time: another decoder may have bound the same drafter meanwhile.
         addresses = drafter.bind(self.target, self.slots, context)
         used_by, _LAST_USER[drafter] = _LAST_USER.get(drafter), self.counters
-        if self._kept_slots is not None and (self._kept_slots.made_for != (reusable.cache, addresses) or used_by is not self.counters):
-            self._kept_slots.forget()
-            self._kept_slots.made_for = reusable.cache, addresses
-        filled = [] if self._kept_slots is None else self._kept_slots.slots
+        if self._prefixes is not None and (self._prefixes.made_for != (reusable.cache, addresses) or used_by is not self.counters):
+            self._prefixes.forget()
+            self._prefixes.made_for = reusable.cache, addresses
+        filled = [] if self._prefixes is None else self._prefixes.slots
         reusable.cache.reset(
             [slot for slot in range(self.slots) if slot not in filled]
         )  # a prefill that failed leaves its positions behind

@@ -109,7 +109,10 @@ class Hybrid:
 
     def keep(self, slots: list[int]) -> None:
         self.lookup.keep(slots)
-        self.trained.keep(slots)  # type: ignore[attr-defined]
+        if isinstance(self.trained, ResumableDrafter):
+            self.trained.keep(slots)
+        else:
+            self.trained.drop(slots)
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
         self.lookup.resume(slots, prompts, reused, out)

@@ -20,8 +20,8 @@ from draftsmith.eval.report import report_of
 from draftsmith.eval.settings import Settings
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.inference.kept_slots import KeptSlots
 from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.prefix_cache import PrefixCache
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
@@ -82,8 +82,8 @@ def test_a_later_turn_is_asked_after_the_targets_own_answers(folder, target):
 
 
 def test_later_turns_find_the_kv_of_earlier_ones(folder, target, monkeypatch):
-    reused, take = [], KeptSlots.take
-    monkeypatch.setattr(KeptSlots, "take", lambda *given: reused.append(take(*given)[1]) or (0, reused[-1]))
+    reused, take = [], PrefixCache.take
+    monkeypatch.setattr(PrefixCache, "take", lambda *given: reused.append(take(*given)[1]) or (0, reused[-1]))
     read = [prompt for prompt in prompts.load(folder / "prompts.jsonl") if prompt.id == "two"]
     encoded, _ = encode_prompts(target, read, NEW)
     # The third turn needs an answer to the second, whose prompt begins with the first and the answer to it. Both fit one decoder's context.

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["KeptSlots"]
+__all__ = ["PrefixCache"]
 
 
-class KeptSlots:
+class PrefixCache:
     """Which text's KV each free slot of a decoder still has. There is one text a slot, so that memory is the decoder's slots × context.
 
     Of a text that shares n tokens with a prompt n − 1 positions are used again. The last of the n is encoded anew: drafters need the

@@ -1,10 +1,13 @@
 """KV kept for the next turn of a conversation: answers, rounds and proposals are those without, and only new tokens are prefilled."""
 
+import itertools
 import random
 
 import pytest
 import torch
 from decoding_cases import SAMPLED, relative, texts
+from languages import PIECES, STOP, Enumerated, spell
+from other_tokenizers import KINDS, TEXTS, model_of, vocabulary
 from zoo import VOCAB, tiny
 
 from draftsmith.inference import draft_window
@@ -12,12 +15,14 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain, ResumableDrafter
 from draftsmith.inference.hybrid import Hybrid
-from draftsmith.inference.kept_slots import KeptSlots
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.prefix_cache import PrefixCache
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
+from draftsmith.inference.shared_tokens import SharedTokens
+from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -50,13 +55,24 @@ DRAFTERS = {
     "eagle 1": lambda target: heads(target, "eagle", version=1, **ATTENTION),
     "peagle": lambda target: heads(target, "peagle", taps=[0, 1], steps=4, **ATTENTION),
     "dflash": lambda target: heads(target, "dflash", taps=[0, 1]),
+    "dspark": lambda target: heads(target, "dspark", taps=[0, 1]),
+    "mlp": lambda target: heads(target, "mlp", num_heads=3, inner_size=24),
+    "kangaroo": lambda target: heads(target, "kangaroo", exit_layer=1, num_heads=16, num_kv_heads=4, head_dim=64),
     "ngram": lambda target: Ngram(),
     "suffix": lambda target: Suffix(),
+    "suffix with memory": lambda target: Suffix(memory=60),
     "lookahead": lambda target: Lookahead(),
     "recycling": lambda target: Recycling(),
     "early exit": lambda target: early_exit(target, 1),
     "hybrid": lambda target: Hybrid(heads(target, "eagle", taps=[0, 1], **ATTENTION), Ngram()),
 }
+
+
+def other_tokenizer(way, target, model):
+    ours, theirs = vocabulary(model), vocabulary(target)
+    if way == "strings":
+        return StringMatching(model, ours, theirs, StaticTree.chain(3), chunk=7)
+    return SharedTokens(model, ours, theirs, target.vocab_size, TREE, chunk=7)
 
 
 class Recorded:
@@ -90,7 +106,7 @@ def next_turn(rng: random.Random, number: int, turn: int, prompt: list[int], ans
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_turns_are_those_without_kept_slots(target, name):
+def test_turns_are_those_without_the_cache(target, name):
     for how, slots, stops in ((Sampling(), 1, ()), (SAMPLED, 3, ()), (Sampling(), 3, (5, 11, 17, 23))):
         if slots > 1 and name == "recycling":
             continue  # its table depends on the order of the slots
@@ -107,6 +123,35 @@ def test_turns_are_those_without_kept_slots(target, name):
         assert not fresh.kept
         if name != "recycling":
             assert kept.decoder.counters.prefill_chunks < fresh.decoder.counters.prefill_chunks or slots == 3
+
+
+@pytest.mark.parametrize("way", ["strings", "tli"])
+def test_draft_models_of_other_tokenizers_read_the_text_again(way):
+    """The target reads new tokens alone; what is drafted is the same."""
+    target, model = model_of(KINDS["bpe"]()), model_of(KINDS["sentencepiece"](), 1, 1)
+    kept, fresh = (Recorded(target, other_tokenizer(way, target, model), slots=2, keep=keep) for keep in (True, False))
+    rng = random.Random(3)
+    conversations = [target.tokenizer.encode(text)[:20] for text in TEXTS[1:3]]
+    for _ in range(TURNS):
+        results = [decoder.answers(conversations, Sampling(), ()) for decoder in (kept, fresh)]
+        assert results[0] == results[1] and any(max(size) > 1 for _, _, size in results[0][2])
+        pairs = zip(conversations, results[0][0], strict=True)
+        conversations = [prompt + answer + [rng.randrange(target.vocab_size) for _ in range(3)] for prompt, answer in pairs]
+    assert len([count for count in kept.kept if count]) == 2 * (TURNS - 1)
+
+
+def test_a_constraint_begins_with_the_answer(target):
+    """Each turn's answer is of the language by itself, whatever was answered before."""
+    language = frozenset("".join(pieces) for pieces in itertools.product(PIECES[:3], repeat=3))
+    how = Sampling(0.9, seed=2, constraint=Enumerated(language, VOCAB))
+    for name in ("eagle", "draft model", "kangaroo", "suffix"):
+        kept, fresh = (Recorded(target, DRAFTERS[name](target), slots=2, keep=keep) for keep in (True, False))
+        conversations = [[1, 2, 3, 4, 5], [6, 7]]
+        for _ in range(TURNS):
+            results = [decoder.answers(conversations, how, [STOP]) for decoder in (kept, fresh)]
+            assert results[0] == results[1] and all(spell(answer) in language for answer in results[0][0])
+            conversations = [prompt + answer + [9, 8] for prompt, answer in zip(conversations, results[0][0], strict=True)]
+        assert len([count for count in kept.kept if count]) == 2 * (TURNS - 1), name
 
 
 def test_only_new_tokens_are_read(target):
@@ -126,7 +171,7 @@ def test_only_new_tokens_are_read(target):
 
 def test_one_slot_after_the_other(target):
     """A prompt goes to the slot that has most of it; without one to an empty slot, then to the one that was used least recently."""
-    kept = KeptSlots()
+    kept = PrefixCache()
     kept.keep(0, [1, 2, 3, 4, 5])
     kept.keep(2, [1, 2, 9, 9, 9, 9])
     usable = lambda slot, count: count  # noqa: E731
