@@ -58,10 +58,12 @@ class Decoder:
         keep: a slot keeps the KV of its last request, target's and drafter's, for a later prompt that begins with the same tokens: the
             next turn of a conversation, of this call or another (`inference/prefix_cache.py`). Needs `context`. Answers and drafts are those
             without it, up to rounding: KV of an answer comes from rounds, not from a prefill. Weights must not change meanwhile.
+        conversations: with `keep`, so many texts whose slots others took stay in host memory, with the KV of target and drafter. A prompt
+            that begins with one brings it back.
 
     Raises:
-        ValueError: an architecture that cannot be tree-verified, sizes below one, rounds that cannot be exact, or `keep` without a context
-            or with `exact`.
+        ValueError: an architecture that cannot be tree-verified, sizes below one, rounds that cannot be exact, `keep` without a context or
+            with `exact`, or `conversations` without `keep`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Decoder:
         graphs: bool = True,
         exact: int | None = None,
         keep: bool = False,
+        conversations: int = 0,
     ) -> None:
         for name, value in (("slots", slots), ("context", context), ("chunk", chunk), ("exact", exact)):
             if value is not None and value < 1:
@@ -97,13 +100,17 @@ class Decoder:
             raise ValueError(
                 f"keep: got context {context}, exact {exact}; expected a context and no exact rounds; correct them, or leave it out"
             )
+        if conversations < 0 or (conversations and not keep):
+            raise ValueError(
+                f"got conversations {conversations}, keep {keep}; expected 0 or more, and keep where there are any; correct them"
+            )
         self.slots, self.context, self.chunk, self.exact = slots, context, chunk, exact
         self.timed = timed and target.device.type == "cuda"
         self.adaptive = adaptive
         self.kernels, self.graphs = kernels, graphs
         self.counters = Counters()
         self._reusable = _Reusable()
-        self._prefixes = PrefixCache() if keep and isinstance(self.drafter, ResumableDrafter) else None
+        self._prefixes = PrefixCache(self.drafter, conversations) if keep and isinstance(self.drafter, ResumableDrafter) else None
         self._busy = False
 
     def _check_exact(self, nodes: int, slots: int, kernels: bool) -> None:
@@ -163,7 +170,7 @@ class Decoder:
         longest = max((len(request.prompt) for request in checked), default=0)
         context = self.context or min(longest + max_new_tokens, self.target.max_positions)
         return self._run(
-            Scheduler(checked, self.slots, None if self._prefixes is None else self._choose),
+            Scheduler(checked, self.slots, self._prefixes and self._prefixes.take),
             sampling,
             history,
             Limits(context, max_new_tokens, stops),
@@ -257,11 +264,6 @@ class Decoder:
         runner.assign(slots, last_tokens, [request.noise_key for request in admitted])
         return admitted
 
-    def _choose(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
-        """The free slot that keeps most of the prompt, and how many positions of it."""
-        assert self._prefixes is not None and isinstance(self.drafter, ResumableDrafter)
-        return self._prefixes.take(prompt, free, self.drafter.resumable)
-
     def _release(self, scheduler: Scheduler, runner: GraphRunner | EagerRunner, requests: Sequence[Request]) -> None:
         """Free the slots of these requests everywhere. Those that have ended keep their KV, if the decoder does."""
         slots = [request.slot for request in requests]
@@ -269,12 +271,10 @@ class Decoder:
         scheduler.release(slots)
         if self.adaptive:
             self.adaptive.drop(slots)
-        ended = [request for request in requests if request.ended and self._prefixes is not None]
-        if self._prefixes is not None and isinstance(self.drafter, ResumableDrafter):
-            for request in ended:
-                self._prefixes.keep(request.slot, request.prompt + request.answer)
-            self.drafter.keep([request.slot for request in ended])
-        dropped = [request.slot for request in requests if not request.ended or self._prefixes is None]
+        ended = {request.slot: request.prompt + request.answer for request in requests if request.ended and self._prefixes is not None}
+        if self._prefixes is not None:
+            self._prefixes.keep(ended, runner.cache)
+        dropped = [slot for slot in slots if slot not in ended]
         if dropped:
             self.drafter.drop(dropped)
             runner.cache.reset(dropped)

@@ -291,8 +291,9 @@ class DraftModel:
     def resumable(self, slot: int, count: int) -> int:
         return count
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         self._state.resumable_slots.update(slots)
+        return self._state.cache
 
     @torch.inference_mode()
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:

@@ -190,8 +190,12 @@ class ResumableDrafter(Protocol):
         """How many of the first `count` positions of the slot's last text it can go on from: `count`, or 0 where it cannot."""
         ...
 
-    def keep(self, slots: list[int]) -> None:
-        """The requests in these slots have ended, and may be resumed: in place of `drop`. `bind` leaves such slots as they are."""
+    def keep(self, slots: list[int]) -> "TreeCache | None":
+        """The requests in these slots have ended, and may be resumed: in place of `drop`. `bind` leaves such slots as they are.
+
+        Returns:
+            The cache that has their KV by slot; None if it has none. The KV may be moved to another slot, which is then kept too.
+        """
         ...
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
@@ -232,7 +236,7 @@ class Plain:
     def resumable(self, slot: int, count: int) -> int:
         return count
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> "TreeCache | None":
         pass
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 
 import torch
 
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.tree import DraftTree, Path, StaticTree
@@ -196,7 +197,7 @@ class HostDrafter:
     def resumable(self, slot: int, count: int) -> int:
         return count
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         """A text is soon read again."""
         self.drop(slots)
 

@@ -5,6 +5,7 @@ Letters: B rows · K draft depth of the trained drafter.
 
 from typing import Any
 
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, NodeOutput, ResumableDrafter, RoundContext, Target
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import TreeSpec
@@ -107,12 +108,11 @@ class Hybrid:
             return 0
         return self.trained.resumable(slot, count)
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         self.lookup.keep(slots)
         if isinstance(self.trained, ResumableDrafter):
-            self.trained.keep(slots)
-        else:
-            self.trained.drop(slots)
+            return self.trained.keep(slots)
+        self.trained.drop(slots)
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
         self.lookup.resume(slots, prompts, reused, out)

@@ -102,7 +102,7 @@ class SelfSpeculation:
     def resumable(self, slot: int, count: int) -> int:
         return count
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         pass
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.byte_vocabulary import ByteVocabulary, counterparts, mean_length
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput
 from draftsmith.inference.expand import TreeSpec
@@ -108,7 +109,7 @@ class SharedTokens(DraftModel):
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
             self._texts[slot] += result.tokens
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         """Its KV goes: a position of the target's text is none of its own. So `resume` reads the prompts again."""
         self.drop(slots)
 

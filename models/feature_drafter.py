@@ -152,8 +152,9 @@ class PairDrafter(DrafterModel):
         enough = not isinstance(cache, WindowCache) or cache.reaches(slot, count)
         return count if enough and slot in self._state.resumable_slots else 0
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         self._state.resumable_slots.update(slots)
+        return self._state.cache
 
     @torch.no_grad()
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache import index_tensor
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.tree import DraftTree
@@ -64,7 +64,7 @@ class HiddenStateDrafter(DrafterModel):
     def resumable(self, slot: int, count: int) -> int:
         return count
 
-    def keep(self, slots: list[int]) -> None:
+    def keep(self, slots: list[int]) -> TreeCache | None:
         self.drop(slots)
 
     def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:

@@ -11,6 +11,7 @@ from other_tokenizers import KINDS, TEXTS, model_of, vocabulary
 from zoo import VOCAB, tiny
 
 from draftsmith.inference import draft_window
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain, ResumableDrafter
@@ -169,22 +170,72 @@ def test_only_new_tokens_are_read(target):
     assert widths == [3, 1, 1]  # the last answer token, 1 and 2; then the rounds of 3 and of what follows it
 
 
-def test_one_slot_after_the_other(target):
+class Usable(Plain):
+    """Says that so many positions can be used at most."""
+
+    most = 100
+
+    def resumable(self, slot, count):
+        return min(count, self.most)
+
+
+def test_one_slot_after_the_other():
     """A prompt goes to the slot that has most of it; without one to an empty slot, then to the one that was used least recently."""
-    kept = PrefixCache()
-    kept.keep(0, [1, 2, 3, 4, 5])
-    kept.keep(2, [1, 2, 9, 9, 9, 9])
-    usable = lambda slot, count: count  # noqa: E731
-    assert kept.take([7, 7, 7], [0, 1, 2], usable) == (1, 0)
-    assert kept.take([1, 2, 3, 4, 8, 8], [0, 1, 2], usable) == (0, 3)
+    drafter, cache = Usable(), TreeCache(3, 10)
+    kept = PrefixCache(drafter)
+    kept.keep({0: [1, 2, 3, 4, 5], 2: [1, 2, 9, 9, 9, 9]}, cache)
+    assert kept.take([7, 7, 7], [0, 1, 2]) == (1, 0)
+    assert kept.take([1, 2, 3, 4, 8, 8], [0, 1, 2]) == (0, 3)
     assert kept.slots == [2]
-    kept.keep(0, [1, 2, 3])
-    assert kept.take([7, 7, 7], [0, 2], usable) == (2, 0)
-    assert kept.take([1, 2, 3], [0], usable) == (0, 1), "the last two tokens are encoded anew"
-    kept.keep(0, [1, 2, 3])
-    assert kept.take([1, 2, 3, 4], [0], lambda slot, count: 0) == (0, 0)
-    kept.keep(0, [5])
-    assert kept.take([5], [0], usable) == (0, 0) and kept.take([5], [0], usable) == (0, 0)
+    kept.keep({0: [1, 2, 3]}, cache)
+    assert kept.take([7, 7, 7], [0, 2]) == (2, 0)
+    assert kept.take([1, 2, 3], [0]) == (0, 1), "the last two tokens are encoded anew"
+    kept.keep({0: [1, 2, 3]}, cache)
+    drafter.most = 0
+    assert kept.take([1, 2, 3, 4], [0]) == (0, 0)
+    kept.keep({0: [5]}, cache)
+    assert kept.take([5], [0]) == (0, 0) and kept.take([5], [0]) == (0, 0)
+
+
+def test_texts_in_host_memory():
+    """The text that another one replaces goes there, and the longest one comes back; the oldest goes first; a text that goes on stays."""
+    kept, cache = PrefixCache(Usable(), conversations=2), TreeCache(1, 10)
+
+    def turn(text):
+        reused = kept.take(text, [0])[1]
+        kept.keep({0: text}, cache)
+        return reused
+
+    first, second, third, fourth = ([number] * 6 for number in (1, 2, 3, 4))
+    assert [turn(text) for text in (first, second, third)] == [0, 0, 0]
+    assert turn([*first, 7]) == 5 and turn([*first, 7, 8]) == 6, "of two that begin so, the slot's own"
+    assert turn([*second, 7]) == 5 and turn([*third, 7]) == 5
+    assert turn(fourth) == 0 and turn([*first, 7, 9]) == 0, "the oldest of three"
+    kept.forget()
+    assert turn([*second, 7, 7]) == 0
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("name", ["plain", "draft model", "eagle", "kangaroo", "dflash", "medusa", "ngram", "hybrid", "early exit"])
+def test_conversations_take_turns_in_one_slot(target, name, window, monkeypatch):
+    """Each comes back from host memory, in its own slot or another's; answers, rounds and drafts are those of a full prefill."""
+    monkeypatch.setattr(draft_window, "SPARE", 3)
+    drafters = [DRAFTERS[name](target) for _ in range(2)]
+    if window and not hasattr(drafters[0], "window"):
+        return
+    for drafter in drafters if window else ():
+        drafter.window = window
+    kept, fresh = Recorded(target, drafters[0], keep=True, conversations=3, slots=2), Recorded(target, drafters[1], slots=2)
+    rng = random.Random(6)
+    conversations = [[rng.randrange(VOCAB) for _ in range(size)] for size in (14, 6, 9, 11)]
+    for turn in range(TURNS):
+        for pair in ((0, 1), (2, 3)) if turn % 2 else ((2, 0), (1, 3)):
+            prompts = [conversations[number] for number in pair]
+            results = [decoder.answers(prompts, SAMPLED, ()) for decoder in (kept, fresh)]
+            assert results[0][0] == results[1][0] and (window or results[0] == results[1]), (turn, pair)
+            for number, answer in zip(pair, results[0][0], strict=True):
+                conversations[number] += answer + [rng.randrange(VOCAB) for _ in range(3)]
+    assert len([count for count in kept.kept if count]) >= (4 if window else 4 * (TURNS - 1)), kept.kept
 
 
 @pytest.mark.parametrize("name", ["draft model", "eagle", "medusa"])
@@ -237,5 +288,8 @@ def test_refusals(target):
     for options in ({}, {"context": 60, "exact": 4}):
         with pytest.raises(ValueError, match="keep: got context .*; expected a context and no exact rounds"):
             Decoder(target, keep=True, **options)
+    for options in ({"conversations": 2}, {"conversations": -1, "keep": True}):
+        with pytest.raises(ValueError, match="conversations .*, keep .*; expected 0 or more, and keep where there are any"):
+            Decoder(target, context=60, **options)
     decoder = Decoder(target, context=60, keep=True)
     assert decoder.refusal(Sampling()) == "slots that keep their KV need the host"
