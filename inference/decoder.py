@@ -169,12 +169,8 @@ class Decoder:
             history = History(sampling, processors, self.slots, self.target.vocab_size, self.target.device)
         longest = max((len(request.prompt) for request in checked), default=0)
         context = self.context or min(longest + max_new_tokens, self.target.max_positions)
-        return self._run(
-            Scheduler(checked, self.slots, self._prefixes and self._prefixes.take),
-            sampling,
-            history,
-            Limits(context, max_new_tokens, stops),
-        )
+        scheduler = Scheduler(checked, self.slots, self._prefixes and self._prefixes.take)
+        return self._run(scheduler, sampling, history, Limits(context, max_new_tokens, stops))
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
         """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
@@ -297,9 +293,8 @@ class Decoder:
             self._prefixes.forget()
             self._prefixes.made_for = reusable.cache, addresses
         filled = [] if self._prefixes is None else self._prefixes.slots
-        reusable.cache.reset(
-            [slot for slot in range(self.slots) if slot not in filled]
-        )  # a prefill that failed leaves its positions behind
+        # A prefill that failed leaves its positions behind.
+        reusable.cache.reset([slot for slot in range(self.slots) if slot not in filled])
         if self.adaptive:
             self.adaptive.bind(drafter.max_depth)
         return reusable.cache, addresses

@@ -286,6 +286,21 @@ def test_a_window_beside_it_is_lossless(target, name, monkeypatch):
     assert len(kept.kept) >= 3
 
 
+def test_a_drafter_that_cannot_resume(target):
+    """Alone or in a hybrid: every turn is prefilled anew, and right."""
+    for hybrid in (False, True):
+        trained = DRAFTERS["eagle"](target)
+        trained.resume = None
+        drafter = Hybrid(trained, Ngram()) if hybrid else trained
+        assert not isinstance(trained, ResumableDrafter) and isinstance(drafter, ResumableDrafter) == hybrid
+        decoder = Decoder(target, drafter, context=CONTEXT, slots=2, keep=True, conversations=1)
+        prompts = [[1, 2, 3, 4], [5, 6]]
+        for _ in range(TURNS):
+            answers = texts(decoder.generate(prompts, Sampling(), NEW, ()))
+            assert answers == texts(Decoder(target, context=CONTEXT).generate(prompts, Sampling(), NEW, ()))
+            prompts = [prompt + answer + [7] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
 def test_refusals(target):
     for options in ({}, {"context": 60, "exact": 4}):
         with pytest.raises(ValueError, match="keep: got context .*; expected a context and no exact rounds"):
