@@ -290,7 +290,7 @@ def test_a_drafter_that_cannot_resume(target):
     """Alone or in a hybrid: every turn is prefilled anew, and right."""
     for hybrid in (False, True):
         trained = DRAFTERS["eagle"](target)
-        trained.resume = None
+        trained.__class__ = type("Fixed", (type(trained),), {"resume": None})
         drafter = Hybrid(trained, Ngram()) if hybrid else trained
         assert not isinstance(trained, ResumableDrafter) and isinstance(drafter, ResumableDrafter) == hybrid
         decoder = Decoder(target, drafter, context=CONTEXT, slots=2, keep=True, conversations=1)
