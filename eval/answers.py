@@ -14,6 +14,8 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
 
+SLOTS = 8  # for the target's own answers
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
@@ -60,27 +62,45 @@ def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -
     encoded: list[EncodedPrompt] = []
     skipped: dict[str, int] = {}
     firsts = accumulate((1 + len(prompt.later) for prompt in prompts), initial=0)
-    turns = [_encoded(target, prompt, index) for prompt, index in zip(prompts, firsts, strict=False)]
-    first = turns[0]
-    while turns:
-        answered = []
-        for item in turns:
-            if len(item.ids) + max_new_tokens > target.max_positions:
-                skipped[item.prompt.domain] = skipped.get(item.prompt.domain, 0) + 1 + len(item.prompt.later)
-                continue
-            encoded.append(item)
-            if item.prompt.later:
-                answered.append(item)
-        turns = []
-        if answered:  # all ranks ask after the first one's answers
-            texts = ranks.agreed(target_texts(target, [item.ids for item in answered], Sampling(), max_new_tokens))
-            turns = [_next_turn(target, item, text.tokens) for item, text in zip(answered, texts, strict=True)]
+    items = [_encoded(target, prompt, index) for prompt, index in zip(prompts, firsts, strict=False)]
+    first = items[0]
+    conversations, single = [item for item in items if item.prompt.later], [item for item in items if not item.prompt.later]
+    to_answer, done, decoder = sum(len(item.prompt.later) for item in items), 0, None
+    with Bar("the target's own answers", to_answer, show=bool(to_answer)) as bar:
+        # As many conversations at a time as there are slots, so that each finds its last turn's KV.
+        for turns in [single, *batches(conversations, SLOTS)]:
+            while turns:
+                fitting = [item for item in turns if len(item.ids) + max_new_tokens <= target.max_positions]
+                for item in turns:
+                    if item not in fitting:
+                        skipped[item.prompt.domain] = skipped.get(item.prompt.domain, 0) + 1 + len(item.prompt.later)
+                        done += len(item.prompt.later)
+                encoded += fitting
+                answered, turns = [item for item in fitting if item.prompt.later], []
+                if answered:  # all ranks ask after the first one's answers
+                    ids = [item.ids for item in answered]
+                    more = max(len(item.prompt.later) for item in answered) > 1
+                    decoder = _with_space(target, decoder, max(map(len, ids)) + max_new_tokens, more)
+                    texts = ranks.agreed([answer.tokens for answer in decoder.generate(ids, Sampling(), max_new_tokens)])
+                    turns = [_next_turn(target, item, text) for item, text in zip(answered, texts, strict=True)]
+                    done += len(answered)
+                    bar.update(done)
     if not encoded:
         raise ValueError(
             f"prompt {first.prompt.id!r} has {len(first.ids)} tokens; with {max_new_tokens} new ones it does not fit the target's context of "
             f"{target.max_positions} (none of {len(prompts)} prompts does); shorten them or lower --max-new-tokens"
         )
     return sorted(encoded, key=lambda item: item.index), skipped
+
+
+def _with_space(target: Target, decoder: Decoder | None, context: int, more: bool) -> Decoder:
+    """The decoder, which keeps KV between turns, if its context suffices, else a larger one, which prefills everything again once.
+
+    more: whether it will answer further turns, which are longer.
+    """
+    if decoder is not None and decoder.context is not None and decoder.context >= context:
+        return decoder
+    return Decoder(target, slots=SLOTS, context=min(4 * context if more else context, target.max_positions), keep=True)
 
 
 def _encoded(target: Target, prompt: Prompt, index: int, turn: int = 1) -> EncodedPrompt:
@@ -141,7 +161,9 @@ def decode_all(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampl
     return completions
 
 
-def target_texts(target: Target, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int, slots: int = 8) -> list[TargetText]:
+def target_texts(
+    target: Target, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int, slots: int = SLOTS
+) -> list[TargetText]:
     """The target's own answers by plain decoding, `slots` prompts at a time.
 
     Raises:

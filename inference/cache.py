@@ -14,7 +14,7 @@ from draftsmith.inference.kernels.reference import commit_reference
 if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["TreeCache", "index_tensor"]
+__all__ = ["SavedRow", "TreeCache", "index_tensor"]
 
 
 def index_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -28,6 +28,15 @@ class _Store:
 
     keys: Tensor
     values: Tensor
+
+
+@dataclass(slots=True)
+class SavedRow:
+    """A row in host memory: its length, keys and values [heads,length,dim] by layer, and what a window has dropped of it."""
+
+    length: int
+    layers: dict[int, tuple[Tensor, ...]]
+    dropped: int = 0
 
 
 class TreeCache(Cache):
@@ -240,6 +249,24 @@ class TreeCache(Cache):
         for row, length in zip(rows, lengths, strict=True):
             self._bounds[row], self._exact[row] = length, True
         self._lengths_changed()
+
+    def save(self, row: int) -> SavedRow:
+        """A copy of a row in host memory."""
+        assert self._exact[row]
+        end = self._bounds[row]
+        layers = {
+            layer: tuple(buffer[row, :, :end].to("cpu", copy=True) for buffer in (store.keys, store.values))
+            for layer, store in self._stores.items()
+        }
+        return SavedRow(end, layers)
+
+    def restore(self, row: int, saved: SavedRow) -> None:
+        """Make a row, of this cache, what it was when it was saved."""
+        for layer, (keys, values) in saved.layers.items():
+            self._stores[layer].keys[row, :, : saved.length].copy_(keys)
+            self._stores[layer].values[row, :, : saved.length].copy_(values)
+        self.reset([row])
+        self.cut([row], [saved.length])
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget these rows (all by default): their length is 0."""

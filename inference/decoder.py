@@ -16,12 +16,13 @@ import torch
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.attention import MAX_NODES, tree_attention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Drafter, Plain, Target, tensor_addresses
+from draftsmith.inference.drafter import Drafter, Plain, ResumableDrafter, Target, tensor_addresses
 from draftsmith.inference.exact import check as check_exact
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.kernels import missing, use
 from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.prefill import Prefill
+from draftsmith.inference.prefix_cache import PrefixCache
 from draftsmith.inference.processors import History, Processor
 from draftsmith.inference.request import Completion, Counters, Limits, Request, RoundStats, Step, collect, finalise, make_requests
 from draftsmith.inference.rounds import EagerRound, EagerRunner, verify_round
@@ -32,6 +33,7 @@ from draftsmith.inference.support import check_supported
 __all__ = ["Completion", "Counters", "Decoder", "RoundStats", "Step"]
 
 _DRAFTING: "weakref.WeakSet[Any]" = weakref.WeakSet()  # drafters that serve a stream
+_LAST_USER: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()  # by drafter, the counters of the decoder that used it last
 
 
 class Decoder:
@@ -53,9 +55,15 @@ class Decoder:
             the same sampling, seed included, use the graphs again.
         exact: the nodes of every forward of a round, plain decoding's too. Decoders of the same `exact` and the same `context` give the
             same answers in any dtype, whatever their drafters, one slot at a time (`inference/exact.py`).
+        keep: a slot keeps the KV of its last request, target's and drafter's, for a later prompt that begins with the same tokens: the
+            next turn of a conversation, of this call or another (`inference/prefix_cache.py`). Needs `context`. Answers and drafts are those
+            without it, up to rounding: KV of an answer comes from rounds, not from a prefill. Weights must not change meanwhile.
+        conversations: with `keep`, so many texts whose slots others took stay in host memory, with the KV of target and drafter. A prompt
+            that begins with one brings it back.
 
     Raises:
-        ValueError: an architecture that cannot be tree-verified, sizes below one, or rounds that cannot be exact.
+        ValueError: an architecture that cannot be tree-verified, sizes below one, rounds that cannot be exact, `keep` without a context or
+            with `exact`, or `conversations` without `keep`.
     """
 
     def __init__(
@@ -71,6 +79,8 @@ class Decoder:
         kernels: bool = False,
         graphs: bool = True,
         exact: int | None = None,
+        keep: bool = False,
+        conversations: int = 0,
     ) -> None:
         for name, value in (("slots", slots), ("context", context), ("chunk", chunk), ("exact", exact)):
             if value is not None and value < 1:
@@ -86,12 +96,21 @@ class Decoder:
             raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MAX_NODES} at most; cut the tree")
         if exact is not None:
             self._check_exact(exact, slots, kernels)
+        if keep and (context is None or exact is not None):
+            raise ValueError(
+                f"keep: got context {context}, exact {exact}; expected a context and no exact rounds; correct them, or leave it out"
+            )
+        if conversations < 0 or (conversations and not keep):
+            raise ValueError(
+                f"got conversations {conversations}, keep {keep}; expected 0 or more, and keep where there are any; correct them"
+            )
         self.slots, self.context, self.chunk, self.exact = slots, context, chunk, exact
         self.timed = timed and target.device.type == "cuda"
         self.adaptive = adaptive
         self.kernels, self.graphs = kernels, graphs
         self.counters = Counters()
         self._reusable = _Reusable()
+        self._prefixes = PrefixCache(self.drafter, conversations) if keep and isinstance(self.drafter, ResumableDrafter) else None
         self._busy = False
 
     def _check_exact(self, nodes: int, slots: int, kernels: bool) -> None:
@@ -150,10 +169,13 @@ class Decoder:
             history = History(sampling, processors, self.slots, self.target.vocab_size, self.target.device)
         longest = max((len(request.prompt) for request in checked), default=0)
         context = self.context or min(longest + max_new_tokens, self.target.max_positions)
-        return self._run(Scheduler(checked, self.slots), sampling, history, Limits(context, max_new_tokens, stops))
+        scheduler = Scheduler(checked, self.slots, self._prefixes and self._prefixes.take)
+        return self._run(scheduler, sampling, history, Limits(context, max_new_tokens, stops))
 
     def refusal(self, sampling: Sampling, processed: bool = False) -> str:
         """Why rounds cannot be CUDA graphs, in one line; "" where they can. processed: penalties, processors or constraints are in use."""
+        if self._prefixes is not None:
+            return "slots that keep their KV need the host"
         with use(self.kernels):
             return refusal(self.target, self.drafter, sampling, processed)
 
@@ -186,7 +208,7 @@ class Decoder:
             _DRAFTING.discard(self.drafter)
             if runner is not None and scheduler.running:
                 with torch.inference_mode():
-                    self._release(scheduler, runner, [request.slot for request in scheduler.running])
+                    self._release(scheduler, runner, scheduler.running)
 
     def _decode(self, scheduler: Scheduler, prefill: Prefill, runner: GraphRunner | EagerRunner, limits: Limits) -> Iterator[list[Step]]:
         """The loop: admit, start a round, finish the oldest pending round. An asynchronous runner is one round ahead of the host."""
@@ -217,7 +239,7 @@ class Decoder:
                     step.round.draft_s, step.round.verify_s, step.round.other_s = draft_s, verify_s, other_s
                 if self.adaptive and requests and not (admitted and runner.overlaps_prefill):
                     self.adaptive.learn([step.slot for step in steps], [results[step.slot] for step in steps], total_s)
-                finished = [step.slot for step in steps if step.finished]
+                finished = [request for request in requests if request.ended]
                 if finished:
                     self._release(scheduler, runner, finished)
             if steps:
@@ -229,6 +251,8 @@ class Decoder:
             return []
         began = self._clock()
         admitted = scheduler.admit()
+        if self._prefixes is not None:
+            prefill.cache.cut([request.slot for request in admitted], [request.reused for request in admitted])
         prefill.run(admitted)
         scheduler.start(admitted)
         self.counters.prefill_s += self._clock() - began
@@ -236,14 +260,20 @@ class Decoder:
         runner.assign(slots, last_tokens, [request.noise_key for request in admitted])
         return admitted
 
-    def _release(self, scheduler: Scheduler, runner: GraphRunner | EagerRunner, slots: list[int]) -> None:
-        """Free these slots everywhere."""
+    def _release(self, scheduler: Scheduler, runner: GraphRunner | EagerRunner, requests: Sequence[Request]) -> None:
+        """Free the slots of these requests everywhere. Those that have ended keep their KV, if the decoder does."""
+        slots = [request.slot for request in requests]
         runner.free(slots)
         scheduler.release(slots)
-        self.drafter.drop(slots)
         if self.adaptive:
             self.adaptive.drop(slots)
-        runner.cache.reset(slots)
+        ended = {request.slot: request.prompt + request.answer for request in requests if request.ended and self._prefixes is not None}
+        if self._prefixes is not None:
+            self._prefixes.keep(ended, runner.cache)
+        dropped = [slot for slot in slots if slot not in ended]
+        if dropped:
+            self.drafter.drop(dropped)
+            runner.cache.reset(dropped)
 
     @torch.inference_mode(False)  # what is allocated here outlives a caller's inference mode
     def _bind(self, context: int, graphs: bool) -> tuple[TreeCache, Any]:
@@ -256,9 +286,15 @@ class Decoder:
         if reusable.cache is None or reusable.cache.capacity < capacity or reusable.cache_key != key:
             reusable.cache = reusable.runner = None  # free the old ones first
             reusable.cache, reusable.cache_key = TreeCache(self.slots, capacity, self.target.device), key
-        reusable.cache.reset()  # a prefill that failed leaves its positions behind
         # Each time: another decoder may have bound the same drafter meanwhile.
         addresses = drafter.bind(self.target, self.slots, context)
+        used_by, _LAST_USER[drafter] = _LAST_USER.get(drafter), self.counters
+        if self._prefixes is not None and (self._prefixes.made_for != (reusable.cache, addresses) or used_by is not self.counters):
+            self._prefixes.forget()
+            self._prefixes.made_for = reusable.cache, addresses
+        filled = [] if self._prefixes is None else self._prefixes.slots
+        # A prefill that failed leaves its positions behind.
+        reusable.cache.reset([slot for slot in range(self.slots) if slot not in filled])
         if self.adaptive:
             self.adaptive.bind(drafter.max_depth)
         return reusable.cache, addresses

@@ -9,7 +9,7 @@ K draft depth · H hidden size of the draft model · S positions · R positions 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class DraftModelState:
         pending_tokens: [slots,2] int64, the same for a graph.
         pending_count: [slots] int64, how many of `pending_tokens` count.
         made_for: what the cache was allocated for.
+        resumable_slots: slots whose request has ended and may be resumed.
     """
 
     cache: TreeCache
@@ -46,6 +47,7 @@ class DraftModelState:
     pending_tokens: Tensor
     pending_count: Tensor
     made_for: tuple[Any, ...]
+    resumable_slots: set[int] = field(default_factory=set)
 
 
 class DraftModel:
@@ -128,8 +130,7 @@ class DraftModel:
             cache = drafter_cache(slots, context, scratch, self.window, device)
             state = DraftModelState(cache, {}, count.new_zeros(slots, 2), count, made_for)
             self._bound_state = state
-        state.cache.reset()
-        state.pending.clear()
+        self.drop([slot for slot in range(slots) if slot not in state.resumable_slots])
         self._encoded_index: Tensor | None = None  # [B,N], of the last tree: see Expansion.finish
         self._encoded_levels = 0  # of the last tree
         self._chain = isinstance(self.tree_spec, StaticTree) and self.tree_spec.width <= 1
@@ -146,6 +147,7 @@ class DraftModel:
         cache, pending = self._state.cache, self._state.pending
         cache.static_shape = False
         cache.reset(slots)
+        self._state.resumable_slots.difference_update(slots)
         pending.update((slot, self._read(prompt, first=True)) for slot, prompt in zip(slots, prompts, strict=True))
         skipped = {slot: count for slot, count in zip(slots, left_out(cache, [len(pending[slot]) for slot in slots]), strict=True) if count}
         if isinstance(cache, WindowCache) and skipped:
@@ -154,6 +156,10 @@ class DraftModel:
             self._catch_up(list(skipped), leave=0)
             cache.skip(list(skipped.values()))
             pending.update(rest)
+        self._encode_prompts(slots, prompts)
+
+    def _encode_prompts(self, slots: list[int], prompts: list[list[int]]) -> None:
+        """Encode what is pending, all but prompt[-1]."""
         self._catch_up(slots, leave=1)
         index, last = index_tensor(slots, self.device), index_tensor([prompt[-1] for prompt in prompts], self.device)
         self._state.pending_tokens[index, 0] = last
@@ -282,7 +288,31 @@ class DraftModel:
         state.pending_tokens[round.slot_index] = torch.where(moved[:, None], pending, state.pending_tokens[round.slot_index])
         state.pending_count[round.slot_index] = torch.where(moved, behind + 1, state.pending_count[round.slot_index])
 
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        self._state.resumable_slots.update(slots)
+        return self._state.cache
+
+    @torch.inference_mode()
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        """Encode what the cache lacks of prompt[:-1]. With a window a prompt that is longer is encoded anew: no more than the window is."""
+        state = self._state
+        cache, bounds = state.cache, state.cache.length_bounds()
+        cached = [min(count, bounds[slot]) for slot, count in zip(slots, reused, strict=True)]
+        evicted = isinstance(cache, WindowCache) and not all(map(cache.reaches, slots, cached))
+        if evicted or any(left_out(cache, [len(prompt) for prompt in prompts])) or not state.resumable_slots.issuperset(slots):
+            self.start(slots, prompts, out)
+            return
+        state.resumable_slots.difference_update(slots)
+        cache.static_shape = False
+        cache.cut(slots, cached)
+        state.pending.update((slot, self._read(prompt[count:])) for slot, prompt, count in zip(slots, prompts, cached, strict=True))
+        self._encode_prompts(slots, prompts)
+
     def drop(self, slots: list[int]) -> None:
+        self._state.resumable_slots.difference_update(slots)
         for slot in slots:
             self._state.pending.pop(slot, None)
         self._state.pending_count.index_fill_(0, index_tensor(slots, self.device), 0)

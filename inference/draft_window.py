@@ -10,11 +10,12 @@ Letters: B rows · P kept positions of a prompt.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache import TreeCache, index_tensor
+from draftsmith.inference.cache import SavedRow, TreeCache, index_tensor
 from draftsmith.inference.tree_limits import LIMITS
 
 __all__ = ["SINKS", "WindowCache", "drafter_cache", "fits", "kept_positions", "left_out"]
@@ -72,6 +73,14 @@ class WindowCache(TreeCache):
 
     def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         super().cut(rows, [length - self._dropped[row] for row, length in zip(rows, lengths, strict=True)])
+
+    def save(self, row: int) -> SavedRow:
+        return replace(super().save(row), dropped=self._dropped[row])
+
+    def restore(self, row: int, saved: SavedRow) -> None:
+        super().restore(row, saved)
+        self.dropped[row] = self._dropped[row] = saved.dropped
+        self._lengths_changed()
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         forgotten = list(range(self.rows) if rows is None else rows)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from draftsmith.inference.cache import TreeCache
     from draftsmith.inference.verify import Verdict
 
-__all__ = ["RoundContext", "Drafter", "NodeOutput", "Plain", "Target", "TargetOutput", "tensor_addresses"]
+__all__ = ["RoundContext", "Drafter", "NodeOutput", "Plain", "ResumableDrafter", "Target", "TargetOutput", "tensor_addresses"]
 
 
 @dataclass(slots=True)
@@ -182,6 +182,34 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class ResumableDrafter(Protocol):
+    """A drafter that can go on in a slot whose last request has ended: the next turn of a conversation."""
+
+    def resumable(self, slot: int, count: int) -> int:
+        """How many of the first `count` positions of the slot's last text it can go on from: `count`, or 0 where it cannot."""
+        ...
+
+    def keep(self, slots: list[int]) -> "TreeCache | None":
+        """The requests in these slots have ended, and may be resumed: in place of `drop`. `bind` leaves such slots as they are.
+
+        Returns:
+            The cache that has their KV by slot; None if it has none. The KV may be moved to another slot, which is then kept too.
+        """
+        ...
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        """As `start`, in slots that were kept.
+
+        Args:
+            slots: B slots.
+            prompts: their prompts. prompts[b] begins with reused[b] + 1 tokens of the slot's last text, and has more.
+            reused: positions that `resumable` allowed.
+            out: the target's features of positions reused[b] … len(prompts[b]) − 2.
+        """
+        ...
+
+
 class Plain:
     """Proposes the root alone: plain decoding."""
 
@@ -203,4 +231,13 @@ class Plain:
         pass
 
     def drop(self, slots: list[int]) -> None:
+        pass
+
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> "TreeCache | None":
+        pass
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
         pass

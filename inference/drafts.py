@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 
 import torch
 
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.tree import DraftTree, Path, StaticTree
@@ -192,6 +193,16 @@ class HostDrafter:
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
             self._texts.pop(slot, None)
+
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        """A text is soon read again."""
+        self.drop(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        self.start(slots, prompts, out)
 
     def _draft(self, slot: int, depth: int) -> Draft:
         """The draft after the text of `slot`, no deeper than `depth`."""

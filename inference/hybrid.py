@@ -5,7 +5,8 @@ Letters: B rows · K draft depth of the trained drafter.
 
 from typing import Any
 
-from draftsmith.inference.drafter import Drafter, NodeOutput, RoundContext, Target
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.drafter import Drafter, NodeOutput, ResumableDrafter, RoundContext, Target
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.lookup import Suffix
@@ -101,3 +102,18 @@ class Hybrid:
     def drop(self, slots: list[int]) -> None:
         self.lookup.drop(slots)
         self.trained.drop(slots)
+
+    def resumable(self, slot: int, count: int) -> int:
+        if not isinstance(self.trained, ResumableDrafter) or not self.lookup.resumable(slot, count):
+            return 0
+        return self.trained.resumable(slot, count)
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        self.lookup.keep(slots)
+        if isinstance(self.trained, ResumableDrafter):
+            return self.trained.keep(slots)
+        self.trained.drop(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        self.lookup.resume(slots, prompts, reused, out)
+        self.trained.resume(slots, prompts, reused, out)  # type: ignore[attr-defined]

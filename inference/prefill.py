@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.drafter import Drafter, NodeOutput, Target
+from draftsmith.inference.drafter import Drafter, NodeOutput, ResumableDrafter, Target
 from draftsmith.inference.processors import History
 from draftsmith.inference.request import Counters, Request
 
@@ -28,8 +29,8 @@ class Prefill:
     def run(self, requests: Sequence[Request]) -> None:
         """Prefill requests given in the order of their slots."""
         self.cache.static_shape = False
-        # Slot less index is constant along neighbouring slots.
-        for _, group in groupby(enumerate(requests), key=lambda pair: pair[1].slot - pair[0]):
+        # Slot less index is constant along neighbouring slots. Requests with KV from before go alone: their lengths differ.
+        for _, group in groupby(enumerate(requests), key=lambda pair: (pair[1].slot - pair[0], pair[1].reused and pair[1].slot + 1)):
             for batch in self._batches([request for _, request in group]):
                 self._run_batch(batch)
 
@@ -46,16 +47,20 @@ class Prefill:
         yield batch
 
     def _run_batch(self, requests: list[Request]) -> None:
-        """Encode prompt[:-1] of each request, and start the drafter and the history."""
+        """Encode prompt[reused:-1] of each request, and start the drafter and the history."""
         slots, prompts = [request.slot for request in requests], [request.prompt for request in requests]
         self.cache.select(slots)
-        hidden, taps = self._encode(prompts)
+        reused = [request.reused for request in requests]
+        hidden, taps = self._encode([prompt[count:] for prompt, count in zip(prompts, reused, strict=True)])
         target = self.target
         empty = torch.zeros((len(slots), 0, target.hidden_size), dtype=target.dtype, device=target.device)
         if self.drafter.taps and not taps:  # every prompt is one token long
             taps.append(empty[:, :, None].expand(-1, -1, len(self.drafter.taps), -1))
         out = NodeOutput(torch.cat(hidden, 1) if hidden else empty, torch.cat(taps, 1) if taps else None)
-        self.drafter.start(slots, prompts, out)
+        if any(reused):
+            cast(ResumableDrafter, self.drafter).resume(slots, prompts, reused, out)
+        else:
+            self.drafter.start(slots, prompts, out)
         if self.history:
             self.history.start(slots, prompts)
 

@@ -61,6 +61,10 @@ class Recycling(HostDrafter):
                 tokens = torch.tensor(prompt[first : min(first + AT_ONCE, len(prompt) - 1)])
                 self._learn(tokens, out.hidden[row, first : first + len(tokens)])
 
+    def resumable(self, slot: int, count: int) -> int:
+        """0: it learns from all of a prompt."""
+        return 0
+
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         super().accept(round, tree, verdict, out)
         nodes = tree.tokens.shape[1]

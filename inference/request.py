@@ -91,6 +91,8 @@ class Request:
         slot: −1 until it has one.
         position: absolute position of the last committed token.
         emitted: new tokens so far.
+        answer: these tokens.
+        reused: positions of the prompt whose KV its slot has already.
         ended: whether it is finished.
     """
 
@@ -100,6 +102,8 @@ class Request:
     slot: int = -1
     position: int = 0
     emitted: int = 0
+    answer: list[int] = field(default_factory=list)
+    reused: int = 0
     ended: bool = False
 
 
@@ -160,6 +164,7 @@ def finalise(request: Request, result: HostResult, limits: Limits) -> Step:
         reason = "context"
     stats = RoundStats(result.size, len(tokens), result.length, request.position, 0.0, 0.0, 0.0)
     request.emitted += len(tokens)
+    request.answer += tokens
     request.position += len(tokens)
     request.ended = bool(reason)
     return Step(request.slot, request.index, tokens, result.length, result.size, request.ended, reason, stats)

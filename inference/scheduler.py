@@ -1,7 +1,7 @@
 """Which request decodes in which slot, and which requests wait for one."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from draftsmith.inference.request import Request
 
@@ -9,7 +9,12 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Gives free slots to waiting requests, the lowest slot and the earliest request first.
+    """Gives free slots to waiting requests, the earliest request first, and the lowest slot unless `choose` says another.
+
+    Args:
+        requests: in the order of the prompts.
+        slots: how many slots there are.
+        choose: (prompt, free slots) -> a slot, and how many of the prompt's positions it has the KV of.
 
     Attributes:
         waiting: requests without a slot, in the order of the prompts.
@@ -17,10 +22,13 @@ class Scheduler:
         free_slots: slots without a request, in ascending order.
     """
 
-    def __init__(self, requests: Sequence[Request], slots: int) -> None:
+    def __init__(
+        self, requests: Sequence[Request], slots: int, choose: Callable[[list[int], list[int]], tuple[int, int]] | None = None
+    ) -> None:
         self.waiting = deque(requests)
         self.running: list[Request] = []
         self.free_slots = list(range(slots))
+        self.choose = choose or (lambda prompt, free: (free[0], 0))
 
     @property
     def unfinished(self) -> bool:
@@ -32,9 +40,10 @@ class Scheduler:
         admitted: list[Request] = []
         while self.waiting and self.free_slots:
             request = self.waiting.popleft()
-            request.slot = self.free_slots.pop(0)
+            request.slot, request.reused = self.choose(request.prompt, self.free_slots)
+            self.free_slots.remove(request.slot)
             admitted.append(request)
-        return admitted
+        return sorted(admitted, key=lambda request: request.slot)
 
     def start(self, admitted: Sequence[Request]) -> None:
         """These requests are prefilled and decode from now on."""

@@ -99,6 +99,15 @@ class SelfSpeculation:
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         pass
 
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        pass
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        pass
+
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
         """One level of the tree per forward, the root first."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.byte_vocabulary import ByteVocabulary, counterparts, mean_length
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput
 from draftsmith.inference.expand import TreeSpec
@@ -107,6 +108,10 @@ class SharedTokens(DraftModel):
         super().accept(round, tree, verdict, out)
         for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
             self._texts[slot] += result.tokens
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        """Its KV goes: a position of the target's text is none of its own. So `resume` reads the prompts again."""
+        self.drop(slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [...,H] -> logits [...,V] in the target's ids, −inf for tokens that are not shared."""

@@ -13,7 +13,7 @@ W the drafter's.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class PairState:
         cache: keys and values of the pairs.
         tree_spec: the drafter's tree, its tensors on the target's device.
         bound_spec: the object that `tree_spec` was made from; another one needs another bind.
+        resumable_slots: slots whose request has ended and may be resumed.
     """
 
     last_output: Tensor
@@ -54,6 +55,7 @@ class PairState:
     cache: TreeCache
     tree_spec: TreeSpec
     bound_spec: TreeSpec
+    resumable_slots: set[int] = field(default_factory=set)
 
 
 class PairDrafter(DrafterModel):
@@ -109,7 +111,7 @@ class PairDrafter(DrafterModel):
         state = self._state
         fit = state and state.bound_spec is self.tree_spec and fits(state.cache, context, scratch, self.window)
         if fit and same_layout(state.last_output, output):
-            self.drop(list(range(slots)))
+            self.drop([slot for slot in range(slots) if slot not in state.resumable_slots])
         else:
             ready = torch.zeros(slots, dtype=torch.bool, device=target.device)
             cache = drafter_cache(slots, context, scratch, self.window, target.device)
@@ -132,14 +134,38 @@ class PairDrafter(DrafterModel):
             out, tokens = out.along(path), tokens.gather(1, path.clamp(min=0))
             sizes = [size - count for size, count in zip(sizes, skipped, strict=True)]
         feature = self.feature_of(out)
-        while first < max(sizes):
-            width = SINKS if any(skipped) and not first else self.chunk
-            counts = [min(max(size - first, 0), width) for size in sizes]
-            pairs = slice(first, first + max(counts))
+        if isinstance(cache, WindowCache) and any(skipped):
+            self._encode(slots, feature[:, :SINKS], tokens[:, :SINKS], [min(size, SINKS) for size in sizes])
+            cache.skip(skipped)
+            first = SINKS
+        self._encode_chunks(slots, feature, tokens, sizes, first)
+
+    def _encode_chunks(self, slots: list[int], feature: Tensor, tokens: Tensor, sizes: list[int], first: int = 0) -> None:
+        """Append sizes[r] − first pairs to each of the R slots, those from `first` on of feature [R,n,·] and tokens [R,n]."""
+        for start in range(first, max(sizes), self.chunk):
+            counts = [min(max(size - start, 0), self.chunk) for size in sizes]
+            pairs = slice(start, start + max(counts))
             self._encode(slots, feature[:, pairs], tokens[:, pairs], counts)
-            if isinstance(cache, WindowCache) and not first:
-                cache.skip(skipped)
-            first += width
+
+    def resumable(self, slot: int, count: int) -> int:
+        cache = self._state.cache
+        enough = not isinstance(cache, WindowCache) or cache.reaches(slot, count)
+        return count if enough and slot in self._state.resumable_slots else 0
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        self._state.resumable_slots.update(slots)
+        return self._state.cache
+
+    @torch.no_grad()
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        """Encode the pairs after the kept ones. Pair i reads token i + 1, so that reused[b] pairs read tokens that both texts have."""
+        state = self._state
+        state.resumable_slots.difference_update(slots)
+        state.cache.static_shape = False
+        state.cache.cut(slots, reused)
+        rest = [torch.tensor(prompt[count + 1 :], dtype=torch.int64) for prompt, count in zip(prompts, reused, strict=True)]
+        tokens = pad_sequence(rest, batch_first=True).to(out.hidden.device)
+        self._encode_chunks(slots, self.feature_of(out), tokens, [len(each) for each in rest])
 
     @torch.no_grad()
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
@@ -206,6 +232,7 @@ class PairDrafter(DrafterModel):
 
     def drop(self, slots: list[int]) -> None:
         """Forget these slots."""
+        self._state.resumable_slots.difference_update(slots)
         self._state.ready_slots.difference_update(slots)
         self._state.ready.index_fill_(0, index_tensor(slots, self._state.ready.device), False)
         self._state.cache.reset(slots)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache import index_tensor
+from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import NodeOutput, RoundContext, tensor_addresses
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.tree import DraftTree
@@ -60,6 +60,16 @@ class HiddenStateDrafter(DrafterModel):
         self._state.ready[slots] = last >= 0
         if out.hidden.shape[1]:
             self._state.hidden[slots] = out.hidden[torch.arange(len(prompts), device=device), last.clamp(min=0)]
+
+    def resumable(self, slot: int, count: int) -> int:
+        return count
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        self.drop(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        """As `start`: the hidden state at prompt[-2] is among those of `out`."""
+        self.start(slots, [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)], out)
 
     def hidden_states(self, round: RoundContext) -> tuple[Tensor, Tensor]:
         """The hidden states [B,H] of a round's slots, and has_state [B] bool: False where there is none, and only the root is proposed."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import tree_config
@@ -188,6 +189,15 @@ class KangarooModel(DrafterModel):
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         self._state.accept(round, tree, verdict, out)
+
+    def resumable(self, slot: int, count: int) -> int:
+        return self._state.resumable(slot, count)
+
+    def keep(self, slots: list[int]) -> TreeCache | None:
+        return self._state.keep(slots)
+
+    def resume(self, slots: list[int], prompts: list[list[int]], reused: list[int], out: NodeOutput) -> None:
+        self._state.resume(slots, prompts, reused, out)
 
     def drop(self, slots: list[int]) -> None:
         self._state.drop(slots)

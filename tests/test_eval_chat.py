@@ -21,6 +21,7 @@ from draftsmith.eval.settings import Settings
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.prefix_cache import PrefixCache
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
@@ -78,6 +79,16 @@ def test_a_later_turn_is_asked_after_the_targets_own_answers(folder, target):
         words = [token for token in answer.tokens if token not in target.stop_ids]
         messages.append({"role": "assistant", "content": target.tokenizer.decode(words)})
     assert {item.conversation for item in encoded[:3]} == {0}
+
+
+def test_later_turns_find_the_kv_of_earlier_ones(folder, target, monkeypatch):
+    reused, take = [], PrefixCache.take
+    monkeypatch.setattr(PrefixCache, "take", lambda *given: reused.append(take(*given)[1]) or (0, reused[-1]))
+    read = [prompt for prompt in prompts.load(folder / "prompts.jsonl") if prompt.id == "two"]
+    encoded, _ = encode_prompts(target, read, NEW)
+    # The third turn needs an answer to the second, whose prompt begins with the first and the answer to it. Both fit one decoder's context.
+    assert len(reused) == 2 and reused[0] == 0
+    assert len(encoded[0].ids) < reused[1] <= len(encoded[1].ids) - 2
 
 
 def test_a_target_without_a_template_continues_completions(folder, target, monkeypatch):
