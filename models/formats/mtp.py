@@ -6,7 +6,6 @@ Letters: E experts · I inner size of one · H hidden size.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +53,6 @@ def shipped_mtp(target: Target, steps: int = 3) -> MtpModel:
         raise ValueError(
             f"the MTP layer of {target.name!r} is quantised ({scales[0]}); expected floating-point weights; give a checkpoint that has them"
         )
-    wanted = {name: file for name, file in wanted.items() if os.path.basename(name) != "rotary_emb.inv_freq"}
     tensors = read_tensors(source, target.revision, wanted, target.device)
     return _assembled(target.name, tensors, target, layout, steps)
 
