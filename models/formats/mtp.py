@@ -90,7 +90,9 @@ def write_mtp(drafter: MtpModel, folder: Path, dtype: torch.dtype) -> None:
     tensors = {stored: tensor for name, tensor in _apart(drafter.state_dict()).items() for stored in names.theirs(name)}
     for stored in names.optional:
         tensors[stored] = _ends(target, stored)
-    copies = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in tensors.items()}
+    # Routers' corrections are in float32 in checkpoints of any dtype.
+    kinds = {name: torch.float32 if name.endswith("e_score_correction_bias") else dtype for name in tensors}
+    copies = {name: tensor.detach().to("cpu", kinds[name], copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / FILE, {"format": "pt"})
     raw: dict[str, Any] = target.model.config.to_dict() | {"num_nextn_predict_layers": 1}
     durable.write_text(folder / CONFIG, json.dumps(raw, indent=2, default=str) + "\n")
