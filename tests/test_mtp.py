@@ -143,8 +143,8 @@ def test_the_weights_are_the_papers():
     drafter, batch = make(target), two_rows(67)
     batch["loss_mask"][:] = False
     batch["loss_mask"][1, 2] = True
-    alone, weighted = (objective(drafter, batch, target=target, section=MtpSection(beta=beta)).sum for beta in (1e-9, 0.6))
-    assert float(weighted / alone) == pytest.approx(0.51, abs=0.005)
+    alone, weighted = (objective(drafter, batch, target=target, section=MtpSection(beta=beta)).sum.item() for beta in (1e-9, 0.6))
+    assert weighted / alone == pytest.approx(0.51, abs=0.005)
 
 
 @torch.inference_mode()

@@ -151,7 +151,9 @@ def export_layer(source: Source, folder: Path, dtype: torch.dtype) -> Path:
     def write(part: Path) -> None:
         write_mtp(source.drafter, part, dtype)
         again = read_published(str(part), source.target).state_dict()
-        if wrong := [name for name, tensor in source.drafter.state_dict().items() if not torch.equal(tensor.to(again[name].dtype), again[name])]:
+        if wrong := [
+            name for name, tensor in source.drafter.state_dict().items() if not torch.equal(tensor.to(again[name].dtype), again[name])
+        ]:
             raise ValueError(f"the export failed its own check, and was not written: {wrong[0]} is read as other numbers")
         card = source.folder / "README.md" if source.folder else None
         text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
