@@ -186,6 +186,7 @@ class MtpModel(FeatureDrafter):
         # No module of ours: its buffers would be rounded with the weights, and come from the meta device without values.
         self._rotary_of: tuple[type[nn.Module], Any] = type(model.rotary_emb), model.config
         self._rotary: dict[torch.device, nn.Module] = {}
+        self._vocabulary: vocab.DraftVocabulary | None = None
         self.post_init()
 
     @property
@@ -207,7 +208,10 @@ class MtpModel(FeatureDrafter):
 
     @property
     def vocabulary(self) -> vocab.DraftVocabulary:
-        return vocab.full(self.config.vocab_size).to(self.device)
+        """All tokens of the target, on the drafter's device."""
+        if self._vocabulary is None or self._vocabulary.targets.device != self.device:
+            self._vocabulary = vocab.full(self.config.vocab_size).to(self.device)
+        return self._vocabulary
 
     @property
     def order(self) -> Order:
