@@ -36,6 +36,7 @@ from draftsmith.models.artifact import student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
+from draftsmith.models.formats.mtp import shipped_mtp
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair, have_same_tokens
@@ -45,6 +46,7 @@ WEIGHTLESS = {"ngram": Ngram, "suffix": Suffix, "recycling": Recycling, "lookahe
 WITH_FILE = ("rest:", "suffix:")  # before a folder or a file
 OF_THE_TARGET = ("early-exit:", "skip:")  # before layers of the target that drafts for itself
 OTHER_TOKENS = ("strings:", "tli:")  # before a causal LM with another tokenizer than the target's: how it drafts
+MTP = "mtp"  # the MTP layer that the target's checkpoint ships, as it is
 HYBRID = "hybrid:"  # before the name of any other drafter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,7 +91,7 @@ def open_models(
 
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
-        drafters: each is a key of WEIGHTLESS, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
+        drafters: each is a key of WEIGHTLESS, mtp, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
             skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
             (models/FORMATS.md), or of a causal LM. A distilled draft model starts with the tree and the confidence of its config. A
             causal LM with other tokens than the target's drafts as after strings:; tli: is the other way (inference/DECODING.md). HYBRID
@@ -154,8 +156,8 @@ def _check_names(drafters: list[str], paths: list[str]) -> None:
     for path in paths:
         if not path or ("/" not in path and not Path(resolve_path(path)).is_dir()):
             raise ValueError(
-                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the folder "
-                "of a trained drafter or draft model, or a Hub id such as name/drafter"
+                f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, mtp, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the "
+                "folder of a trained drafter or draft model, or a Hub id such as name/drafter"
             )
     for drafter in drafters:
         _layer_numbers(drafter)
@@ -177,8 +179,8 @@ def without_adapters(target: Target, trust_remote_code: bool = False) -> Target:
 
 
 def weightless(drafter: str) -> bool:
-    """Whether a drafter of this name has no weights of its own."""
-    return drafter in WEIGHTLESS or drafter.startswith(WITH_FILE + OF_THE_TARGET)
+    """Whether a drafter of this name has no weights beside the target's checkpoint."""
+    return drafter in (*WEIGHTLESS, MTP) or drafter.startswith(WITH_FILE + OF_THE_TARGET)
 
 
 def _way_and_path(drafter: str) -> tuple[str, str]:
@@ -217,9 +219,13 @@ def _layer_numbers(drafter: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation:
+def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation | DrafterModel:
     if name in WEIGHTLESS:
         return WEIGHTLESS[name]()
+    if name == MTP:
+        layer = shipped_mtp(target)
+        pack(layer.to(target.dtype))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return layer
     kind, _, path = name.partition(":")
     if numbers := _layer_numbers(name):
         return early_exit(target, numbers[0]) if kind == "early-exit" else skip_layers(target, numbers)

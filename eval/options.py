@@ -8,10 +8,10 @@ from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.tree_limits import LIMITS
 
 DRAFTER_HELP = (
-    "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), early-exit:E (the target's own "
-    "first E layers), skip:LAYERS (the target without these, such as skip:3,5), or the folder or Hub id of a trained drafter or of a causal "
-    "LM; before a causal LM with other tokens than the target's strings: (default) drafts by text, tli: drafts the tokens that both have; "
-    "hybrid: before a name puts a look-up beside it"
+    "ngram, suffix, suffix:FILE (with a memory that lasts), recycling, lookahead, rest:FOLDER (a datastore), mtp (the MTP layer in the "
+    "target's checkpoint), early-exit:E (the target's own first E layers), skip:LAYERS (the target without these, such as skip:3,5), or the "
+    "folder or Hub id of a trained drafter or of a causal LM; before a causal LM with other tokens than the target's strings: (default) "
+    "drafts by text, tli: drafts the tokens that both have; hybrid: before a name puts a look-up beside it"
 )
 TREES = {
     "best": "the tree with the highest τ over the cost of its round, which is also written to the artifact",

@@ -64,8 +64,10 @@ def _class_reason(text: PretrainedConfig, model: PreTrainedModel | None) -> str:
         return ""  # remote code: checked when its attention is set
     if kind._is_stateful:
         return "keeps a recurrent state (linear attention or a state-space layer)"
+    # A subclass of another model may leave the attention to that model's module.
+    modules = {base.__module__ for base in kind.__mro__[: kind.__mro__.index(PreTrainedModel)]}
     try:
-        source = inspect.getsource(sys.modules[kind.__module__])
+        source = "".join(inspect.getsource(sys.modules[module]) for module in sorted(modules))
     except (OSError, TypeError):
         return ""
     if "ALL_ATTENTION_FUNCTIONS" not in source:

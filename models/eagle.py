@@ -20,18 +20,15 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.drafter import NodeOutput, TargetOutput
 from draftsmith.models import vocab
 from draftsmith.models.artifact import DEEPEST
-from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.decoder_layer import Attention, mlp, rotary
 from draftsmith.models.drafter import DrafterConfig, default_paths
 from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
-from draftsmith.models.training_time_test import attend, blocks, shift_left
 
 READING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # in the first layer they read embedding and feature
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # settings of version 3
@@ -150,7 +147,7 @@ class Layer(nn.Module):
 
 
 class EagleModel(FeatureDrafter):
-    """The network, its training-time test, and position records."""
+    """The network."""
 
     config_class = EagleConfig
     config: EagleConfig
@@ -177,6 +174,10 @@ class EagleModel(FeatureDrafter):
     @property
     def taps(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return tuple(self.config.taps or ())
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
 
     @property
     def depth_limit(self) -> int:
@@ -302,80 +303,6 @@ class EagleModel(FeatureDrafter):
         """A step's output [...,W] -> logits [...,D] over the draft vocabulary."""
         x = self.before_head(output)
         return self.lm_head(x) if self.config.version == 3 else self.target.logits(x)
-
-    def training_time_test(
-        self,
-        feature: Tensor,
-        ids: Tensor,
-        positions: Tensor,
-        document: Tensor,
-        steps: int,
-        checkpointing: bool = False,
-        context: ContextParallel = SINGLE_RANK,
-    ) -> list[Tensor]:
-        """Draft along the text itself, from every position at once (Li et al. 2025, §3.1).
-
-        Step k at position p reads token p+1+k and its own output of step k − 1, or at first the target's feature. It attends to the
-        target's features up to position p, and to its own outputs of steps 1 … k at that position. It predicts token p+2+k. Outputs whose
-        tokens belong to another document are meaningless.
-
-        Args:
-            feature: the target's features [B,n,·] at the n positions of `context`; n = S for a single rank.
-            ids, positions, document: [B,S]; document numbers as `attend` takes them.
-            steps: K.
-            checkpointing: recompute each step in the backward pass.
-            context: how positions are shared out over ranks.
-
-        Returns:
-            `steps` outputs [B,n,W].
-        """
-        own = context.part(ids.shape[1])
-        keys: list[list[Tensor]] = [[] for _ in self.layers]
-        values: list[list[Tensor]] = [[] for _ in self.layers]
-
-        document = document[:, : own.stop]
-        mask = blocks(document, len(ids), own.stop, document.device, own.start)
-        outputs = []
-        for k in range(steps):
-            # Keys and values of earlier steps are arguments, so that a checkpoint knows what flows back to them.
-            earlier = [(list(key), list(value)) for key, value in zip(keys, values, strict=True)]
-
-            def run(feature: Tensor, k: int = k, earlier: list[tuple[list[Tensor], list[Tensor]]] = earlier) -> tuple[Tensor, ...]:
-                new: list[Tensor] = []
-
-                def attend_diagonal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                    if k == 0:  # of later steps a position sees its own key alone
-                        key, value = context.upto(key), context.upto(value)
-                    new.extend((key, value))
-                    return attend(query, [*earlier[layer][0], key], [*earlier[layer][1], value], document, mask=mask)
-
-                return self.step(feature, shift_left(ids, k + 1)[:, own], (positions + k)[:, own], attend_diagonal), *new
-
-            output, *new = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
-            for number in range(len(self.layers)):
-                keys[number].append(new[2 * number])
-                values[number].append(new[2 * number + 1])
-            outputs.append(output)
-            feature = self.recurring(output)
-        return outputs
-
-    # Position records
-
-    def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
-        """ids [S] and the target's output along them [1,S,·] -> the outputs of all steps [S,K,W]."""
-        with torch.inference_mode():
-            positions, document = torch.arange(len(ids), device=ids.device)[None], torch.zeros_like(ids)[None]
-            outputs = self.training_time_test(self.feature_of(out), ids[None], positions, document, self.depth_limit)
-            return torch.cat(outputs).transpose(0, 1)
-
-    def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
-        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary. Drafting starts at pair root − 1."""
-        with torch.inference_mode():
-            return self.spread(self.logits_of(features[roots - 1]))
-
-    def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """As `step`."""
-        return self.step(feature, tokens, positions, attend)
 
 
 Config = EagleConfig

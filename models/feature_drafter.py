@@ -5,9 +5,9 @@ tokens, made from the target's features. A `PairDrafter` drafts from the network
 `FeatureDrafter` (EAGLE, MTP layers) goes on from its own outputs, one level of the tree per step; afterwards the KV of drafted pairs is
 forgotten, and the accepted ones are encoded anew from the target's features.
 
-A subclass adds its modules, `feature_of` and `step`; of a `FeatureDrafter` also `recurring`, `logits_of` and `vocabulary`.
+A subclass adds its modules, `feature_of` and `step`; of a `FeatureDrafter` also `recurring`, `logits_of`, `vocabulary` and `num_layers`.
 
-Letters: B rows of a round · R starting slots · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size ·
+Letters: B rows of a round · R starting slots · S positions · K draft steps · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size ·
 W the drafter's.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache, index_tensor
@@ -28,8 +29,10 @@ from draftsmith.inference.expand import TreeSpec, choose, expand
 from draftsmith.inference.stopping import Draft
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
+from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.models.drafter import DrafterModel, same_layout
 from draftsmith.models.target import Target
+from draftsmith.models.training_time_test import attend, blocks, shift_left
 from draftsmith.models.vocab import DraftVocabulary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, query [B,heads,n,dim], key, value [B,kv heads,n,dim] -> [B,heads,n,dim]
@@ -248,6 +251,11 @@ class FeatureDrafter(PairDrafter):
         """The draft vocabulary, on the drafter's device."""
         raise NotImplementedError
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers of `step` attend."""
+        raise NotImplementedError
+
     def recurring(self, output: Tensor) -> Tensor:
         """A step's output [...,W] -> the feature of the next step."""
         raise NotImplementedError
@@ -298,3 +306,79 @@ class FeatureDrafter(PairDrafter):
             ids, scores, q_logits = choose(logits, count, round, index, scored)
             return self.vocabulary.targets[ids], scores, q_logits
         return choose(self.spread(logits), count, round, index, scored)
+
+    # Training
+
+    def training_time_test(
+        self,
+        feature: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        document: Tensor,
+        steps: int,
+        checkpointing: bool = False,
+        context: ContextParallel = SINGLE_RANK,
+    ) -> list[Tensor]:
+        """Draft along the text itself, from every position at once (Li et al. 2025, §3.1).
+
+        Step k at position p reads token p+1+k and its own output of step k − 1, or at first the target's feature. It attends to the
+        target's features up to position p, and to its own outputs of steps 1 … k at that position. It predicts token p+2+k. Outputs whose
+        tokens belong to another document are meaningless.
+
+        Args:
+            feature: the target's features [B,n,·] at the n positions of `context`; n = S for a single rank.
+            ids, positions, document: [B,S]; document numbers as `attend` takes them.
+            steps: K.
+            checkpointing: recompute each step in the backward pass.
+            context: how positions are shared out over ranks.
+
+        Returns:
+            `steps` outputs [B,n,W].
+        """
+        own = context.part(ids.shape[1])
+        keys: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
+        values: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
+
+        document = document[:, : own.stop]
+        mask = blocks(document, len(ids), own.stop, document.device, own.start)
+        outputs = []
+        for k in range(steps):
+            # Keys and values of earlier steps are arguments, so that a checkpoint knows what flows back to them.
+            earlier = [(list(key), list(value)) for key, value in zip(keys, values, strict=True)]
+
+            def run(feature: Tensor, k: int = k, earlier: list[tuple[list[Tensor], list[Tensor]]] = earlier) -> tuple[Tensor, ...]:
+                new: list[Tensor] = []
+
+                def attend_diagonal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                    if k == 0:  # of later steps a position sees its own key alone
+                        key, value = context.upto(key), context.upto(value)
+                    new.extend((key, value))
+                    return attend(query, [*earlier[layer][0], key], [*earlier[layer][1], value], document, mask=mask)
+
+                return self.step(feature, shift_left(ids, k + 1)[:, own], (positions + k)[:, own], attend_diagonal), *new
+
+            output, *new = checkpoint(run, feature, use_reentrant=False) if checkpointing else run(feature)
+            for number in range(self.num_layers):
+                keys[number].append(new[2 * number])
+                values[number].append(new[2 * number + 1])
+            outputs.append(output)
+            feature = self.recurring(output)
+        return outputs
+
+    # Position records
+
+    def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
+        """ids [S] and the target's output along them [1,S,·] -> the outputs of all steps [S,K,W]."""
+        with torch.inference_mode():
+            positions, document = torch.arange(len(ids), device=ids.device)[None], torch.zeros_like(ids)[None]
+            outputs = self.training_time_test(self.feature_of(out), ids[None], positions, document, self.depth_limit)
+            return torch.cat(outputs).transpose(0, 1)
+
+    def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
+        """features [S,K,W], consecutive roots [R] -> [R,K,V], −inf outside the draft vocabulary. Drafting starts at pair root − 1."""
+        with torch.inference_mode():
+            return self.spread(self.logits_of(features[roots - 1]))
+
+    def forward(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """As `step`."""
+        return self.step(feature, tokens, positions, attend)

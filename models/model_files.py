@@ -24,7 +24,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from draftsmith.inference.reading import describe, field, read_json
 from draftsmith.inference.support import check_supported
-from draftsmith.models import gguf
+from draftsmith.models import gguf, mimo
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -40,6 +40,8 @@ __all__ = [
     "read_tokenizer",
     "resolve_path",
 ]
+
+mimo.register()
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny", "tiny-draft": Path(__file__).parent / "tiny_draft"}
 

@@ -37,7 +37,7 @@ from draftsmith.models.model_files import (
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
 from draftsmith.models.turn_end import stop_token
-from draftsmith.models.weights import Header, check_finite, check_folder, check_loaded, headers, weights_hash
+from draftsmith.models.weights import Header, check_finite, check_folder, check_loaded, headers, weights_hash, without_mtp
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
 
@@ -420,7 +420,7 @@ def _read_complete(
         if not quantised:
             raise
         raise ValueError(f"{path!r} cannot be read as {quantised}: {in_words(error)}") from None
-    check_loaded(path, info)
+    check_loaded(path, without_mtp(info))
     return model
 
 

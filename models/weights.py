@@ -5,6 +5,7 @@ compared with the headers.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -34,10 +35,13 @@ __all__ = [
     "read_tensors",
     "stored_tensors",
     "weights_hash",
+    "without_mtp",
 ]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+# Of an MTP layer, in the layouts of MiMo, Qwen3-Next and DeepSeek: what its tensors' names begin with.
+_MTP = re.compile(r"(model\.mtp_layers\.|mtp\.|model\.layers\.\d+\.(?=eh_proj\.))")
 _CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ADVICE = "copy or save it again"
 
@@ -171,6 +175,13 @@ def check_loaded(path: str, info: dict[str, Any]) -> None:
         if names:
             shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+
+
+def without_mtp(info: dict[str, Any]) -> dict[str, Any]:
+    """What a load of a target says, without unexpected tensors of MTP layers: drafters read these apart (models/formats/mtp.py)."""
+    names = info["unexpected_keys"]
+    prefixes = {match[1] for name in names if (match := _MTP.match(name))}
+    return info | {"unexpected_keys": {name for name in names if not name.startswith(tuple(prefixes))}}
 
 
 def assign(path: str, model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:

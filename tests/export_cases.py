@@ -49,6 +49,7 @@ DRAFTERS = {
     "dspark with its own mask": ("dspark", BLOCK | {"block_size": K, "markov_rank": 6}),
     "hydra": ("hydra", {"num_heads": 3}),
     "kangaroo": ("kangaroo", {"exit_layer": 2, "num_heads": 4, "num_kv_heads": 2, "tree": CHAIN}),
+    "mtp": ("mtp", {"layer": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 44}}),
     "student": ("student", {}),
     "student with more rows": ("student", {"vocab_size": V + 7}),
 }

@@ -30,6 +30,7 @@ TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian([2, 2, 1])
 PAIRS = {
     "eagle": {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "num_layers": 2},
     "peagle": {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "steps": 4},
+    "mtp": {"layer": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}},
     "hydra": {"num_heads": 3, "prefix": True, "attention_heads": 4, "kv_heads": 2},
     "dflash": {"taps": [0, 1]},
     "dspark": {"taps": [0, 1]},

@@ -7,18 +7,18 @@ from eagle_rounds import played
 from zoo import tiny
 
 from draftsmith.inference.verify import Verdict
-from draftsmith.models import eagle, feature_drafter, vocab
+from draftsmith.models import feature_drafter, vocab
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.train import eagle as train
 
-plain_ahead, plain_training_time_test, plain_step = eagle.shift_left, EagleModel.training_time_test, EagleModel.step
+plain_ahead, plain_training_time_test, plain_step = feature_drafter.shift_left, EagleModel.training_time_test, EagleModel.step
 
 
 plain_accept, plain_encode, plain_loss = EagleModel.accept, EagleModel._encode, train.chunked_draft_loss
 
 
-plain_recurring, plain_attend, plain_start = EagleModel.recurring, eagle.attend, EagleModel.start
+plain_recurring, plain_attend, plain_start = EagleModel.recurring, feature_drafter.attend, EagleModel.start
 
 
 plain_positions = feature_drafter.TreeAttention.positions
@@ -107,8 +107,8 @@ def parity(name: str, shape: str = "static") -> bool:
 
 
 FAULTS = {
-    "token shift off by one": (eagle, "shift_left", token_shift, oracle, "3"),
-    "token shift off by one, in decoding's eyes": (eagle, "shift_left", token_shift, parity, "3"),
+    "token shift off by one": (feature_drafter, "shift_left", token_shift, oracle, "3"),
+    "token shift off by one, in decoding's eyes": (feature_drafter, "shift_left", token_shift, parity, "3"),
     "target shift off by one": (train, "chunked_draft_loss", target_shift, oracle, "3"),
     "RoPE without + k": (EagleModel, "training_time_test", rope_without_step, oracle, "3"),
     "RoPE without + k, in decoding's eyes": (EagleModel, "training_time_test", rope_without_step, parity, "1"),
@@ -120,7 +120,7 @@ FAULTS = {
     "recurring not normed": (EagleModel, "recurring", swapped, oracle, "3.1"),
     "d2t off by one, in training": (vocab.DraftVocabulary, "targets", property(maps_off_by_one), oracle, "3, small"),
     "d2t off by one, in decoding": (vocab.DraftVocabulary, "targets", property(maps_off_by_one), parity, "3, small"),
-    "own drafts forgotten": (eagle, "attend", no_earlier_drafts, oracle, "3"),
+    "own drafts forgotten": (feature_drafter, "attend", no_earlier_drafts, oracle, "3"),
     "the prompt is not shifted": (EagleModel, "start", prompt_not_shifted, parity, "3"),
     "padding is encoded": (EagleModel, "_encode", padding_counts, parity, "3"),
 }

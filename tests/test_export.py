@@ -76,6 +76,12 @@ REFUSED = [
     ("dspark with its own mask", "vllm", "reads no mask embedding of its own: train with dspark.mask_token; no engine does"),
     ("kangaroo", "vllm", r"vLLM does not serve Kangaroo \(it has no such drafter\); no engine does; it runs here alone"),
     ("kangaroo", "gguf", "llama.cpp does not serve Kangaroo"),
+    ("mtp", "sglang", r"SGLang does not serve an MTP layer \(it reads one in the target's checkpoint\); nearest: --to checkpoint"),
+    (
+        "kangaroo",
+        "checkpoint",
+        "--to checkpoint is for MTP layers, which a target's checkpoint has a place for; got kangaroo; name an engine",
+    ),
     ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
     ("eagle1", "tgi", "TGI does not serve EAGLE-1"),

@@ -20,7 +20,7 @@ PUBLISHED = [
     *(
         (name, "vllm")
         for name in DRAFTERS
-        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "hydra", "kangaroo")
+        if family(name) != "student" and name not in ("mlp with an LSTM", "dspark with its own mask", "hydra", "kangaroo", "mtp")
     ),
     ("eagle3", "speculators"),
     ("eagle3 of speculators", "speculators"),

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import span_attention
 from draftsmith.models.target import Target
-from draftsmith.train import dflash, distill, dspark, eagle, hydra, kangaroo, medusa, mlp, peagle, recipe
+from draftsmith.train import dflash, distill, dspark, eagle, hydra, kangaroo, medusa, mlp, mtp, peagle, recipe
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -44,6 +44,8 @@ CASES = {
     "dspark": (dspark, "dspark-tiny", []),
     "peagle": (peagle, "peagle-tiny", []),
     "kangaroo": (kangaroo, "kangaroo-tiny", []),
+    "mtp": (mtp, "mtp-tiny", []),
+    "mtp by NLL, checkpointing": (mtp, "mtp-tiny", ["mtp.loss=nll", "mtp.steps=4", "mtp.checkpointing=true"]),
     "distill, random": (distill, "distill-tiny", ["student.start=random", "student.layers=2", "distill.loss=0.5 kl + 0.5 tv"]),
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),

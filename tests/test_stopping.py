@@ -88,14 +88,19 @@ def test_gain_weighs_a_level_by_what_a_token_took():
 def make(kind: str, tree, target: Target):
     if kind == "draft model":
         return DraftModel(relative("llama", 0.005), tree)
-    settings = {"eagle": {"taps": [0, 1]}, "hydra": {"num_heads": 3}, "mlp": {"num_heads": 3}}
+    settings = {
+        "eagle": {"taps": [0, 1]},
+        "hydra": {"num_heads": 3},
+        "mlp": {"num_heads": 3},
+        "mtp": {"layer": {"model_type": "llama", "num_attention_heads": 4}},
+    }
     drafter = early_exit(target, 1) if kind == "early-exit" else new_drafter(kind, target, **settings[kind])
     drafter.tree_spec = tree
     return drafter
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["draft model", "early-exit", "eagle", "hydra", "mlp"])
+@pytest.mark.parametrize("kind", ["draft model", "early-exit", "eagle", "hydra", "mlp", "mtp"])
 def test_output_is_plain_decodings(target, kind, tree):
     """With every rule; drafts are never deeper than the tree, and drafts that stop are shallower."""
     sizes: dict[str, set[int]] = {}

@@ -17,6 +17,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
 __all__ = [
+    "CHECKPOINT",
     "ENGINES",
     "PARALLEL",
     "ROWS",
@@ -42,8 +43,9 @@ ENGINES = {
     "transformers": "transformers",
     "gguf": "llama.cpp",
 }
+CHECKPOINT = "checkpoint"  # for --to: no engine, but the names that an MTP layer has in its target's checkpoint
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
-FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra", "kangaroo": "Kangaroo"}
+FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra", "kangaroo": "Kangaroo", "mtp": "an MTP layer"}
 
 
 class Row(NamedTuple):
@@ -158,10 +160,11 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
     """
     refusing = {limit.engine for limit in limits if limit.refused}
     left = [each for each, name in ENGINES.items() if (family, each) in ROWS and name not in refusing]
+    left += [CHECKPOINT] if family == "mtp" else []
     nearest = f"nearest: --to {', '.join(left)}" if left else "no engine does; it runs here alone"
     name, about = ENGINES[engine], FAMILIES.get(family, family)
     if (family, engine) not in ROWS:
-        reason = _REASONS.get((family, engine), "it has no such drafter")
+        reason = _REASONS.get((family, engine), "it reads one in the target's checkpoint" if family == "mtp" else "it has no such drafter")
         raise ValueError(f"--to {engine}: {name} does not serve {about} ({reason}); {nearest}")
     if why := [limit.why for limit in limits if limit.refused and limit.engine == name]:
         raise ValueError(f"--to {engine}: {name} would not draft as this drafter does: it {'; '.join(why)}; {nearest}")

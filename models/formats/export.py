@@ -14,16 +14,18 @@ from draftsmith.inference import durable
 from draftsmith.models.formats import gguf_file, quantise
 from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
-from draftsmith.models.formats.engines import ENGINES, Limit, Row, check_row, family_of, limits_of, serving
+from draftsmith.models.formats.engines import CHECKPOINT, ENGINES, Limit, Row, check_row, family_of, limits_of, serving
 from draftsmith.models.formats.medusa import write_medusa
 from draftsmith.models.formats.mlp import write_mlp
+from draftsmith.models.formats.mtp import FILE, write_mtp
 from draftsmith.models.formats.note import NOTE, licence_of, write_note
+from draftsmith.models.formats.published import read_published
 from draftsmith.models.formats.rules import path_faults
 from draftsmith.models.formats.student import fitted, write_student
 from draftsmith.models.formats.verify import differences, faults, tolerance_of
 from draftsmith.models.target import Target
 
-__all__ = ["Exported", "Source", "check_output", "export"]
+__all__ = ["Exported", "Source", "check_output", "export", "export_layer"]
 
 KEPT = (
     "recipe.yaml",
@@ -123,6 +125,43 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
     return Exported(folder, _notes(limits, engine), serving(row, target.name, called, source.depth))
+
+
+def export_layer(source: Source, folder: Path, dtype: torch.dtype) -> Path:
+    """Write an MTP layer under the names of its target's checkpoint (models/formats/mtp.py), and only then put it in its place.
+
+    Args:
+        source: what to export.
+        folder: as `check_output`; an earlier export is replaced.
+        dtype: of the weights.
+
+    Returns:
+        The file with the tensors.
+
+    Raises:
+        ValueError: a drafter that is no MTP layer, or a folder that does not give it back.
+        OSError: the disk; what was there stays.
+    """
+    family = family_of(source.drafter)
+    if family != "mtp":
+        raise ValueError(f"--to {CHECKPOINT} is for MTP layers, which a target's checkpoint has a place for; got {family}; name an engine")
+    folder = folder.absolute()
+    check_output(folder)
+
+    def write(part: Path) -> None:
+        write_mtp(source.drafter, part, dtype)
+        again = read_published(str(part), source.target).state_dict()
+        if wrong := [
+            name for name, tensor in source.drafter.state_dict().items() if not torch.equal(tensor.to(again[name].dtype), again[name])
+        ]:
+            raise ValueError(f"the export failed its own check, and was not written: {wrong[0]} is read as other numbers")
+        card = source.folder / "README.md" if source.folder else None
+        text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+        _write_beside(source, CHECKPOINT, family, part, f"{text.rstrip()}\n\n`{FILE}` has the names of the target's checkpoint.\n")
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    durable.replace_folder(folder, write)
+    return folder / FILE
 
 
 def _notes(limits: list[Limit], engine: str) -> list[str]:

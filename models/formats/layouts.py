@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["GGUF_EAGLE3", "GGUF_LLAMA", "MEDUSA", "MIDLAYER", "NUMBERED", "Layout", "medusa_blocks", "speculator"]
+__all__ = ["GGUF_EAGLE3", "GGUF_LLAMA", "MEDUSA", "MIDLAYER", "NUMBERED", "Layout", "medusa_blocks", "mtp_layouts", "speculator"]
 
 _PARTS = {"i": r"\d+", "j": r"\d+", "n": r"[1-9]\d*", "rest": r".+"}
 
@@ -89,6 +89,26 @@ def speculator(heads: int, tied: bool) -> Layout:
     shared = tuple((f"{name}.0.{{rest}}", stored) for name, stored in copies.items())
     shared += (("proj.1.{rest}", tuple(every.format("proj", i) for i in range(1, heads))),)
     return Layout((*(shared if tied else ()), ("{rest}", ("speculator.{rest}",))))
+
+
+def mtp_layouts(layers: int) -> dict[str, Layout]:
+    """The names of an MTP layer in checkpoints of targets with so many decoder layers, by the keys of `models.mtp.LAYOUTS`.
+
+    DeepSeek's counts as one more decoder layer; its copies of the target's embedding and head are `optional`.
+    """
+
+    def named(prefix: str, fc: str, embedding: str, hidden: str, last: str, layer: str, copies: tuple[str, ...] = ()) -> Layout:
+        parts = (("fc", fc), ("embedding_norm", embedding), ("hidden_norm", hidden), ("norm", last))
+        names = tuple((f"{ours}.weight", (f"{prefix}{theirs}.weight",)) for ours, theirs in parts)
+        return Layout((*names, ("layers.0.{rest}", (f"{prefix}{layer}{{rest}}",))), tuple(prefix + name for name in copies))
+
+    return {
+        "mimo": named("model.mtp_layers.0.", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", ""),
+        "deepseek": named(
+            f"model.layers.{layers}.", "eh_proj", "enorm", "hnorm", "shared_head.norm", "", (EMBEDDING, "shared_head.head.weight")
+        ),
+        "qwen3-next": named("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
+    }
 
 
 _ENDS = (("{0}embed_tokens.weight", "token_embd.weight"), ("{0}norm.weight", "output_norm.weight"), ("lm_head.weight", "output.weight"))

@@ -1,4 +1,5 @@
-"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, MLP speculators, DFlash, DSpark.
+"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, MLP speculators, DFlash, DSpark,
+MTP layers.
 
 Only safetensors are read. A folder that `draftsmith export` wrote brings its tree and its target's identity along, in draftsmith.json.
 """
@@ -19,6 +20,7 @@ from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
 from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
 from draftsmith.models.formats.mlp import MODEL_TYPE, read_mlp
+from draftsmith.models.formats.mtp import FILE, read_mtp
 from draftsmith.models.formats.note import NOTE, read_note
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.weights import WEIGHTS, headers
@@ -27,7 +29,7 @@ __all__ = ["MARKS", "check_files", "format_of", "folder_of", "open_tensors", "re
 
 # A key of a config.json -> a family that has no architecture here.
 MARKS = {"hydra_num_heads": "Hydra heads"}
-KINDS = "EAGLE, Medusa, an MLP speculator, DFlash or DSpark"
+KINDS = "EAGLE, Medusa, an MLP speculator, DFlash, DSpark or an exported MTP layer"
 PICKLES = (".bin", ".pt", ".pth")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
@@ -36,7 +38,7 @@ _CONVERT = (
 
 
 def format_of(path: str) -> str:
-    """eagle, medusa, mlp, dflash or dspark for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
+    """eagle, medusa, mlp, dflash, dspark or mtp for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
 
     Raises:
         FileNotFoundError: no config.json.
@@ -48,6 +50,8 @@ def format_of(path: str) -> str:
     for key, about in MARKS.items():
         if key in raw:
             raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected {KINDS}")
+    if os.path.isdir(source) and (Path(source) / FILE).is_file() and not (Path(source) / WEIGHTS).exists():
+        return "mtp"
     if raw.get("model_type") == MODEL_TYPE or "n_predict" in raw:
         return "mlp"
     for kind, name in ARCHITECTURES.items():
@@ -141,10 +145,9 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     if kind == "eagle":
         drafter: DrafterModel = read_eagle(folder, target)
     else:
-        drafter = {"medusa": read_medusa, "mlp": read_mlp, "dflash": read_dflash, "dspark": read_dflash}[kind](
-            folder, open_tensors(folder), target
-        )
-    if kind == "eagle" and note.get("depth"):
+        readers = {"medusa": read_medusa, "mlp": read_mlp, "dflash": read_dflash, "dspark": read_dflash, "mtp": read_mtp}
+        drafter = readers[kind](folder, open_tensors(folder), target)
+    if kind in ("eagle", "mtp") and note.get("depth"):
         drafter.config.steps = note["depth"]
     if note.get("tree"):
         if parse_tree_spec(note["tree"]).max_depth > drafter.depth_limit:

@@ -54,6 +54,8 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         check_files(folder)
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
+    if kind == "mtp":
+        return lines + _unreadable(folder, target)
     _, tensors = plain.read_folder(folder)
     family = family_in(folder)
     wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
@@ -77,6 +79,16 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     # 8-bit weights are read in float32, beside others that were rounded.
     tolerance, drafter = ROUNDED if quantise.KEY in raw else tolerance_of(target, drafter.dtype), drafter.float()
     return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+
+
+def _unreadable(folder: Path, target: Target) -> list[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read_published(str(folder), target)
+    except ValueError as error:
+        return [f"all: {error}"]
+    return []
 
 
 def family_in(folder: Path) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.models.target import Target
 
 ENGINES = ("vllm", "sglang", "tgi", "tensorrt-llm", "speculators", "eagle", "transformers", "gguf")
+CHECKPOINT = "checkpoint"
 QUANTISED = ("int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The target is in float32 here, whatever the drafter was trained with: its weights alone are read.
@@ -32,7 +33,12 @@ PRECISION = ".*acceptance may differ a little"
 def parser() -> argparse.ArgumentParser:
     parser = options.new_parser("export", __doc__)
     parser.add_argument("artifact", help="folder or Hub id of a trained drafter or draft model")
-    parser.add_argument("--to", required=True, choices=ENGINES, help="the engine; eagle is the code of EAGLE's authors")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=(*ENGINES, CHECKPOINT),
+        help="the engine; eagle is the code of EAGLE's authors; checkpoint: an MTP layer as its target's checkpoint names it",
+    )
     parser.add_argument("--output", required=True, help="the folder: new, empty, or an earlier export, which is replaced")
     parser.add_argument("--target", help="folder or Hub id of the target (default: the one that the drafter was trained for)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: the target's)")
@@ -44,11 +50,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
 
-    from draftsmith.models.formats.export import check_output, export
+    from draftsmith.models.formats.export import check_output, export, export_layer
 
     output = Path(os.path.expanduser(chosen.output))
     check_output(output.absolute())
     source, stored = open_source(chosen.artifact, chosen.target, chosen.trust_remote_code)
+    if chosen.to == CHECKPOINT:
+        if chosen.quantise:
+            raise ValueError(f"--quantise {chosen.quantise} is for engines; leave it out")
+        file = export_layer(source, output, dtype_of(chosen.dtype, stored))
+        print(f"{file}: written, and checked by reading it; put its tensors in the place of the checkpoint's of the same names")
+        return
     exported = export(source, chosen.to, output, dtype_of(chosen.dtype, stored), chosen.quantise)
     print(f"{exported.folder}: written for {chosen.to}, and checked: a second reading of it gives the drafter's logits")
     for note in exported.notes:
