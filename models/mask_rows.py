@@ -108,7 +108,8 @@ def hidden_with_masks(model: nn.Module, ids: Tensor, positions: Tensor, rows: Ma
     base = plain(model)
     ids = ids.clamp(max=len(base.get_input_embeddings().get_parameter("weight")) - 1)
     read = torch.cat((ids, torch.full_like(rows.anchor, mask_token)), 1)
-    at = torch.cat((positions, positions.gather(1, rows.anchor) + rows.level), 1)
+    last = base.config.get_text_config().max_position_embeddings - 1  # only rows past the end of a text reach it
+    at = torch.cat((positions, positions.gather(1, rows.anchor) + rows.level), 1).clamp(max=last)
     with _attention(base):
         return base.get_decoder()(input_ids=read, position_ids=at, use_cache=False, mask_rows=rows).last_hidden_state
 

@@ -1,4 +1,4 @@
-"""PARD: a draft model that drafts K tokens in one forward (An et al. 2025, https://arxiv.org/abs/2504.18583, version 3; AMD's checkpoints).
+"""PARD: a draft model that drafts K tokens in one forward (An et al. 2025, https://arxiv.org/abs/2504.18583, version 4; AMD's checkpoints).
 
 The draft model is an ordinary causal LM that was trained on mask tokens: K − 1 of them follow the committed tokens, and the logits at the
 last committed token and at each mask draft the next K tokens. A mask reads neither a draft nor the target, so one drafter serves every
@@ -24,11 +24,10 @@ from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.level_heads import draft_marginals
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
+from draftsmith.models.artifact import MASK_TOKEN
 from draftsmith.models.mask_rows import hidden_with_masks, mask_rows
 
-__all__ = ["MASK_TOKEN", "ParallelDraftModel"]
-
-MASK_TOKEN = "pard_token"  # key of the config
+__all__ = ["ParallelDraftModel"]
 
 
 class ParallelDraftModel(DraftModel):
@@ -50,7 +49,9 @@ class ParallelDraftModel(DraftModel):
     def __init__(self, model: Target, tree_spec: TreeSpec, mask_token: int, depth_limit: int, chunk: int = 256) -> None:
         super().__init__(model, tree_spec, chunk)
         if not 0 <= mask_token < model.vocab_size:
-            raise ValueError(f"got {MASK_TOKEN} {mask_token}; expected a token of the draft model, 0 to {model.vocab_size - 1}; correct its config")
+            raise ValueError(
+                f"got {MASK_TOKEN} {mask_token}; expected a token of the draft model, 0 to {model.vocab_size - 1}; correct its config"
+            )
         if tree_spec.max_depth > depth_limit:
             raise ValueError(f"got a tree {tree_spec.max_depth} deep; this parallel draft model drafts {depth_limit} at most; cut the tree")
         self.mask_token, self.depth_limit = mask_token, depth_limit
