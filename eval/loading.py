@@ -296,6 +296,14 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
     drafter.stop = stop
 
 
+def check_load_aware(drafter: AnyDrafter | None) -> None:
+    """Raises ValueError where a drafter says nothing of how likely its drafts are to be accepted."""
+    if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation):
+        raise ValueError(
+            f"--load-aware: {drafter.method if drafter else 'none'} has no probabilities of its drafts; expected a drafter with weights; leave it out"
+        )
+
+
 def constraint_of(chosen: Any, target: Target) -> Grammar | None:
     """What answers must be, by the options --json-schema, --grammar and --regex; None where none of them is given.
 

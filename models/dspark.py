@@ -121,7 +121,7 @@ class DsparkModel(DflashModel):
         tree_spec, states, survival, sizes = self._state.tree_spec, None, 1.0, torch.ones_like(round.last_tokens)
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        states = self.draft_states(round)
+        states, survivals = self.draft_states(round), [torch.ones_like(round.last_tokens, dtype=torch.float32)]
 
         def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
             nonlocal survival, sizes
@@ -130,10 +130,15 @@ class DsparkModel(DflashModel):
             temperature = self.config.temperatures[k] if self.config.temperatures else 1.0
             survival = survival * (self.confidence_logits(read[:, 0]).float() / temperature).sigmoid()
             sizes = sizes + (survival >= self.config.confidence)
+            survivals.append(survival)
             return self.head_logits(read)
 
         tree = self._ready(draft_levels(tree_spec, self.config.depth, round, logits_of, self.stop), round)
-        if not self.config.confidence or isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
+        if isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
+            return tree
+        if round.scored:  # the confidences say more than the probabilities of drafts
+            tree.survival = torch.stack(survivals[: tree.tokens.shape[1]], 1)
+        if not self.config.confidence:
             return tree
         return replace(tree, size=torch.minimum(tree.size, sizes), full=False, _deepest=None)
 
