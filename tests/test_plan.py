@@ -42,6 +42,7 @@ CASES = {
     "dflash": (dflash, "dflash-tiny", []),
     "dflash, causal, paced": (dflash, "dflash-tiny", ["dflash.causal=true", "dflash.weights=pace", "dflash.loss=0.5 kl + 0.5 nll"]),
     "dspark": (dspark, "dspark-tiny", []),
+    "dspark, gated": (dspark, "dspark-tiny", ["dspark.markov=gated"]),
     "peagle": (peagle, "peagle-tiny", []),
     "kangaroo": (kangaroo, "kangaroo-tiny", []),
     "pard": (pard, "pard-tiny", []),

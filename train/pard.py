@@ -167,7 +167,8 @@ def main(arguments: list[str]) -> None:
             drafter.tree_spec = tree_spec_from_options(kind, drafter, tree.depth, width, tree.nodes)
         fingerprint = setup.fingerprint(target, train) | {"mask token": mask_token}
         measure = partial(objective, vocab_size=target.vocab_size, section=section, mask_token=mask_token, seed=recipe.train.seed)
-        monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions) | {"target_forward": None}
+        monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions)
+        monitors["target_forward"] = None  # training runs no target
         accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             write = writer(recipe, target, model, drafter)
