@@ -58,9 +58,11 @@ class Admitted:
         self.drafted, count = drafted, drafted.tokens.shape[1]
         likeliest = _real(drafted).sort(dim=1, descending=True, stable=True).indices[:, :nodes]
         self.index = likeliest.sort(1).values  # [B,W]
-        place = torch.zeros_like(drafted.tokens).scatter_(1, self.index, torch.arange(nodes, device=likeliest.device).expand_as(likeliest))
+        new_index = torch.zeros_like(drafted.tokens).scatter_(
+            1, self.index, torch.arange(nodes, device=likeliest.device).expand_as(likeliest)
+        )
         parents = drafted.parents.expand(-1, count).gather(1, self.index)
-        parents = torch.where(parents < 0, -1, place.gather(1, parents.clamp(min=0)))
+        parents = torch.where(parents < 0, -1, new_index.gather(1, parents.clamp(min=0)))
         q_logits = drafted.q_logits
         if q_logits is not None:
             q_logits = q_logits.gather(1, self.index[:, :, None].expand(-1, -1, q_logits.shape[2]))

@@ -25,7 +25,6 @@ from draftsmith.inference.tree import DraftTree
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.target import Target
 
-
 MARKOV = ("low-rank", "gated")
 
 

@@ -77,16 +77,16 @@ def test_admitted_nodes_form_trees_and_go_back():
 
 def emitted(p, q, tested):
     """The distribution of the next token: a draft x ~ q is tested against p where tested[x], else the token is drawn from p."""
-    law = torch.zeros_like(p)
+    chances = torch.zeros_like(p)
     for x, chance in enumerate(q):
         if not tested[x]:
-            law += chance * p
+            chances += chance * p
             continue
         accept = min(1.0, float(p[x] / q[x]))
         residual = (p - q).clamp(min=0)
-        law[x] += chance * accept
-        law += chance * (1 - accept) * (residual / residual.sum() if residual.sum() > 0 else 0)
-    return law
+        chances[x] += chance * accept
+        chances += chance * (1 - accept) * (residual / residual.sum() if residual.sum() > 0 else 0)
+    return chances
 
 
 def best_of_all(survival, seconds):
@@ -103,12 +103,12 @@ def test_the_output_distribution_by_enumeration():
     for name, rule in (("ours", nodes_that_pay), ("leaky", best_of_all)):
         tested = [rule(torch.tensor([[1.0, 0.5, 0.5 * second]]), seconds) > 1 for second in (1.0, 0.0)]
         outcomes[name] = emitted(p, q, tested), tested
-    law, tested = outcomes["ours"]
-    torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+    chances, tested = outcomes["ours"]
+    torch.testing.assert_close(chances, p, atol=1e-12, rtol=0)
     assert tested[0] == tested[1]
-    law, tested = outcomes["leaky"]
-    assert tested == [True, False] and (law - p).abs().max() > 0.1
-    torch.testing.assert_close(law, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-12, rtol=0)  # the paper's numbers
+    chances, tested = outcomes["leaky"]
+    assert tested == [True, False] and (chances - p).abs().max() > 0.1
+    torch.testing.assert_close(chances, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-12, rtol=0)  # the paper's numbers
 
 
 @pytest.mark.parametrize("rule", ["rejection", "rejection-replacement", "target-sample"])
