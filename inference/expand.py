@@ -354,8 +354,8 @@ def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, score
         count: candidates of a node, R; at most D are given.
         round: the round that is drafted for.
         index: [B,F] int64, absolute index in the sequence of the candidates.
-        scored: whether log-probabilities are wanted. The kernel gives them always. Drawn ids have those of the likeliest tokens in their
-            places, which say nothing of what was drawn.
+        scored: whether log-probabilities are wanted. The kernel gives them always. Where the round is scored, drawn ids have those of the
+            likeliest tokens instead, which say nothing of what was drawn.
 
     Returns:
         Ids [B,F,R], their log-probabilities [B,F,R] or None, and the logits [B,F,D] of the distribution that the ids were drawn from, or
@@ -380,7 +380,7 @@ def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, score
     drawn, scores = children in ("drawn", "replaced"), None
     if scored:
         log_q = logits.float().log_softmax(-1)
-        scores = log_q.topk(count, -1).values if drawn else log_q.gather(-1, ids)
+        scores = log_q.topk(count, -1).values if drawn and round.scored else log_q.gather(-1, ids)
     return ids, scores, logits if drawn else None
 
 
