@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_slots(parser)
     parser.add_argument("--timed", type=int, help="time so many prompts of each domain, decode the others 8 at a time (default: time all)")
     options.add_adaptive_depth(parser, False)
+    options.add_load_aware(parser)
     parser.add_argument("--policy", metavar="FILE", help="draft as deep as this policy.json of an evaluation says for the slots in use")
     options.add_kernels(parser)
     options.add_exact(parser)
@@ -112,11 +113,17 @@ def main(arguments: list[str]) -> None:
         raise ValueError("--estimate needs what the probe records; expected it; leave --probe 0 out")
     if chosen.policy is not None and chosen.adaptive_depth:
         raise ValueError("--policy and --adaptive-depth both choose the depth; expected one; leave one out")
+    if chosen.load_aware and (chosen.policy is not None or chosen.adaptive_depth):
+        raise ValueError(
+            "--load-aware drafts complete trees, --policy and --adaptive-depth choose a depth; expected one; leave the others out"
+        )
     policy = LoadPolicy.read(Path(os.path.expanduser(chosen.policy))) if chosen.policy is not None else None
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
+    if chosen.load_aware:
+        loading.check_load_aware(drafter)
     ranked = hasattr(drafter, "position_logits")
     tree = chosen.tree or ("best" if ranked else "saved")
     if tree in CHOSEN_TREES:
@@ -141,6 +148,7 @@ def main(arguments: list[str]) -> None:
         slots=chosen.slots,
         timed=chosen.timed,
         adaptive_depth=chosen.adaptive_depth,
+        load_aware=chosen.load_aware,
         policy=policy,
         kernels=chosen.kernels,
         probe_s=chosen.probe,
@@ -225,6 +233,7 @@ def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
         and not settings.exact
         and chosen.stop is None
         and not settings.adaptive_depth
+        and not settings.load_aware
         and settings.policy is None
         and lossless
     )

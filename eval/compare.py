@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.comparison import Settings, compare_drafters
     from draftsmith.inference.draft_model import DraftModel
     from draftsmith.inference.sampler import Sampling
+    from draftsmith.models.pard import ParallelDraftModel
 
     if ranks.count() > 1:
         raise ValueError(f"draftsmith compare in {ranks.count()} processes: expected one; run it alone")
@@ -59,8 +60,10 @@ def main(arguments: list[str]) -> None:
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, drafters = loading.open_named(chosen.target, chosen.drafters, chosen.dtype, chosen.trust_remote_code)
     for name, drafter in drafters.items():
-        if chosen.expected and not isinstance(drafter, DraftModel):
-            raise ValueError(f"--expected: {name} is no draft model; expected one; leave --expected out to decode with it")
+        if chosen.expected and (not isinstance(drafter, DraftModel) or isinstance(drafter, ParallelDraftModel)):
+            raise ValueError(
+                f"--expected: {name} is no draft model that drafts token by token; expected one; leave --expected out to decode with it"
+            )
         loading.set_stop(drafter, chosen.stop)
         loading.set_draft_window(drafter, chosen.draft_window)
         tree = chosen.tree or ("chain" if chosen.expected else "saved")

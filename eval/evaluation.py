@@ -159,6 +159,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         "kernels": settings.kernels,
         "exact": settings.exact,
     }
+    if settings.load_aware:
+        entries["load_aware"] = True
     if stop := getattr(drafter, "stop", None):
         entries["stop"] = str(stop)
     if window := getattr(getattr(drafter, "trained", drafter), "window", None):

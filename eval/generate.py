@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_adaptive_depth(parser, True)
+    options.add_load_aware(parser)
     options.add_kernels(parser)
     options.add_exact(parser)
     parser.add_argument("--show-accepted", action="store_true", help="colour the tokens that the drafter guessed; a summary on stderr")
@@ -166,12 +167,15 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval import drift, loading
     from draftsmith.inference.adaptive import AdaptiveDepth
     from draftsmith.inference.decoder import Decoder
+    from draftsmith.inference.load_aware import LoadAware
 
     names = [] if chosen.drafter == "none" else [chosen.drafter]
     target, drafters = loading.open_models(chosen.target, names, chosen.dtype, chosen.trust_remote_code)
     drafter = drafters[0] if drafters else None
     loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
+    if chosen.load_aware:
+        loading.check_load_aware(drafter)
     sampling = sampling_from_options(chosen, target, loading.constraint_of(chosen, target))
     if drafter is not None:
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
@@ -186,7 +190,7 @@ def main(arguments: list[str]) -> None:
     ids = loading.encode(target, Prompt("prompt", "all", text, messages))
     if not ids:
         raise ValueError("the prompt is empty: got no tokens; give some text")
-    adaptive = AdaptiveDepth() if chosen.adaptive_depth else None
+    adaptive = LoadAware() if chosen.load_aware else AdaptiveDepth() if chosen.adaptive_depth else None
     decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels, exact=chosen.exact)
     totals = Totals()
     for piece, drafted in text_pieces(target, stream_tokens(decoder, ids, sampling, chosen.max_new_tokens, totals)):

@@ -50,7 +50,7 @@ def load_report(records: Records) -> dict[str, Any]:
         best = best_static(model, choosing, reported, context, model.max_nodes) if halves else best_replayed(model, drafts, context)
         named = {"target": records.header["target"], "drafter": records.header["drafter"], "setting": setting}
         report["policy"] = load_policy(model, best, context) | named
-    fixed = small and not any(records.header["settings"].get(name) for name in ("adaptive_depth", "policy", "exact"))
+    fixed = small and not any(records.header["settings"].get(name) for name in ("adaptive_depth", "load_aware", "policy", "exact"))
     prefill = records.load["prefill_s_per_token"]
     report["check"] = check(model, requests, slots, tree, records.tree["depth"], prefill) if fixed else None
     return report

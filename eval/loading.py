@@ -32,11 +32,12 @@ from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.adapter import adapt
-from draftsmith.models.artifact import student_entry
+from draftsmith.models.artifact import mask_token, student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter
 from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
 from draftsmith.models.formats.mtp import shipped_mtp
+from draftsmith.models.pard import ParallelDraftModel
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.tokenizer_check import check_pair, have_same_tokens
@@ -262,7 +263,8 @@ def _draft_model(
 ) -> DraftModel | StringMatching:
     """A causal LM that drafts: "same" with the target's tokens, "strings" by text, "tli" with the tokens that both have."""
     entry = {"target": None, "tree": default_paths(3, 7), "confidence": 0.0} | (entry or {})
-    if entry["target"] and way == "same":
+    mask = mask_token(path) if way == "same" else None
+    if entry["target"] and way == "same" and mask is None:  # masks read the text alone, and draft for every target with its tokens
         warning = check_same(TargetIdentity.from_dict(entry["target"]), target.identity)
         if warning:
             warnings.warn(warning, stacklevel=3)
@@ -270,6 +272,8 @@ def _draft_model(
     model.pack()
     stop = Stopping("confidence", entry["confidence"]) if entry["confidence"] else None
     tree_spec = parse_tree_spec(entry["tree"])
+    if mask is not None:
+        return ParallelDraftModel(model, tree_spec, mask, entry.get("parallel") or ParallelDraftModel.depth_limit)
     if way == "same":
         return DraftModel(model, tree_spec, stop=stop)
     ours = ByteVocabulary.of(model.tokenizer, path, model.vocab_size)
@@ -296,6 +300,14 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
             f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
         )
     drafter.stop = stop
+
+
+def check_load_aware(drafter: AnyDrafter | None) -> None:
+    """Raises ValueError where a drafter says nothing of how likely its drafts are to be accepted."""
+    if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation):
+        raise ValueError(
+            f"--load-aware: {drafter.method if drafter else 'none'} has no probabilities of its drafts; expected a drafter with weights; leave it out"
+        )
 
 
 def constraint_of(chosen: Any, target: Target) -> Grammar | None:

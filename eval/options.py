@@ -127,6 +127,14 @@ def add_adaptive_depth(parser: argparse.ArgumentParser, default: bool) -> None:
     parser.set_defaults(adaptive_depth=default)  # given above, argparse would append it to the help as well
 
 
+def add_load_aware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load-aware",
+        action="store_true",
+        help="draft the complete tree and verify its likeliest nodes, as many as pay at the measured cost of a round, instead of adapting the depth",
+    )
+
+
 def add_slots(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=1, help="prompts decoded at a time (default 1)")
 

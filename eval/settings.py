@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from draftsmith.inference.adaptive import AdaptiveDepth
+from draftsmith.inference.load_aware import LoadAware
 from draftsmith.inference.policy import LoadPolicy, PolicyDepth
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
@@ -24,6 +25,7 @@ class Settings:
         slots: prompts decoded at a time, of those that are timed.
         timed: how many prompts of each domain are timed; None is all. The others are decoded several at a time, for τ and losslessness.
         adaptive_depth: draft only as deep as pays.
+        load_aware: verify only as many of the drafted nodes as pay.
         policy: says how deep to draft for the slots in use; None drafts as deep as the tree.
         kernels: decode with Triton kernels.
         probe_s: about how many seconds the probe of other loads may take (eval/probe.py); 0 leaves it out.
@@ -37,15 +39,18 @@ class Settings:
     slots: int = 1
     timed: int | None = None
     adaptive_depth: bool = False
+    load_aware: bool = False
     policy: LoadPolicy | None = None
     kernels: bool = False
     probe_s: float = 0.0
     exact: int | None = None
 
     def adaptive(self) -> AdaptiveDepth | None:
-        """What chooses the depth of each round; None drafts as deep as the tree."""
+        """What chooses the depth of each round, or what is verified of it; None drafts as deep as the tree, and verifies all."""
         if self.policy is not None:
             return PolicyDepth(self.policy)
+        if self.load_aware:
+            return LoadAware()
         return AdaptiveDepth() if self.adaptive_depth else None
 
     @property

@@ -161,6 +161,8 @@ def size(report: Report) -> str:
         text += ", exact"
     if settings["adaptive_depth"]:
         text += ", adaptive depth"
+    if settings.get("load_aware"):
+        text += ", load-aware verification"
     if settings.get("policy"):
         text += ", depth by a load policy"
     return text

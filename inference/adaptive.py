@@ -80,14 +80,19 @@ class AdaptiveDepth:
 
     def depth(self, slots: Sequence[int]) -> int:
         """How deep to draft for these slots in the next round; 0 for plain decoding."""
-        if self._since_plain >= REFRESH or not any(seconds.get(0) for seconds in self._seconds.values()):
-            return 0  # there must be a plain round to compare with
+        if self.needs_plain_round:
+            return 0
         if self._disabled and self._waited < self._wait:
             return 0  # nothing was learned meanwhile
         chosen = self._best(slots)
         self._retesting = self._disabled and chosen == 0 and self.max_depth > 0
         self._disabled = chosen == 0
         return 1 if self._retesting else chosen
+
+    @property
+    def needs_plain_round(self) -> bool:
+        """There must be a plain round to compare with."""
+        return self._since_plain >= REFRESH or not any(seconds.get(0) for seconds in self._seconds.values())
 
     def _best(self, slots: Sequence[int]) -> int:
         """The depth with the most expected tokens per second."""
@@ -101,7 +106,7 @@ class AdaptiveDepth:
                 survival *= probability
                 tokens[k + 1] += survival
         total, best, chosen = 0.0, 0.0, 0
-        costs = self._costs(len(slots))
+        costs = self.costs(len(slots), self.max_depth)
         # No deeper than twice what was ever accepted: the first drafts of a useless drafter should be cheap.
         for k, expected in enumerate(tokens[: 2 * self._deepest_accepted + 1]):
             total += expected
@@ -109,38 +114,49 @@ class AdaptiveDepth:
                 best, chosen = total / costs[k], k
         return chosen
 
-    def _costs(self, slots: int) -> list[float]:
-        """The cost of depths 0 … K, in plain rounds, as measured with this number of slots or the nearest one.
+    def _nearest(self, slots: int) -> dict[int, deque[tuple[int, float]]]:
+        """The times with this number of slots, or the nearest one that has plain rounds."""
+        measured = [count for count, seconds in self._seconds.items() if seconds.get(0)]
+        return self._seconds[min(measured, key=lambda count: abs(count - slots))]
+
+    def plain_seconds(self, slots: int) -> float:
+        """The seconds of a plain round: the least of the last few, since what disturbs a clock only ever adds to it."""
+        return min(took for _, took in self._nearest(slots)[0])
+
+    def costs(self, slots: int, most: int) -> list[float]:
+        """The cost of depths 0 … `most`, in plain rounds, as measured with this number of slots or the nearest one.
 
         Depths between measured ones are interpolated; deeper ones cost LEVEL_COST more per level.
         """
-        measured = [count for count, seconds in self._seconds.items() if seconds.get(0)]
-        seconds = self._seconds[min(measured, key=lambda count: abs(count - slots))]
-        # The least of the last few: what disturbs a clock only ever adds to it. If that happens each time, the times are forgotten in the end.
+        seconds, plain = self._nearest(slots), self.plain_seconds(slots)
+        # If something disturbs the clock each time, the times are forgotten in the end.
         recent = {k: [took for at, took in times if k == 0 or self._round - at < MAX_AGE] for k, times in seconds.items()}
-        plain = min(recent[0])
         points = sorted((k, min(times) / plain) for k, times in recent.items() if len(times) >= MIN_TIMES or k == 0)
         costs, i = [], 0
-        for k in range(self.max_depth + 1):
+        for k in range(most + 1):
             while i + 1 < len(points) and points[i + 1][0] <= k:
                 i += 1
             left, low = points[i]
             right, high = points[i + 1] if i + 1 < len(points) else (left + 1, low + LEVEL_COST)
             costs.append(low + (high - low) * (k - left) / (right - left))
-        for k in reversed(range(self.max_depth)):  # deeper is never cheaper: one slow round must not bar a depth
+        for k in reversed(range(most)):  # deeper is never cheaper: one slow round must not bar a depth
             costs[k] = min(costs[k], costs[k + 1])
         return costs
+
+    def measure(self, slots: int, depth: int, seconds: float) -> None:
+        """A round of so many slots and levels took these seconds."""
+        times = self._seconds.setdefault(slots, {})
+        self._round += 1
+        if depth in times:
+            times[depth].append((self._round, seconds))
+        else:
+            times[depth] = deque(maxlen=9)  # the first round of a shape sets things up: its time says nothing
+        self._since_plain = 0 if depth == 0 else self._since_plain + 1
 
     def learn(self, slots: Sequence[int], results: Sequence[HostResult], seconds: float) -> None:
         """Learn the results of a round of these slots, and its time, drafting included."""
         deepest = max(result.depth for result in results)
-        times = self._seconds.setdefault(len(slots), {})
-        self._round += 1
-        if deepest in times:
-            times[deepest].append((self._round, seconds))
-        else:
-            times[deepest] = deque(maxlen=9)  # the first round of a shape sets things up: its time says nothing
-        self._since_plain = 0 if deepest == 0 else self._since_plain + 1
+        self.measure(len(slots), deepest, seconds)
         for slot, result in zip(slots, results, strict=True):
             if result.depth:
                 accepted = result.length - 1

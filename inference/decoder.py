@@ -20,6 +20,7 @@ from draftsmith.inference.drafter import Drafter, Plain, ResumableDrafter, Targe
 from draftsmith.inference.exact import check as check_exact
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.kernels import missing, use
+from draftsmith.inference.load_aware import LoadAware
 from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.prefix_cache import PrefixCache
@@ -49,7 +50,8 @@ class Decoder:
             can then seldom be used again.
         chunk: prompt tokens per forward of the prefill.
         timed: synchronise a GPU around the parts of a round, so that their times are true. (The loop itself reads the device once per round.)
-        adaptive: chooses the draft depth of each round; without it every round drafts as deep as the drafter can.
+        adaptive: chooses the draft depth of each round, or (`LoadAware`, not with kernels) how many drafted nodes are verified; without it
+            every round drafts as deep as the drafter can.
         kernels: use the Triton kernels for attention, drafting, verification and commit.
         graphs: with kernels, run each round as one CUDA graph (four, if timed) where that is possible; `refusal` says why not. Calls with
             the same sampling, seed included, use the graphs again.
@@ -94,6 +96,8 @@ class Decoder:
             raise ValueError(f"kernels: {reason}")
         if kernels and self.drafter.max_nodes > MAX_NODES:
             raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MAX_NODES} at most; cut the tree")
+        if kernels and isinstance(adaptive, LoadAware):
+            raise ValueError("kernels: load-aware verification chooses shapes on the host; expected one of them; leave the other out")
         if exact is not None:
             self._check_exact(exact, slots, kernels)
         if keep and (context is None or exact is not None):
@@ -200,7 +204,8 @@ class Decoder:
                 runner = self._graph_runner(cache, addresses, sampling)
             else:
                 exact = (self.exact, limits.context) if self.exact else None
-                runner = EagerRunner(self.target, self.drafter, cache, sampling, history, self._clock, exact)
+                load_aware = self.adaptive if isinstance(self.adaptive, LoadAware) else None
+                runner = EagerRunner(self.target, self.drafter, cache, sampling, history, self._clock, exact, load_aware)
             prefill = Prefill(self.target, self.drafter, cache, self.chunk, history, self.counters)
             yield from self._decode(scheduler, prefill, runner, limits)
         finally:

@@ -36,7 +36,7 @@ class DraftModelState:
     Attributes:
         cache: KV of the draft model.
         pending: by slot, the committed tokens that the cache lacks, the last committed token included. Not kept in a graph.
-        pending_tokens: [slots,2] int64, the same for a graph.
+        pending_tokens: [slots,P] int64, the same for a graph; P is 2, or what the drafter needs.
         pending_count: [slots] int64, how many of `pending_tokens` count.
         made_for: what the cache was allocated for.
         resumable_slots: slots whose request has ended and may be resumed.
@@ -97,6 +97,18 @@ class DraftModel:
         return self.tree_spec.max_depth
 
     @property
+    def pending_limit(self) -> int:
+        """Pending tokens of a slot in a graph, at most."""
+        return 2
+
+    @property
+    def encoded_nodes(self) -> int:
+        """Positions that a round writes behind the pending tokens, at most."""
+        if isinstance(self.tree_spec, StaticTree):
+            return sum(level.nodes for level in self.tree_spec.levels()[1:])
+        return (self.tree_spec.depth - 1) * self.tree_spec.width
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -116,19 +128,15 @@ class DraftModel:
         self.check(context)
         self._fewer_tokens, self._vocab = self.model.vocab_size < target.vocab_size, target.vocab_size
         self.tree_spec = self.tree_spec.to(self.model.device)
-        if isinstance(self.tree_spec, StaticTree):
-            encoded = sum(level.nodes for level in self.tree_spec.levels()[1:])
-        else:
-            encoded = (self.tree_spec.depth - 1) * self.tree_spec.width
         # In a graph a slot may run a round past its end.
-        scratch = self.max_depth + 1 + max(encoded, 2)
-        device, made_for = self.model.device, (self.model, self.model.dtype, self.model.device, slots)
+        scratch = self.max_depth + 1 + max(self.encoded_nodes, 2)
+        device, made_for = self.model.device, (self.model, self.model.dtype, self.model.device, slots, self.pending_limit)
         state = self._bound_state
         if state is None or state.made_for != made_for or not fits(state.cache, context, scratch, self.window):
             state = self._bound_state = None  # frees the old cache first
             count = torch.zeros(slots, dtype=torch.int64, device=device)
             cache = drafter_cache(slots, context, scratch, self.window, device)
-            state = DraftModelState(cache, {}, count.new_zeros(slots, 2), count, made_for)
+            state = DraftModelState(cache, {}, count.new_zeros(slots, self.pending_limit), count, made_for)
             self._bound_state = state
         self.drop([slot for slot in range(slots) if slot not in state.resumable_slots])
         self._encoded_index: Tensor | None = None  # [B,N], of the last tree: see Expansion.finish

@@ -68,6 +68,7 @@ class RoundContext:
             host synchronisation is allowed. None outside graphs.
         cache: the target's KV cache, the slots of the round selected, for a drafter that reads the target's own KV. It may write after the
             committed positions, as many as its `max_nodes`: verification overwrites them. None where no target follows.
+        scored: the trees are to say how likely their nodes are to survive (`DraftTree.survival`).
     """
 
     slots: list[int]
@@ -79,6 +80,7 @@ class RoundContext:
     depth: int
     active: Tensor | None = None
     cache: "TreeCache | None" = None
+    scored: bool = False
 
     @property
     def static_shape(self) -> bool:

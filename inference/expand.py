@@ -149,8 +149,6 @@ class StaticExpansion:
         count: candidates that the next `add_level` needs of each node.
     """
 
-    scored = False
-
     def __init__(self, tree_spec: StaticTree, round: RoundContext) -> None:
         self.tree_spec = tree_spec.without_gaps() if round.sampling.children in ("drawn", "replaced") else tree_spec
         self.levels = self.tree_spec.levels()
@@ -159,6 +157,8 @@ class StaticExpansion:
         self.tokens = round.last_tokens.new_zeros(round.last_tokens.shape[0], self.tree_spec.num_nodes)
         self.tokens[:, 0] = round.last_tokens
         self.q_logits: Tensor | None = None
+        self.scored = round.scored
+        self.scores = torch.zeros_like(self.tokens, dtype=torch.float32) if self.scored else None  # of each node, if its parent is accepted
         self.encoded_index = torch.full((self.tree_spec.num_nodes,), -1, device=round.last_tokens.device)
 
     @property
@@ -170,7 +170,7 @@ class StaticExpansion:
 
         Args:
             ids: [B,F,R] int64, best first, or in the order in which they were drawn.
-            scores: not used by a static tree.
+            scores: [B,F,R], their log-probabilities, where the round is scored.
             q_logits: [B,F,D], the distribution that the candidates were drawn from; None where they were not drawn.
 
         Returns:
@@ -178,6 +178,8 @@ class StaticExpansion:
         """
         level = self.levels[self.depth]
         self.tokens[:, level.children] = ids.flatten(1)[:, level.candidates]
+        if self.scores is not None and scores is not None:
+            self.scores[:, level.children] = scores.float().flatten(1)[:, level.candidates]
         if q_logits is not None:
             if self.q_logits is None:
                 self.q_logits = q_logits.new_zeros(*self.tokens.shape, q_logits.shape[-1])
@@ -201,11 +203,16 @@ class StaticExpansion:
     def finish(self) -> tuple[DraftTree, Tensor]:
         """The tree of the levels added so far, and each node's index [B,N] among the encoded nodes, −1 where it was not encoded."""
         tree_spec, tokens, q_logits, encoded_index = self.tree_spec.cut(self.depth), self.tokens, self.q_logits, self.encoded_index
+        scores = self.scores
         if tree_spec is not self.tree_spec:  # the remaining nodes keep their order
             remaining = (self.tree_spec.depth <= self.depth).nonzero()[:, 0]
             tokens, encoded_index = tokens[:, remaining], encoded_index[remaining]
             q_logits = None if q_logits is None else q_logits[:, remaining]
-        return tree_spec.fill(tokens, q_logits, replacement=self.replacement), encoded_index.expand(len(tokens), -1)
+            scores = None if scores is None else scores[:, remaining]
+        tree = tree_spec.fill(tokens, q_logits, replacement=self.replacement)
+        if scores is not None:
+            tree.survive(scores)
+        return tree, encoded_index.expand(len(tokens), -1)
 
 
 class DynamicExpansion:
@@ -286,6 +293,7 @@ class DynamicExpansion:
         size = torch.full_like(best[:, 0], nodes)
         tree = DraftTree.build(tokens.gather(1, best), parent, size)
         tree.order = torch.cat((torch.zeros_like(order[:, :1]), order + 1), 1)
+        tree.survival = scores.gather(1, best).exp()
         return tree, encoded_index.gather(1, best)
 
 
@@ -346,7 +354,8 @@ def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, score
         count: candidates of a node, R; at most D are given.
         round: the round that is drafted for.
         index: [B,F] int64, absolute index in the sequence of the candidates.
-        scored: whether log-probabilities are wanted. The kernel gives them always.
+        scored: whether log-probabilities are wanted. The kernel gives them always. Where the round is scored, drawn ids have those of the
+            likeliest tokens instead, which say nothing of what was drawn.
 
     Returns:
         Ids [B,F,R], their log-probabilities [B,F,R] or None, and the logits [B,F,D] of the distribution that the ids were drawn from, or
@@ -368,8 +377,11 @@ def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, score
             ids = torch.stack([(logits + noise).argmax(-1) for noise in noises], -1)
         else:  # the best of Gumbel-perturbed log-probabilities are draws without replacement, in order (Kool et al. 2019)
             ids = (logits + gumbel(sampling.seed, request, index, logits.shape[-1], purpose)).topk(count, -1).indices
-    scores = logits.float().log_softmax(-1).gather(-1, ids) if scored else None
-    return ids, scores, logits if children in ("drawn", "replaced") else None
+    drawn, scores = children in ("drawn", "replaced"), None
+    if scored:
+        log_q = logits.float().log_softmax(-1)
+        scores = log_q.topk(count, -1).values if drawn and round.scored else log_q.gather(-1, ids)
+    return ids, scores, logits if drawn else None
 
 
 def ranked(logits: Tensor, count: int) -> Tensor:

@@ -72,4 +72,7 @@ def draft_marginals(tree_spec: TreeSpec, logits: Tensor, round: RoundContext) ->
     tree = expansion.tree_spec.tree(round.last_tokens, ids)
     if q_logits is not None:  # leaves have no children, so that any distribution will do for them
         tree.q_logits, tree.replacement = q_logits[:, expansion.tree_spec.depth.clamp(max=depth - 1)], expansion.replacement
+    if scores is not None and round.scored:
+        level, rank = expansion.tree_spec.depth - 1, expansion.tree_spec.rank.clamp(min=0)
+        tree.survive(scores[:, level.clamp(min=0), rank])
     return tree

@@ -15,6 +15,7 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, NodeOutput, RoundContext, Target
 from draftsmith.inference.exact import KeysByPosition, padded
 from draftsmith.inference.kernels import active
+from draftsmith.inference.load_aware import LoadAware
 from draftsmith.inference.processors import History
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
@@ -49,6 +50,7 @@ class EagerRunner:
         history: committed tokens, if penalties or processors need them.
         clock: seconds; it synchronises the device if the parts of a round are to be timed.
         exact: the nodes of each forward and the keys of each node, where rounds are exact (`inference/exact.py`).
+        load_aware: chooses the drafted nodes that are verified; None verifies all.
     """
 
     asynchronous = False  # a round has ended when `enqueue` returns
@@ -64,9 +66,10 @@ class EagerRunner:
         history: History | None,
         clock: Callable[[], float],
         exact: tuple[int, int] | None = None,
+        load_aware: LoadAware | None = None,
     ) -> None:
         self.target, self.drafter, self.cache, self.sampling, self.history, self.clock = target, drafter, cache, sampling, history, clock
-        self.exact = exact
+        self.exact, self.load_aware = exact, load_aware
         self._assigned: dict[int, tuple[int, int]] = {}  # slot -> last committed token, noise key
         self._batch: _Batch | None = None
         self._root_tree: DraftTree | None = None
@@ -93,14 +96,17 @@ class EagerRunner:
         round = RoundContext(
             cache.selected, batch.slot_index, batch.last_tokens, cache.selected_length, batch.noise_keys, self.sampling, depth, cache=cache
         )
-        tree = self.drafter.propose(round) if depth else self._last_tokens_alone(batch.last_tokens)
+        round.scored = self.load_aware is not None
+        drafted = self.drafter.propose(round) if depth else self._last_tokens_alone(batch.last_tokens)
         proposed = self.clock()
+        admitted = self.load_aware.admit(drafted, proposed - started) if self.load_aware else None
+        tree = admitted.tree if admitted else drafted
         out, verdict = self._verify(round, tree)
         results = verdict.on_host(tree)
         if self.history:
             self.history.commit(round, tree, verdict)
         verified = self.clock()
-        self.drafter.accept(round, tree, verdict, out)
+        self.drafter.accept(round, drafted, *(admitted.for_drafter(verdict, out) if admitted else (verdict, out)))
         accepted = self.clock()
         cache.commit(verdict, [result.length for result in results], all(result.in_place for result in results))
         batch.last_tokens = verdict.next_token

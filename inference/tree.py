@@ -63,6 +63,8 @@ class DraftTree:
         width: no node has more children, as far as the host knows.
         full: the host knows that no row has padding.
         order: [B,N] int64, each node's place by likelihood, 0 of the root; of dynamic trees that plain torch made, else None.
+        survival: [B,N], the drafter's probability that a node is accepted, 1 of the root and never above its parent's, known before the node's
+            token was drawn; None where the round did not ask for it, or the drafter cannot say.
     """
 
     tokens: Tensor
@@ -78,6 +80,7 @@ class DraftTree:
     width: int = -1
     full: bool = False
     order: Tensor | None = None
+    survival: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.width < 0:
@@ -156,6 +159,12 @@ class DraftTree:
         """bool [B,N,N]: j is a sibling before i."""
         index = indices(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None, :]) & (index[:, None] > index)
+
+    def survive(self, scores: Tensor) -> None:
+        """Set `survival` by scores [B,N], the log-probability of each node if its parent is accepted; that of the root is not read."""
+        scores = scores.float().clamp(min=-1e3, max=0.0)
+        scores[:, 0] = 0.0
+        self.survival = (self.visible().float() @ scores[:, :, None])[:, :, 0].exp()
 
     def only(self, mask: Tensor) -> "DraftTree":
         """This tree where mask [B] bool is set, elsewhere the root alone; all tensors keep their shapes."""

@@ -14,9 +14,10 @@ from draftsmith.inference.tree_limits import LIMITS
 from draftsmith.models.identity import TargetIdentity
 from draftsmith.models.model_files import check_config, model_file, resolve_path
 
-__all__ = ["DEEPEST", "check_notes", "check_settings", "check_tree", "raw_config", "student_entry"]
+__all__ = ["DEEPEST", "MASK_TOKEN", "check_notes", "check_settings", "check_tree", "mask_token", "raw_config", "student_entry"]
 
 DEEPEST = LIMITS["depth"][1]  # most heads or steps of a drafter
+MASK_TOKEN = "pard_token"  # key of a parallel draft model's config, as AMD's have it
 _LARGEST = 1 << 31  # of any size
 
 
@@ -87,7 +88,7 @@ def check_tree(tree: Any, name: str) -> None:
 def student_entry(path: str) -> dict[str, Any] | None:
     """The entry `draftsmith` in the config of a draft model that Draftsmith distilled; None for any other model.
 
-    Its keys are target (a `TargetIdentity` as a dict), tree, confidence and training.
+    Its keys are target (a `TargetIdentity` as a dict), tree, confidence and training; `parallel` is K of a parallel draft model.
 
     Raises:
         FileNotFoundError: no config.json.
@@ -102,8 +103,22 @@ def student_entry(path: str) -> dict[str, Any] | None:
     confidence = field(entry, "confidence", float, inner)
     if not 0 <= confidence < 1:
         raise ValueError(f"{inner}: `confidence` is {confidence}; expected a probability less than 1: correct it or restore the file")
+    parallel = field(entry, "parallel", (int, type(None)), inner)
+    if parallel is not None and not 1 <= parallel <= DEEPEST:
+        raise ValueError(f"{inner}: `parallel` is {parallel}; expected 1 to {DEEPEST} tokens of a draft: correct it or restore the file")
     check_notes(entry, inner)
     return entry
+
+
+def mask_token(path: str) -> int | None:
+    """The mask token of a parallel draft model (models/pard.py); None for any other model.
+
+    Raises:
+        FileNotFoundError: no config.json.
+        ValueError: a mask token that is no number, naming the file.
+    """
+    raw, source = raw_config(resolve_path(path))
+    return field(raw, MASK_TOKEN, (int, type(None)), source)
 
 
 def check_notes(raw: dict[str, Any], source: str) -> None:

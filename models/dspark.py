@@ -6,6 +6,9 @@ one after the other, each at the cost of a product [r,V]. The confidence σ(w ·
 1 − ½ ‖p − q‖₁. It is known before the token is drafted. With `confidence` c > 0 a chain ends where the product of its confidences falls
 below c.
 
+`markov: gated` multiplies W1[x] by a gate in each of its r entries, σ(G · [state; W1[x]] + b), before W2 (DeepSpec's gated head; names as there).
+The confidence reads W1[x] without the gate.
+
 Letters: B rows of a round · K draft depth · V vocabulary · H hidden size · r rank.
 """
 
@@ -22,6 +25,8 @@ from draftsmith.inference.tree import DraftTree
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.target import Target
 
+MARKOV = ("low-rank", "gated")
+
 
 class DsparkConfig(DflashConfig):
     """Sizes of the drafter, beside those of DFlash.
@@ -29,6 +34,7 @@ class DsparkConfig(DflashConfig):
     Attributes:
         block_size: n = K.
         markov_rank: r.
+        markov: low-rank, or gated.
         confidence: least probability, by the confidences, that a chain is accepted up to a token; 0 drafts always.
         temperatures: K numbers by which the log-odds of the confidences are divided, one for each depth; None for 1.
     """
@@ -36,6 +42,7 @@ class DsparkConfig(DflashConfig):
     model_type = "dspark"
     block_size: int = 7
     markov_rank: int = 64
+    markov: str = "low-rank"
     confidence: float = 0.0
     temperatures: list | None = None
 
@@ -45,6 +52,8 @@ class DsparkConfig(DflashConfig):
             raise ValueError(
                 f"got markov_rank {self.markov_rank} and confidence {self.confidence}; expected at least 1, and a probability below 1"
             )
+        if self.markov not in MARKOV:
+            raise ValueError(f"got markov {self.markov!r}; expected one of {', '.join(MARKOV)}")
         given = self.temperatures
         if given is not None and (len(given) != self.block_size or not all(isinstance(t, int | float) and 0 < t < 1e6 for t in given)):
             raise ValueError(
@@ -57,21 +66,27 @@ class DsparkConfig(DflashConfig):
 
     @property
     def least_tensors(self) -> int:
-        return super().least_tensors + 4
+        return super().least_tensors + (6 if self.markov == "gated" else 4)
 
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
         sizes = {"taps": [0, 1], "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "block_size": 4, "markov_rank": 8}
-        return {"default": sizes, "causal": sizes | {"causal": True, "mask_token_id": 3, "block_size": 3}}
+        return {
+            "default": sizes,
+            "gated": sizes | {"markov": "gated"},
+            "causal": sizes | {"causal": True, "mask_token_id": 3, "block_size": 3},
+        }
 
 
 class MarkovHead(nn.Module):
-    """Logits that depend on one token alone, a matrix [V,V] of rank r."""
+    """Logits that depend on one token alone, a matrix [V,V] of rank r; with a gate, on the state too."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, gated_size: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        if gated_size:
+            self.gate_proj = nn.Linear(gated_size + rank, rank)
 
 
 class Confidence(nn.Module):
@@ -91,7 +106,8 @@ class DsparkModel(DflashModel):
 
     def __init__(self, config: DsparkConfig) -> None:
         super().__init__(config)
-        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+        gated = config.hidden_size if config.markov == "gated" else 0
+        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, gated)
         self.confidence_head = Confidence(config.hidden_size + config.markov_rank)
         self.post_init()
 
@@ -108,8 +124,11 @@ class DsparkModel(DflashModel):
     def head_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,H+r] -> logits [...,V]."""
         size = self.config.hidden_size
+        vector = states[..., size:]
         # Read by name: under ZeRO-3 a weight that its own module reads is there for the module's forward alone.
-        return super().head_logits(states[..., :size]) + F.linear(states[..., size:], self.markov_head.markov_w2.weight)
+        if self.config.markov == "gated":
+            vector = F.linear(states, self.markov_head.gate_proj.weight, self.markov_head.gate_proj.bias).sigmoid() * vector
+        return super().head_logits(states[..., :size]) + F.linear(vector, self.markov_head.markov_w2.weight)
 
     def confidence_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,H+r] -> log-odds [...] that a draft is accepted."""
@@ -121,7 +140,7 @@ class DsparkModel(DflashModel):
         tree_spec, states, survival, sizes = self._state.tree_spec, None, 1.0, torch.ones_like(round.last_tokens)
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
-        states = self.draft_states(round)
+        states, survivals = self.draft_states(round), [torch.ones_like(round.last_tokens, dtype=torch.float32)]
 
         def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
             nonlocal survival, sizes
@@ -130,10 +149,15 @@ class DsparkModel(DflashModel):
             temperature = self.config.temperatures[k] if self.config.temperatures else 1.0
             survival = survival * (self.confidence_logits(read[:, 0]).float() / temperature).sigmoid()
             sizes = sizes + (survival >= self.config.confidence)
+            survivals.append(survival)
             return self.head_logits(read)
 
         tree = self._ready(draft_levels(tree_spec, self.config.depth, round, logits_of, self.stop), round)
-        if not self.config.confidence or isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
+        if isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
+            return tree
+        if round.scored:  # the confidences say more than the probabilities of drafts
+            tree.survival = torch.stack(survivals[: tree.tokens.shape[1]], 1)
+        if not self.config.confidence:
             return tree
         return replace(tree, size=torch.minimum(tree.size, sizes), full=False, _deepest=None)
 

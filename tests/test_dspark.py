@@ -58,9 +58,20 @@ def test_the_markov_head_reads_the_token_before(target):
     assert own.abs().max() > 0.5
 
 
-def test_the_objective_is_the_loops():
+def bias(drafter, state, vector):
+    """The Markov head's logits [V] of one state [H] and W1[x] [r], entry by entry of the gate."""
+    head = drafter.markov_head
+    if drafter.config.markov == "gated":
+        both = torch.cat((state, vector))
+        entries = zip(head.gate_proj.weight, head.gate_proj.bias, vector, strict=True)
+        vector = torch.stack([x / (1 + torch.exp(-(row @ both + b))) for row, b, x in entries])
+    return head.markov_w2.weight @ vector
+
+
+@pytest.mark.parametrize("markov", ["low-rank", "gated"])
+def test_the_objective_is_the_loops(markov):
     target = Target.wrap(random_model("llama").double())
-    drafter, batch = make(target, torch.float64).train(), packed()
+    drafter, batch = make(target, torch.float64, markov=markov).train(), packed()
     section = DsparkSection(anchors=3, gamma=2.0, loss="0.3 nll + 0.7 tv", confidence_loss=0.6)
     loss = objective(drafter, batch, target=target, section=section, seed=1)
     anchors, drawn = draw_anchors(batch, 3, 1)
@@ -69,7 +80,7 @@ def test_the_objective_is_the_loops():
     states = drafter.states_along(
         drafter.feature_of(TargetOutput(out.hidden, out.taps)), batch["input_ids"], batch["position_ids"], batch["document"], anchors
     )
-    weight, bias = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
+    weight, offset = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
     total, counted = torch.zeros((), dtype=torch.float64), 0
     for b in range(len(anchors)):
         terms, factors = [], []
@@ -79,10 +90,10 @@ def test_the_objective_is_the_loops():
                     continue
                 before = batch["input_ids"][b, anchor + k]
                 vector = drafter.markov_head.markov_w1.weight[before]
-                log_q = (target.logits(states[b, i, k]) + drafter.markov_head.markov_w2.weight @ vector).log_softmax(-1)
+                log_q = (target.logits(states[b, i, k]) + bias(drafter, states[b, i, k], vector)).log_softmax(-1)
                 p = target.logits(out.hidden[b, anchor + k]).softmax(-1).detach()
                 alpha = torch.minimum(p, log_q.exp()).sum()
-                c = torch.sigmoid(weight @ torch.cat((states[b, i, k], vector)) + bias)
+                c = torch.sigmoid(weight @ torch.cat((states[b, i, k], vector)) + offset)
                 doubt = -(alpha.detach() * c.log() + (1 - alpha.detach()) * (1 - c).log())
                 terms.append(0.3 * -log_q[tokens[b, i, k]] + 0.7 * (1 - alpha) + 0.6 * doubt)
                 factors.append(math.exp(-k / 2.0))

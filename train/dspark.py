@@ -5,6 +5,7 @@ accelerate launch train/dspark.py recipes/dspark-tiny.yaml dspark.confidence=0.3
 """
 
 import sys
+from typing import Literal
 
 from pydantic import Field
 
@@ -29,6 +30,9 @@ class DsparkSection(Section):
     kv_heads: int | None = Field(default=None, ge=1, le=2**12, description="key and value heads; unset: the target's, or as many as heads")
     intermediate_size: int | None = Field(default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's")
     markov_rank: int = Field(default=64, ge=1, le=2**12, description="r, rank of the head that reads the token before (the paper: 256)")
+    markov: Literal["low-rank", "gated"] = Field(
+        default="low-rank", description="that head: of the token alone, or gated by the state of the row"
+    )
     confidence: float = Field(
         default=0.0,
         ge=0,
@@ -150,6 +154,7 @@ def architecture(section: DsparkSection, target: Target) -> dict[str, Any]:
         "causal": section.causal,
         "mask_token_id": section.mask_token,
         "markov_rank": section.markov_rank,
+        "markov": section.markov,
         "confidence": section.confidence,
     }
 

@@ -110,6 +110,11 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
     published = bool(format_of(path))
     trained = not published and is_drafter(path)
     entry = {} if published or trained else student_entry(path) or {}
+    if entry.get("parallel"):
+        raise ValueError(
+            f"{path!r} is a parallel draft model; vLLM reads its folder as it is: --speculative-config with method draft_model and "
+            "parallel_drafting true; give it that folder"
+        )
     recorded = (target_of(path) if published else load_config(path).target if trained else entry.get("target")) or {}
     name = target or recorded.get("name")
     if not name:

@@ -212,6 +212,7 @@ def _to_export(method: str, entry: dict[str, Any], engines: list[str], repo: str
     from draftsmith.models.formats.engines import ROWS, serving
 
     family = "student" if method == DraftModel.method else f"eagle{entry['version']}" if method == "eagle" else method
+    family = "pard" if entry.get("parallel") else family  # its folder is what vLLM reads
     depth = parse_tree_spec(entry["tree"]).max_depth
     target, name = (entry.get("target") or {}).get("name", "TARGET"), repo.partition("/")[2]
     texts = []

@@ -11,7 +11,7 @@ from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
 from draftsmith.train.recipe import Recipe
 
-__all__ = ["check_blocks", "draw_anchors", "per_sequence", "tokens_behind"]
+__all__ = ["check_blocks", "draw_anchors", "draw_chains", "per_sequence", "tokens_behind"]
 
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
@@ -49,17 +49,41 @@ def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
         anchors [B,A] int64 in order, drawn [B,A] bool: False for repeated ones.
     """
     mask, position, document = batch["loss_mask"].bool(), batch["position_ids"], batch["document"]
-    length = mask.shape[1]
     fits = torch.zeros_like(mask)
     fits[:, 1:-1] = mask[:, 2:] & (document[:, 2:] == document[:, 1:-1]) & (position[:, 1:-1] > 0)
-    key, at = batch["sample_id"].clamp(min=0), position.clamp(min=0)
+    anchors, drawn, _ = _draw(batch, fits, count, seed)
+    return anchors, drawn
+
+
+def draw_chains(batch: Batch, counts: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw positions whose next two tokens are supervised, and how many masks follow each: those with i masks have i − 1 too (PARD's COD).
+
+    Args:
+        batch: as for `draw_anchors`.
+        counts: how many positions have a mask at level 1, 2, …; it never rises. Where a sequence has fewer positions, the last one is repeated.
+        seed: of the run.
+
+    Returns:
+        anchors [B,A] int64 in order, depths [B,A] int64, which add up to Σ counts, and drawn [B,A] bool, False for repeated ones.
+    """
+    mask, document = batch["loss_mask"].bool(), batch["document"]
+    fits = torch.zeros_like(mask)
+    fits[:, :-2] = mask[:, 1:-1] & mask[:, 2:] & (document[:, 2:] == document[:, :-2])
+    anchors, drawn, order = _draw(batch, fits, counts[0], seed)
+    by_rank = (torch.tensor(counts, device=mask.device)[:, None] > torch.arange(anchors.shape[1], device=mask.device)).sum(0)
+    return anchors, by_rank[order], drawn
+
+
+def _draw(batch: Batch, fits: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw `count` of the positions where fits [B,S] -> anchors and drawn as `draw_anchors`, and the rank of each draw."""
+    key, at = batch["sample_id"].clamp(min=0), batch["position_ids"].clamp(min=0)
     chance = uniform(seed, key, at, torch.full_like(at, _ANCHORS)).masked_fill(~fits, 2.0)
-    least, anchors = chance.topk(min(count, length), 1, largest=False)
+    least, anchors = chance.topk(min(count, fits.shape[1]), 1, largest=False)
     drawn = least < 2
     last = torch.where(drawn, anchors, 0).amax(1, keepdim=True)
     anchors = torch.where(drawn, anchors, last)
-    order = (2 * anchors + ~drawn).argsort(1)
-    return anchors.gather(1, order), drawn.gather(1, order)
+    order = (2 * anchors + ~drawn).argsort(dim=1, stable=True)
+    return anchors.gather(1, order), drawn.gather(1, order), order
 
 
 def tokens_behind(batch: Batch, anchors: Tensor, drawn: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,197 @@
+"""Load-aware verification: what pays, by hand; plain decoding's output; the output distribution by enumeration; costs, options, refusals."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from decoding_cases import PROMPTS, SHAPES, relative, texts
+from planted import Planted
+from zoo import VOCAB, tiny
+
+from draftsmith.eval import loading
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafter import NodeOutput, RoundContext
+from draftsmith.inference.expand import choose
+from draftsmith.inference.load_aware import Admitted, LoadAware, nodes_that_pay
+from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import StaticTree
+from draftsmith.inference.verify import HostResult, Verdict
+from draftsmith.models.drafter import new_drafter
+from draftsmith.models.target import Target
+
+
+@pytest.mark.parametrize(
+    ("survival", "seconds", "nodes"),
+    [
+        ([[1.0, 0.9, 0.5, 0.1]], [1.0, 1.0, 1.0, 1.0], 4),  # free nodes
+        ([[1.0, 0.9, 0.5, 0.1]], [1.0, 1.3, 1.6, 1.9], 2),  # 1, 1.46, 1.5 > but …
+        ([[1.0, 0.2, 0.1, 0.0]], [1.0, 1.3, 1.6, 1.9], 1),
+        ([[1.0, 0.9, 0.0, 0.0], [1.0, 0.8, 0.7, 0.0]], [1.0, 1.5, 1.9, 2.0], 2),
+        ([[1.0, 0.1, 0.1, 0.9]], [1.0, 1.5, 1.6, 1.7], 2),  # the likeliest first
+        ([[1.0, 0.4, 0.39, 0.38]], [1.0, 1.5, 1.5, 1.5], 1),  # the first that gains nothing ends it
+    ],
+)
+def test_what_pays(survival, seconds, nodes):
+    rows = torch.tensor(survival)
+    sums = [sum(sum(sorted(row, reverse=True)[:n]) for row in survival) for n in range(1, 5)]
+    rates = [total / second for total, second in zip(sums, seconds, strict=True)]
+    slow = next((n for n, (now, more) in enumerate(pairwise(rates), 1) if more <= now), 4)
+    assert nodes_that_pay(rows, seconds) == slow
+    assert slow == nodes or rates[nodes - 1] < rates[slow - 1]
+
+
+def test_admitted_nodes_form_trees_and_go_back():
+    """The likeliest nodes of each row with their parents; path and features come back at the drafted tree's nodes."""
+    spec = StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (1, 0)])
+    drafted = spec.fill(torch.arange(12).view(2, 6))
+    scores = torch.tensor([[0.0, 0.5, 0.9, 0.4, 0.05, 0.5], [0.0, 0.1, 0.5, 0.8, 0.4, 0.9]]).clamp(min=1e-9).log()
+    drafted.survive(scores)
+    by_path = {path: i for i, path in enumerate([(), *spec.paths])}
+    expected = torch.ones(2, 6)
+    for path, i in by_path.items():
+        for end in range(1, len(path) + 1):
+            expected[:, i] *= scores[:, by_path[path[:end]]].exp()
+    torch.testing.assert_close(drafted.survival, expected)
+    for nodes in range(1, 6):
+        admitted = Admitted(drafted, nodes)
+        admitted.tree.validate()
+        for b in range(2):
+            best = sorted(range(6), key=lambda i: (-expected[b, i].item(), i))[:nodes]
+            assert admitted.tree.tokens[b].tolist() == drafted.tokens[b, sorted(best)].tolist()
+            for i, own in enumerate(sorted(best)):
+                parent = int(drafted.parents[b, own])
+                assert int(admitted.tree.parents[b, i]) == (-1 if parent < 0 else sorted(best).index(parent))
+    admitted = Admitted(drafted, 3)
+    last = admitted.index[:, 2:]
+    path = torch.cat((torch.zeros_like(last), torch.full_like(last, 2)), 1)
+    hidden = torch.randn(2, 3, 4)
+    verdict, out = admitted.for_drafter(Verdict(path, torch.tensor([2, 2]), torch.tensor([7, 8])), NodeOutput(hidden, hidden[:, :, None]))
+    assert verdict.path.tolist() == torch.cat((torch.zeros_like(last), last), 1).tolist()
+    torch.testing.assert_close(out.along(verdict.path).hidden, hidden[:, [0, 2]])
+    torch.testing.assert_close(out.taps.sum(1), hidden.sum(1, keepdim=True))
+    assert [result.tokens for result in verdict.on_host(drafted)] == [[int(admitted.tree.tokens[b, 2]), 7 + b] for b in (0, 1)]
+
+
+def emitted(p, q, tested):
+    """The distribution of the next token: a draft x ~ q is tested against p where tested[x], else the token is drawn from p."""
+    chances = torch.zeros_like(p)
+    for x, chance in enumerate(q):
+        if not tested[x]:
+            chances += chance * p
+            continue
+        accept = min(1.0, float(p[x] / q[x]))
+        residual = (p - q).clamp(min=0)
+        chances[x] += chance * accept
+        chances += chance * (1 - accept) * (residual / residual.sum() if residual.sum() > 0 else 0)
+    return chances
+
+
+def best_of_all(survival, seconds):
+    """What must not be: the best number of nodes, with the survival of later tokens in hand."""
+    rates = [float(survival[0].sort(descending=True).values[:n].sum()) / seconds[n - 1] for n in range(1, survival.shape[1] + 1)]
+    return rates.index(max(rates)) + 1
+
+
+def test_the_output_distribution_by_enumeration():
+    """DSpark's counter-example: the second draft's confidence reads the first draft. Who looks at it before testing the first is lossy."""
+    p, q = torch.tensor([[0.7, 0.3], [0.5, 0.5]], dtype=torch.float64).unbind()
+    seconds = [1.0, 1.52, 1.6]  # a first node of survival 0.5 does not pay alone, with a sure second one both do
+    outcomes = {}
+    for name, rule in (("ours", nodes_that_pay), ("leaky", best_of_all)):
+        tested = [rule(torch.tensor([[1.0, 0.5, 0.5 * second]]), seconds) > 1 for second in (1.0, 0.0)]
+        outcomes[name] = emitted(p, q, tested), tested
+    chances, tested = outcomes["ours"]
+    torch.testing.assert_close(chances, p, atol=1e-12, rtol=0)
+    assert tested[0] == tested[1]
+    chances, tested = outcomes["leaky"]
+    assert tested == [True, False] and (chances - p).abs().max() > 0.1
+    torch.testing.assert_close(chances, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-12, rtol=0)  # the paper's numbers
+
+
+@pytest.mark.parametrize("rule", ["rejection", "rejection-replacement", "target-sample"])
+def test_survival_says_nothing_of_what_is_drawn(rule):
+    """Scores of drawn children are those of the likeliest tokens, whatever was drawn; of ranked ones their own."""
+    logits, index, ids = torch.randn(1, 1, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 1, dtype=torch.int64), set()
+    for seed in range(5):
+        round = RoundContext([0], index[0], index[0], index[0], index[0], Sampling(1.0, seed=seed, rule=rule), 3, scored=True)
+        drawn, scores, _ = choose(logits, 3, round, index, True)
+        ids.add(tuple(drawn.flatten().tolist()))
+        torch.testing.assert_close(scores, logits.log_softmax(-1).topk(3).values)
+    assert len(ids) > 1 or rule == "target-sample"
+
+
+class Varying(LoadAware):
+    """Admits 1, 2, 3, … nodes in turn, whatever the clock says."""
+
+    def depth(self, slots):
+        return self.max_depth
+
+    def admit(self, tree, drafted_s):
+        super().admit(tree, drafted_s) if any(times.get(0) for times in self._seconds.values()) else None
+        self.turn = getattr(self, "turn", 0) + 1
+        nodes = 1 + self.turn % tree.tokens.shape[1]
+        return Admitted(tree, nodes) if nodes < tree.tokens.shape[1] else None
+
+
+SAMPLINGS = [Sampling(), Sampling(0.9, top_k=20, seed=11, rule="target-sample"), Sampling(0.8, seed=5, rule="shared-noise")]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["draft model", "eagle", "dspark", "medusa"])
+def test_output_is_plain_decodings(kind, shape):
+    """Every width in turn, and by the clock; drafters with caches of their own, features, one forward or several."""
+    target, seen = Target.wrap(tiny("llama")), Counter()
+    for sampling in SAMPLINGS:
+        plain = texts(Decoder(target).generate(PROMPTS, sampling, 22, ()))
+        for adaptive in (Varying(), LoadAware()):
+            if kind == "draft model":
+                drafter = DraftModel(relative("llama"), SHAPES[shape], chunk=5)
+            else:
+                sizes = {"eagle": {"taps": [0, 1], "num_heads": 4}, "dspark": {"taps": [0], "num_heads": 4, "block_size": 4}}
+                torch.manual_seed(0)
+                drafter = new_drafter(kind, target, **sizes.get(kind, {"num_heads": 4})).eval()
+                drafter.tree_spec = SHAPES[shape]
+                drafter.propose = Planted(drafter.propose, PROMPTS, plain, VOCAB)
+            out = Decoder(target, drafter, slots=2, adaptive=adaptive).generate(PROMPTS, sampling, 22, ())
+            assert texts(out) == plain
+            seen.update((type(adaptive).__name__, round.size, round.accepted) for text in out for round in text.rounds)
+    assert len({size for name, size, _ in seen if name == "Varying"}) == SHAPES[shape].num_nodes
+    assert {accepted for _, _, accepted in seen} >= {1, 2, 3}
+
+
+def test_costs_are_measured_without_drafting():
+    """Plain rounds come first; afterwards c(N) says how many nodes pay."""
+    load = LoadAware()
+    load.bind(4)
+    drafted = StaticTree.chain(4).fill(torch.arange(5)[None])
+    drafted.survive(torch.tensor([[0.0, 0.9, 0.8, 0.7, 0.6]]).clamp(min=1e-9).log())
+
+    def result(size):
+        return [HostResult(1, size, size - 1, True, [0])]
+
+    for _ in range(3):
+        assert load.depth([0]) == 0
+        load.learn([0], result(1), 1.0)
+        if not load.needs_plain_round:
+            break
+    assert load.depth([0]) == 4
+    assert load.admit(drafted, 0.5) is None  # nodes are thought cheap at first
+    for size, seconds in ((5, 3.0), (3, 1.1), (2, 1.05)):
+        for _ in range(4):
+            load._drafted_s = 0.5
+            load.learn([0], result(size), seconds + 0.5)
+    assert load.costs(1, 4) == pytest.approx([1.0, 1.05, 1.1, 2.05, 3.0])
+    admitted = load.admit(drafted, 0.5)
+    assert admitted is not None and admitted.tree.tokens.shape == (1, 3)
+
+
+def test_refusals():
+    target = Target.wrap(tiny("llama"))
+    with pytest.raises(ValueError, match="got trees without probabilities; expected a drafter with weights"):
+        Decoder(target, Ngram(StaticTree.chain(3)), adaptive=LoadAware()).generate([[1, 2, 3] * 5], max_new_tokens=20, stop_ids=())
+    with pytest.raises(ValueError, match="--load-aware: .* has no probabilities of its drafts"):
+        loading.check_load_aware(Ngram(StaticTree.chain(3)))
+    loading.check_load_aware(DraftModel(relative("llama"), StaticTree.chain(2)))
