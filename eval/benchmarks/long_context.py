@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -30,7 +31,7 @@ from draftsmith.models.target import Target
 
 DEPTH, VOCAB = 4, 1024
 MOST_FOR_TURNS = 16_384
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_attention_heads": 9,
