@@ -3,7 +3,8 @@
 A drafter drafts its complete tree. Of each row's nodes the likeliest to survive are verified, as many as raise the expected tokens of a
 second: Σ over rows of 1 + Σ survival, over the seconds of drafting and of a forward over N nodes a row, c(N), as measured. This decoder's
 forwards are padded to the widest tree of the batch, so that N rises for all rows at once; DSpark's are ragged, and admit one node of one
-request at a time. With one request both are the same.
+request at a time. With one request both are the same, and where a node costs c₁ of seconds more they are the width rule of CAST
+(https://arxiv.org/abs/2610.00321): add the next node while its survival is at least c₁ · tokens / seconds of the nodes before it.
 
 The first N that gains nothing ends it, although a larger one might gain again. This keeps decoding lossless under rules that draw children
 (rejection): whether a drawn token is tested must not depend on the token. Survival does not: it is the product of what the distributions

@@ -195,3 +195,20 @@ def test_refusals():
     with pytest.raises(ValueError, match="--load-aware: .* has no probabilities of its drafts"):
         loading.check_load_aware(Ngram(StaticTree.chain(3)))
     loading.check_load_aware(DraftModel(relative("llama"), StaticTree.chain(2)))
+
+
+def test_with_one_request_it_is_the_width_rule_of_cast():
+    """Nodes in the order of their marginal mass, as a best-first tree has them; verifying takes first + slope · (N − 1)."""
+    sizes = set()
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        mass = torch.rand(15, generator=generator, dtype=torch.float64).sort(descending=True).values ** 2
+        first, slope = 1.0, 0.3 * torch.rand((), generator=generator, dtype=torch.float64).item()
+        nodes, tokens = 1, 1.0
+        while nodes < 16 and mass[nodes - 1] > slope * tokens / (first + slope * (nodes - 1)):
+            tokens += mass[nodes - 1].item()
+            nodes += 1
+        survival = torch.cat((torch.ones(1, dtype=torch.float64), mass[torch.randperm(15, generator=generator)]))
+        assert nodes_that_pay(survival[None], [first + slope * extra for extra in range(16)]) == nodes
+        sizes.add(nodes)
+    assert len(sizes) > 8
