@@ -22,7 +22,7 @@ from zoo import tiny
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.models import context_parallel as sharing
-from draftsmith.models import eagle as architecture
+from draftsmith.models import feature_drafter as architecture
 from draftsmith.models.context_parallel import ContextParallel
 from draftsmith.models.target import Target
 from draftsmith.train import eagle, loop

@@ -281,7 +281,7 @@ def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, mon
         (("--nodes=1",), "--nodes 1: expected 2 to"),
         (
             ("--drafter=ngram", "--drafter=medusa"),
-            "drafter 'medusa': expected ngram, suffix, recycling, lookahead, suffix:FILE, rest:FOLDER, early-exit:LAYERS,",
+            "drafter 'medusa': expected ngram, suffix, recycling, lookahead, mtp, suffix:FILE, rest:FOLDER, early-exit:LAYERS,",
         ),
         (("--drafter=ngram", "--drafter={folder}/nowhere"), "no folder '{folder}/nowhere'"),
         (("--drafter={folder}/noisy", "--tree=chain", "--depth=9"), "got a tree 9 deep; draft model looks 8 ahead at most"),
