@@ -41,6 +41,7 @@ from draftsmith.train.exchange.export import open_source
 
 HERE = Path(__file__).parent
 RUN_HERE = ("vllm", "speculators", "gguf", "transformers")  # engines that a CPU runs
+TIE = 1e-3  # between two logits in float32: llama.cpp rounds differently when it verifies several tokens at once
 KINDS = {"student": "draft_simple", "eagle3": "eagle3"}  # of llama.cpp
 # The toy's drafters: name, method, recipe and keys. (vLLM 0.32 refuses MLP speculators.)
 TOYS = {
@@ -56,7 +57,7 @@ SHORT = ("train.steps=120", "train.warmup_steps=12", "train.eval_every=60", "tra
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A drafter in an engine; equal and compared are rounds."""
+    """A drafter in an engine; equal and compared are rounds. Of the answers `texts` are plain decoding's, and `ties` until a near tie."""
 
     drafter: str
     engine: str
@@ -68,13 +69,14 @@ class Row:
     tau_here: Interval
     speedup: float
     speedup_here: float
+    ties: int = 0
 
     @property
     def agrees(self) -> bool:
         """Whether the engine drafts as we do, but for near ties."""
         within = self.tau_here.estimate if self.tau.low is None else min(max(self.tau_here.estimate, self.tau.low), self.tau.high or 0)
         least = serving.LEAST_EQUAL * self.compared
-        return self.texts == self.prompts and self.compared > 0 and self.equal >= least and within == self.tau_here.estimate
+        return self.texts + self.ties == self.prompts and self.compared > 0 and self.equal >= least and within == self.tau_here.estimate
 
 
 def main(arguments: list[str]) -> None:
@@ -207,6 +209,7 @@ def counted(job: Job, engine: str, answers: list[list[int]], rounds: list[int], 
     plain, plain_s = serving.decode_plainly(target, job.prompts, job.new_tokens)
     here = serving.draft_after(target, drafter, job.prompts, answers, job.depth)
     ours = serving.rounds_of(job.prompts, here.answers, here.proposals)
+    ties = sum(near_tie(target, *each) for each in zip(job.prompts, plain, answers, strict=True))
     return Row(
         job.name,
         engine,
@@ -218,7 +221,17 @@ def counted(job: Job, engine: str, answers: list[list[int]], rounds: list[int], 
         serving.tau_of(here.answers, ours),
         speedup,
         plain_s / here.seconds,
+        ties,
     )
+
+
+def near_tie(target: Target, prompt: list[int], plain: list[int], answer: list[int]) -> bool:
+    """Whether an answer first differs from plain decoding's where the target's logits of the two tokens differ by less than TIE."""
+    first = next((index for index, (left, right) in enumerate(zip(plain, answer, strict=True)) if left != right), None)
+    if first is None:
+        return False
+    logits = target.logits(target.forward(torch.tensor([prompt + plain[:first]])).hidden[0, -1:])[0]
+    return bool((logits[plain[first]] - logits[answer[first]]).abs() < TIE)
 
 
 def in_transformers(job: Job) -> Row:
@@ -280,7 +293,8 @@ def show(rows: list[Row], work: Path) -> None:
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in rows:
         interval = "too few" if row.tau.low is None else f"{row.tau.low:.2f} – {row.tau.high:.2f}"
-        cells = [row.drafter, row.engine, f"{row.texts} of {row.prompts}", f"{row.equal:,} of {row.compared:,} rounds"]
+        near = f", {row.ties} to a near tie" if row.ties else ""
+        cells = [row.drafter, row.engine, f"{row.texts} of {row.prompts}{near}", f"{row.equal:,} of {row.compared:,} rounds"]
         cells += [f"{row.tau.estimate:.3f}", interval, f"{row.tau_here.estimate:.3f}", f"{row.speedup:.2f}", f"{row.speedup_here:.2f}"]
         table.add_row(*cells, style=None if row.agrees else "red")
         lines.append(f"| {' | '.join(cells)} |")
