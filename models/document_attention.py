@@ -8,7 +8,7 @@ Letters: B rows of a batch · S positions.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-__all__ = ["attends_by_document", "document_attention", "document_attention_forward", "documents_of"]
+__all__ = ["attends_by_document", "attention_named", "document_attention", "document_attention_forward", "documents_of"]
 
 NAME = "documents"
 QUERIES = 64  # of one block: more waste work above the diagonal, fewer make small matmuls
@@ -42,13 +42,18 @@ def documents_of(positions: Tensor) -> Documents:
     return documents
 
 
-@contextmanager
-def document_attention(model: PreTrainedModel) -> Iterator[None]:
+def document_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Within it `model` runs with "documents" attention, and afterwards with the one that it had before."""
+    return attention_named(model, NAME)
+
+
+@contextmanager
+def attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within it `model` runs with the attention that transformers has under this name, and afterwards with the one that it had before."""
     configs: list[Any] = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)]
     before = [config._attn_implementation for config in configs]
     for config in configs:
-        config._attn_implementation = NAME
+        config._attn_implementation = name
     try:
         yield
     finally:

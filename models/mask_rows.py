@@ -10,8 +10,6 @@ The attention is plugged into transformers under the name "mask-rows".
 Letters: B sequences · S positions of text · M mask rows · A anchors · K − 1 levels · V vocabulary · W hidden size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.support import check_supported
 from draftsmith.models.adapter import plain
+from draftsmith.models.document_attention import attention_named
 from draftsmith.models.span_attention import block_mask, on_spans
 from draftsmith.models.training_time_test import document_starts
 
@@ -110,22 +108,8 @@ def hidden_with_masks(model: nn.Module, ids: Tensor, positions: Tensor, rows: Ma
     read = torch.cat((ids, torch.full_like(rows.anchor, mask_token)), 1)
     last = base.config.get_text_config().max_position_embeddings - 1  # only rows past the end of a text reach it
     at = torch.cat((positions, positions.gather(1, rows.anchor) + rows.level), 1).clamp(max=last)
-    with _attention(base):
+    with attention_named(base, NAME):
         return base.get_decoder()(input_ids=read, position_ids=at, use_cache=False, mask_rows=rows).last_hidden_state
-
-
-@contextmanager
-def _attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` runs with this attention, and afterwards with the one that it had before."""
-    configs: list[Any] = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), PretrainedConfig)]
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
 
 
 def mask_rows_forward(

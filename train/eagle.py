@@ -67,7 +67,7 @@ class EagleSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="version 3: train for the expected accepted length of the chain instead: loss and decay do not count; best from `start`",
+        description="version 3: train for the expected accepted length of the chain instead: loss and decay do not count",
     )
     noise: float = Field(default=0.2, ge=0, le=1000, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(

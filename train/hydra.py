@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class HydraSection(Section):
@@ -30,7 +30,7 @@ class HydraSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+        description="train for the expected accepted length of the chain instead: distill and decay do not count",
     )
     start: str | None = Field(
         default=None, description="folder or Hub id of Hydra heads of the same sizes whose weights to start from; unset: fresh weights"
@@ -95,11 +95,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
 
 def check(recipe: HydraRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
-            "data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
     if recipe.hydra.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"hydra.heads={recipe.hydra.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
 

@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class KangarooSection(Section):
@@ -91,11 +91,7 @@ def objective(drafter: KangarooModel, batch: Batch, *, target: Target, section: 
 def check(recipe: KangarooRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.kangaroo.loss, "kangaroo.loss")
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
-            "data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
 
 
 def architecture(section: KangarooSection, target: Target) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class MedusaSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+        description="train for the expected accepted length of the chain instead: distill and decay do not count",
     )
     start: str | None = Field(
         default=None,

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class MlpSection(Section):
@@ -30,7 +30,7 @@ class MlpSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count; best from `start`",
+        description="train for the expected accepted length of the chain instead: distill and decay do not count",
     )
     start: str | None = Field(
         default=None, description="folder or Hub id of a speculator of the same sizes whose weights to start from; unset: fresh weights"
@@ -89,11 +89,7 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
 
 def check(recipe: MlpRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
-            "data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
     if recipe.mlp.cell == "lstm" and not recipe.mlp.tie_weights:
         raise ValueError("mlp.tie_weights=false with mlp.cell=lstm: its heads share their weights; leave it out")
     if recipe.mlp.heads + 2 > recipe.data.seq_len:

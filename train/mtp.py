@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, Section, load
+from draftsmith.train.recipe import Changeable, Recipe, Section, check_complete_sequences, load
 
 
 class MtpSection(Section):
@@ -88,11 +88,7 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
 def check(recipe: MtpRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.mtp.loss, "mtp.loss")
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
-            "data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
 
 
 def architecture(section: MtpSection, target: Target) -> dict[str, Any]:

@@ -197,6 +197,15 @@ def find(path: str | Path, schema: type[Recipe] | None = None) -> Path:
     raise ValueError(f"recipe {str(path)!r} not found; give a YAML file, or one of: {', '.join(shipped(schema))}")
 
 
+def check_complete_sequences(recipe: Recipe) -> None:
+    """Check that each rank has complete sequences: only EAGLE shares them out. Raises ValueError, naming the keys."""
+    if recipe.train.context_parallel > 1:
+        raise ValueError(
+            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
+            "data.seq_len instead"
+        )
+
+
 def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool = False) -> R:
     """Read a recipe and apply overrides.
 

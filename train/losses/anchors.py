@@ -9,7 +9,7 @@ from torch import Tensor
 from draftsmith.inference.sampler import uniform
 from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, check_complete_sequences
 
 __all__ = ["check_blocks", "draw_anchors", "draw_chains", "per_sequence", "tokens_behind"]
 
@@ -26,11 +26,7 @@ def check_blocks(recipe: Recipe, loss: str, method: str, reach: int) -> None:
         reach: positions from an anchor to the end of its block.
     """
     mix(loss)
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; leave it out, and lower train.micro_batch_size or "
-            "data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
     if reach >= recipe.data.seq_len:
         raise ValueError(f"{method}.block_size looks {reach} positions ahead, data.seq_len={recipe.data.seq_len} has fewer; lower it")
 
