@@ -18,12 +18,12 @@ class HostText:
 
 
 class PrefixCache:
-    """Which text's KV each free slot of a decoder still has. There is one text a slot, so that memory is the decoder's slots × context.
+    """The texts whose KV the free slots of a decoder still have, one of each slot: memory is the decoder's slots × context, as without it.
 
-    Of a text that shares n tokens with a prompt n − 1 positions are used again. The last of the n is encoded anew: drafters need the
-    target's features of the position before their first new token, and those are not kept.
+    Where a text and a prompt begin with the same n tokens, n − 1 positions are used again. The last of the n is encoded anew: drafters
+    need the target's features of the position before their first new token, and no features are stored.
 
-    A text whose slot another text takes is lost, or goes to host memory, with the KV of target and drafter, until a prompt begins with it.
+    When another text takes a slot, the slot's text is lost, or its KV, of target and drafter, goes to host memory until a prompt begins with it.
 
     Args:
         drafter: of the decoder.
@@ -49,7 +49,7 @@ class PrefixCache:
         self._texts.update(texts)
 
     def forget(self) -> None:
-        """Nothing has any text."""
+        """Forget all texts, in slots and in host memory."""
         self._texts.clear()
         self._host.clear()
 
@@ -95,7 +95,7 @@ def _shared(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
-    for index, (one_token, another) in enumerate(zip(first, second, strict=False)):
-        if one_token != another:
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
             return index
     return min(len(first), len(second))
