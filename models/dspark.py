@@ -6,10 +6,12 @@ one after the other, each at the cost of a product [r,V]. The confidence σ(w ·
 1 − ½ ‖p − q‖₁. It is known before the token is drafted. With `confidence` c > 0 a chain ends where the product of its confidences falls
 below c.
 
-`markov: gated` multiplies W1[x] by a gate in each of its r entries, σ(G · [state; W1[x]] + b), before W2 (DeepSpec's gated head; names as there).
-The confidence reads W1[x] without the gate.
+`markov` names what W2 reads in the place of W1[x]; the confidence always reads W1[x] (both heads are DeepSpec's, with its names):
 
-Letters: B rows of a round · K draft depth · V vocabulary · H hidden size · r rank.
+  gated  σ(g) · W1[x], a gate for each of the r entries: g = G · [state; W1[x]] + b
+  rnn    tanh(o), and a memory m of the path, 0 at the anchor, becomes σ(g) · m + (1 − σ(g)) · tanh(c); [g; c; o] = J · [m; W1[x]; state] + b
+
+Letters: B rows of a round · F nodes of a level · K draft depth · V vocabulary · H hidden size · r rank.
 """
 
 from dataclasses import replace
@@ -25,7 +27,7 @@ from draftsmith.inference.tree import DraftTree
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.target import Target
 
-MARKOV = ("low-rank", "gated")
+MARKOV = ("low-rank", "gated", "rnn")
 
 
 class DsparkConfig(DflashConfig):
@@ -34,7 +36,7 @@ class DsparkConfig(DflashConfig):
     Attributes:
         block_size: n = K.
         markov_rank: r.
-        markov: low-rank, or gated.
+        markov: low-rank, gated or rnn.
         confidence: least probability, by the confidences, that a chain is accepted up to a token; 0 drafts always.
         temperatures: K numbers by which the log-odds of the confidences are divided, one for each depth; None for 1.
     """
@@ -66,7 +68,7 @@ class DsparkConfig(DflashConfig):
 
     @property
     def least_tensors(self) -> int:
-        return super().least_tensors + (6 if self.markov == "gated" else 4)
+        return super().least_tensors + (4 if self.markov == "low-rank" else 6)
 
     @classmethod
     def tiny_settings(cls) -> dict[str, dict]:
@@ -74,19 +76,22 @@ class DsparkConfig(DflashConfig):
         return {
             "default": sizes,
             "gated": sizes | {"markov": "gated"},
+            "rnn": sizes | {"markov": "rnn"},
             "causal": sizes | {"causal": True, "mask_token_id": 3, "block_size": 3},
         }
 
 
 class MarkovHead(nn.Module):
-    """Logits that depend on one token alone, a matrix [V,V] of rank r; with a gate, on the state too."""
+    """Logits that depend on the token before, a matrix [V,V] of rank r; with a gate on the state too; with a memory on the path."""
 
-    def __init__(self, vocab_size: int, rank: int, gated_size: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, markov: str) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
-        if gated_size:
-            self.gate_proj = nn.Linear(gated_size + rank, rank)
+        if markov == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        elif markov == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
 
 class Confidence(nn.Module):
@@ -98,7 +103,7 @@ class Confidence(nn.Module):
 
 
 class DsparkModel(DflashModel):
-    """What the head reads is a state and the vector W1[x] of the token before, [...,H+r]."""
+    """What the head reads is [...,H+r] or [...,H+2r]: the state, W1[x] of the token before, and what W2 reads where that is not W1[x]."""
 
     can_stop = True
     config_class = DsparkConfig
@@ -106,8 +111,7 @@ class DsparkModel(DflashModel):
 
     def __init__(self, config: DsparkConfig) -> None:
         super().__init__(config)
-        gated = config.hidden_size if config.markov == "gated" else 0
-        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, gated)
+        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.hidden_size, config.markov)
         self.confidence_head = Confidence(config.hidden_size + config.markov_rank)
         self.post_init()
 
@@ -119,20 +123,39 @@ class DsparkModel(DflashModel):
         self.confidence_head.proj.weight.zero_()
 
     def before_head(self, states: Tensor, previous: Tensor) -> Tensor:
-        return torch.cat((states, self.markov_head.markov_w1(previous).to(states.dtype)), -1)
+        """Along blocks: states [...,K,H] and the tokens before those that they predict [...,K] -> what the head reads [...,K,·]."""
+        tokens = self.markov_head.markov_w1(previous).to(states.dtype)
+        if self.config.markov != "rnn":
+            return self.read_next(states, tokens, tokens)[0]
+        rows, memory = [], torch.zeros_like(tokens[..., 0, :])
+        for k in range(states.shape[-2]):
+            row, memory = self.read_next(states[..., k, :], tokens[..., k, :], memory)
+            rows.append(row)
+        return torch.stack(rows, -2)
+
+    def read_next(self, states: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """states [...,H], W1 of the tokens before [...,r] and the memory of their paths [...,r] -> what the head reads [...,·], the memory after."""
+        if self.config.markov == "low-rank":
+            return torch.cat((states, tokens), -1), memory
+        if self.config.markov == "gated":
+            vector = self.markov_head.gate_proj(torch.cat((states, tokens), -1)).sigmoid() * tokens
+        else:
+            gate, candidate, output = self.markov_head.joint_proj(torch.cat((memory, tokens, states), -1)).chunk(3, -1)
+            kept = gate.sigmoid()
+            memory, vector = kept * memory + (1 - kept) * candidate.tanh(), output.tanh()
+        return torch.cat((states, tokens, vector.to(states.dtype)), -1), memory
 
     def head_logits(self, states: Tensor) -> Tensor:
-        """What the head reads [...,H+r] -> logits [...,V]."""
-        size = self.config.hidden_size
-        vector = states[..., size:]
+        """What the head reads [...,·] -> logits [...,V]."""
+        rank = self.config.markov_rank
         # Read by name: under ZeRO-3 a weight that its own module reads is there for the module's forward alone.
-        if self.config.markov == "gated":
-            vector = F.linear(states, self.markov_head.gate_proj.weight, self.markov_head.gate_proj.bias).sigmoid() * vector
-        return super().head_logits(states[..., :size]) + F.linear(vector, self.markov_head.markov_w2.weight)
+        return super().head_logits(states[..., : self.config.hidden_size]) + F.linear(
+            states[..., -rank:], self.markov_head.markov_w2.weight
+        )
 
     def confidence_logits(self, states: Tensor) -> Tensor:
-        """What the head reads [...,H+r] -> log-odds [...] that a draft is accepted."""
-        return self.confidence_head.proj(states).squeeze(-1)
+        """What the head reads [...,·] -> log-odds [...] that a draft is accepted."""
+        return self.confidence_head.proj(states[..., : self.config.hidden_size + self.config.markov_rank]).squeeze(-1)
 
     @torch.no_grad()
     def propose(self, round: RoundContext) -> DraftTree:
@@ -141,11 +164,15 @@ class DsparkModel(DflashModel):
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
         states, survivals = self.draft_states(round), [torch.ones_like(round.last_tokens, dtype=torch.float32)]
+        memory = states.new_zeros(len(states), 1, self.config.markov_rank)  # [B,F,r], of the path to each node
 
         def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
-            nonlocal survival, sizes
-            previous = round.last_tokens[:, None] if level is None else level.tokens
-            read = self.before_head(states[:, k, None].expand(-1, previous.shape[1], -1), previous)
+            nonlocal survival, sizes, memory
+            previous = round.last_tokens[:, None]
+            if level is not None:
+                previous, memory = level.tokens, memory.gather(1, level.parent_index[..., None].expand(-1, -1, memory.shape[2]))
+            tokens = self.markov_head.markov_w1(previous).to(states.dtype)
+            read, memory = self.read_next(states[:, k, None].expand(-1, previous.shape[1], -1), tokens, memory)
             temperature = self.config.temperatures[k] if self.config.temperatures else 1.0
             survival = survival * (self.confidence_logits(read[:, 0]).float() / temperature).sigmoid()
             sizes = sizes + (survival >= self.config.confidence)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed_data import corpus_of
 from random_targets import random_model, randomise
+from safetensors.torch import load_file
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.decoder import Decoder
@@ -13,7 +14,8 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
-from draftsmith.models.dspark import DsparkConfig
+from draftsmith.models.dspark import MARKOV, DsparkConfig
+from draftsmith.models.formats.dflash import read_dflash, write_dflash
 from draftsmith.models.target import Target
 from draftsmith.train.dspark import DsparkSection, calibrate, objective
 from draftsmith.train.losses.anchors import draw_anchors, tokens_behind
@@ -58,17 +60,29 @@ def test_the_markov_head_reads_the_token_before(target):
     assert own.abs().max() > 0.5
 
 
-def bias(drafter, state, vector):
-    """The Markov head's logits [V] of one state [H] and W1[x] [r], entry by entry of the gate."""
-    head = drafter.markov_head
-    if drafter.config.markov == "gated":
-        both = torch.cat((state, vector))
-        entries = zip(head.gate_proj.weight, head.gate_proj.bias, vector, strict=True)
-        vector = torch.stack([x / (1 + torch.exp(-(row @ both + b))) for row, b, x in entries])
-    return head.markov_w2.weight @ vector
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
 
 
-@pytest.mark.parametrize("markov", ["low-rank", "gated"])
+def biases(drafter, states, tokens):
+    """The Markov head's logits [K,V] along a block, entry by entry, and W1 of the tokens [K,r]: states [K,H], the K tokens before."""
+    head, rank, rows = drafter.markov_head, drafter.config.markov_rank, []
+    memory, before = torch.zeros(rank, dtype=states.dtype), head.markov_w1.weight[tokens]
+    for state, vector in zip(states, before, strict=True):
+        if drafter.config.markov == "gated":
+            both = torch.cat((state, vector))
+            vector = torch.stack(
+                [x * sigmoid(w @ both + b) for w, b, x in zip(head.gate_proj.weight, head.gate_proj.bias, vector, strict=True)]
+            )
+        elif drafter.config.markov == "rnn":
+            mixed = head.joint_proj.weight @ torch.cat((memory, vector, state)) + head.joint_proj.bias
+            share, candidate, vector = sigmoid(mixed[:rank]), mixed[rank : 2 * rank].tanh(), mixed[2 * rank :].tanh()
+            memory = share * memory + (1 - share) * candidate
+        rows.append(head.markov_w2.weight @ vector)
+    return torch.stack(rows), before
+
+
+@pytest.mark.parametrize("markov", MARKOV)
 def test_the_objective_is_the_loops(markov):
     target = Target.wrap(random_model("llama").double())
     drafter, batch = make(target, torch.float64, markov=markov).train(), packed()
@@ -85,15 +99,15 @@ def test_the_objective_is_the_loops(markov):
     for b in range(len(anchors)):
         terms, factors = [], []
         for i, anchor in enumerate(anchors[b].tolist()):
+            read = [min(anchor + k, batch["input_ids"].shape[1] - 1) for k in range(4)]
+            additions, vectors = biases(drafter, states[b, i], batch["input_ids"][b, read])
             for k in range(4):
                 if not supervised[b, i, k]:
                     continue
-                before = batch["input_ids"][b, anchor + k]
-                vector = drafter.markov_head.markov_w1.weight[before]
-                log_q = (target.logits(states[b, i, k]) + bias(drafter, states[b, i, k], vector)).log_softmax(-1)
+                log_q = (target.logits(states[b, i, k]) + additions[k]).log_softmax(-1)
                 p = target.logits(out.hidden[b, anchor + k]).softmax(-1).detach()
                 alpha = torch.minimum(p, log_q.exp()).sum()
-                c = torch.sigmoid(weight @ torch.cat((states[b, i, k], vector)) + offset)
+                c = torch.sigmoid(weight @ torch.cat((states[b, i, k], vectors[k])) + offset)
                 doubt = -(alpha.detach() * c.log() + (1 - alpha.detach()) * (1 - c).log())
                 terms.append(0.3 * -log_q[tokens[b, i, k]] + 0.7 * (1 - alpha) + 0.6 * doubt)
                 factors.append(math.exp(-k / 2.0))
@@ -105,6 +119,40 @@ def test_the_objective_is_the_loops(markov):
     trained = list(drafter.parameters())
     for got, want in zip(torch.autograd.grad(loss.sum, trained), torch.autograd.grad(total, trained, materialize_grads=True), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("paths", [[(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]])
+def test_the_memory_follows_the_path_of_each_node(target, paths):
+    """Children are the best tokens after their own path, as if the path were a chain from the anchor."""
+    drafter = make(target, markov="rnn")
+    drafter.tree_spec = StaticTree.from_paths(paths)
+    propose, checked = drafter.propose, []
+
+    def compared(round):
+        tree = propose(round)
+        states = drafter.draft_states(round)[0]
+        nodes = {(): (int(round.last_tokens[0]),)}  # the tokens of each path, from the anchor on
+        for path, token in zip(drafter.tree_spec.paths, tree.tokens[0, 1:].tolist(), strict=True):
+            before = torch.tensor(nodes[path[:-1]])
+            read = drafter.before_head(states[: len(before)], before)
+            assert token == int(drafter.head_logits(read)[-1].topk(path[-1] + 1).indices[-1])
+            nodes[path] = (*nodes[path[:-1]], token)
+            checked.append(path)
+        return tree
+
+    drafter.propose = compared
+    list(Decoder(target, drafter).generate([[5, 6, 7, 11]], Sampling(), 8, ()))
+    assert len(checked) >= 2 * len(paths)
+
+
+@pytest.mark.parametrize("markov", MARKOV)
+def test_a_published_folder_is_read_as_it_was_written(target, tmp_path, markov):
+    drafter = make(target, markov=markov, mask_token_id=3)
+    write_dflash(drafter, tmp_path, torch.float32)
+    again = read_dflash(tmp_path, load_file(tmp_path / "model.safetensors"), target)
+    assert again.config.markov == markov
+    states, previous = torch.randn(2, 4, 32), torch.randint(0, VOCAB, (2, 4))
+    assert torch.equal(*(each.head_logits(each.before_head(states, previous)) for each in (drafter, again)))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=3, rule="target-sample"), Sampling(0.9, seed=3, rule="shared-noise")])

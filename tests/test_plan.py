@@ -43,6 +43,7 @@ CASES = {
     "dflash, causal, paced": (dflash, "dflash-tiny", ["dflash.causal=true", "dflash.weights=pace", "dflash.loss=0.5 kl + 0.5 nll"]),
     "dspark": (dspark, "dspark-tiny", []),
     "dspark, gated": (dspark, "dspark-tiny", ["dspark.markov=gated"]),
+    "dspark, rnn": (dspark, "dspark-tiny", ["dspark.markov=rnn"]),
     "peagle": (peagle, "peagle-tiny", []),
     "kangaroo": (kangaroo, "kangaroo-tiny", []),
     "mtp": (mtp, "mtp-tiny", []),

@@ -30,8 +30,8 @@ class DsparkSection(Section):
     kv_heads: int | None = Field(default=None, ge=1, le=2**12, description="key and value heads; unset: the target's, or as many as heads")
     intermediate_size: int | None = Field(default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's")
     markov_rank: int = Field(default=64, ge=1, le=2**12, description="r, rank of the head that reads the token before (the paper: 256)")
-    markov: Literal["low-rank", "gated"] = Field(
-        default="low-rank", description="that head: of the token alone, or gated by the state of the row"
+    markov: Literal["low-rank", "gated", "rnn"] = Field(
+        default="low-rank", description="that head: of the token alone, gated by the state of the row, or with a memory of the path"
     )
     confidence: float = Field(
         default=0.0,
@@ -117,7 +117,7 @@ def draft(drafter: DsparkModel, batch: Batch, target: Target, section: DsparkSec
     out = target.features(batch, drafter.taps)
     states = drafter.states_along(drafter.feature_of(out), ids, batch["position_ids"], batch["document"], anchors)
     previous = ids.gather(1, (at - 1).flatten(1)).view(at.shape)
-    read = drafter.before_head(states, previous).flatten(0, 2)  # [B·A·K,H+r]
+    read = drafter.before_head(states, previous).flatten(0, 2)  # [B·A·K,·]
     hidden = out.hidden.gather(1, (at - 1).flatten(1)[..., None].expand(-1, -1, out.hidden.shape[2])).flatten(0, 1)  # the same rows
     weights = per_sequence(supervised * torch.arange(at.shape[2], device=ids.device).div(-section.gamma).exp(), batch)
     losses = chunked_draft_loss(

@@ -21,15 +21,16 @@ from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
 from draftsmith.models.weights import WEIGHTS, assign
 
-__all__ = ["ARCHITECTURES", "INNER", "MARKOV", "read_dflash", "write_dflash"]
+__all__ = ["ARCHITECTURES", "CONFIDENCE", "INNER", "read_dflash", "write_dflash"]
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 INNER = "dflash_config"
 # Keys of config.json -> fields of our config.
 SIZES = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 SIZES |= {key: key for key in ("hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "vocab_size", "block_size")}
-# What DSpark's config says of its Markov head and confidence, which have one form here.
-MARKOV = {"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+# What DSpark's config says of its confidence, which has one form here, and its names of Markov heads.
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+MARKOV = {"low-rank": "vanilla", "gated": "gated", "rnn": "rnn"}
 FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "tie_word_embeddings": False}
 
 
@@ -53,7 +54,12 @@ def write_dflash(drafter: DflashModel, folder: Path, dtype: torch.dtype) -> None
     raw |= {"max_position_embeddings": target.max_positions, "torch_dtype": str(dtype).removeprefix("torch."), INNER: inner}
     raw |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if isinstance(config, DsparkConfig):
-        raw |= {"markov_rank": config.markov_rank, **MARKOV, **inner}  # DeepSpec has the inner keys at the top level
+        raw |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": MARKOV[config.markov],
+            **CONFIDENCE,
+            **inner,
+        }  # DeepSpec has the inner keys at the top level
     tensors = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     durable.write_text(folder / CONFIG, json.dumps(raw, indent=2) + "\n")
@@ -100,7 +106,10 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
         "target": target.identity.to_dict(),
     }
     if dspark:
-        settings["markov_rank"] = field(raw, "markov_rank", int, source)
+        kinds, kind = {theirs: ours for ours, theirs in MARKOV.items()}, raw.get("markov_head_type", "vanilla")
+        if kind not in kinds:
+            raise ValueError(f"{source}: `markov_head_type` is {kind!r}; only {', '.join(kinds)} are computed here")
+        settings |= {"markov_rank": field(raw, "markov_rank", int, source), "markov": kinds[kind]}
     module = architecture("dspark" if dspark else "dflash")
     try:
         config = module.Config(**settings)
@@ -116,7 +125,7 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
 
 def _check_keys(raw: dict[str, Any], inner: dict[str, Any], source: str, dspark: bool) -> None:
     """Raise ValueError for a key with another value than the one that is computed here."""
-    fixed: dict[str, Any] = FIXED | (MARKOV if dspark else {})
+    fixed: dict[str, Any] = FIXED | (CONFIDENCE if dspark else {})
     for key, value in fixed.items():
         if raw.get(key, value) != value and key != "tie_word_embeddings":
             raise ValueError(f"{source}: `{key}` is {raw[key]!r}; only {value!r} is computed here")

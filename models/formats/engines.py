@@ -195,9 +195,9 @@ def _dflash_limits(config: DflashConfig, target: Target) -> list[Limit]:
     """`limits_of` DFlash and DSpark."""
     own_mask, dspark = config.mask_token_id is None, config.model_type == "dspark"
     kind = getattr(target.config, "model_type", "")
-    gated = getattr(config, "markov", "low-rank") != "low-rank"
+    markov = getattr(config, "markov", "low-rank")
     rules = (
-        (gated, "vLLM", "is written with a low-rank Markov head alone: train with dspark.markov=low-rank", True),
+        (markov != "low-rank", "vLLM", f"has no {markov} Markov head: train with dspark.markov=low-rank", True),
         (own_mask and dspark, "vLLM", "reads no mask embedding of its own: train with dspark.mask_token", True),
         (own_mask, "SGLang", "reads no mask embedding of its own: train with dflash.mask_token", True),
         (config.causal, "SGLang", "lets the rows of a block see all of it", True),

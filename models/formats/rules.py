@@ -154,8 +154,10 @@ def dflash_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Targe
         yield both, "config.json lacks block_size: 16 is taken"
     if "rope_theta" not in raw and "rope_theta" not in (raw.get("rope_parameters") or {}):
         yield both, "config.json names no rope_theta: 1000000 is taken"
-    if dspark and any(raw.get(key) != value for key, value in dflash.MARKOV.items()):
-        yield "vllm", f"config.json lacks one of {', '.join(dflash.MARKOV)}: the confidence is dropped, or read at another width"
+    if dspark and any(raw.get(key) != value for key, value in dflash.CONFIDENCE.items()):
+        yield "vllm", f"config.json lacks one of {', '.join(dflash.CONFIDENCE)}: the confidence is dropped, or read at another width"
+    if dspark and (kind := raw.get("markov_head_type", "vanilla")) != "vanilla":
+        yield "vllm", f"markov_head_type is {kind!r}: the Markov head is read as 'vanilla'"
     if "mask_embedding" in tensors:
         yield "sglang", "mask_embedding is read by nothing: masks are the token's embedding"
     layers = raw.get("num_hidden_layers") or 0
