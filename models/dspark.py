@@ -141,8 +141,8 @@ class DsparkModel(DflashModel):
             vector = self.markov_head.gate_proj(torch.cat((states, tokens), -1)).sigmoid() * tokens
         else:
             gate, candidate, output = self.markov_head.joint_proj(torch.cat((memory, tokens, states), -1)).chunk(3, -1)
-            kept = gate.sigmoid()
-            memory, vector = kept * memory + (1 - kept) * candidate.tanh(), output.tanh()
+            share = gate.sigmoid()
+            memory, vector = share * memory + (1 - share) * candidate.tanh(), output.tanh()
         return torch.cat((states, tokens, vector.to(states.dtype)), -1), memory
 
     def head_logits(self, states: Tensor) -> Tensor:
