@@ -311,6 +311,12 @@ def kl_heads(one):
     return result[0].sum + 0.5 * result[1].sum, [loss.hits for loss in result]
 
 
+def kl_of_the_likeliest(one):
+    given = list(one.x), [one.full, one.full], one.target, lambda x: x @ one.target_w.T, list(one.weights), [1, 3]
+    result = chunked_kl_heads(*given, 0.7, top_k=9, budget=5 * 70)
+    return result[0].sum + 0.5 * result[1].sum, [loss.hits for loss in result]
+
+
 def kl_one_head(one):
     given = list(one.x), [one.full], one.target, lambda x: x @ one.target_w.T, list(one.weights), [1, 3]
     (result,) = chunked_kl_heads(*given, budget=5 * 70)
@@ -338,7 +344,7 @@ def cut(one):
     return draft(one, temperature=0.7, top_k=9)
 
 
-CHUNKED = (cross_entropy, kl, kl_heads, kl_one_head, draft, distilled, capped, cut)
+CHUNKED = (cross_entropy, kl, kl_heads, kl_of_the_likeliest, kl_one_head, draft, distilled, capped, cut)
 
 
 def outcome(one, function, on):

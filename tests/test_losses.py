@@ -81,14 +81,18 @@ def test_kl_equals_the_plain_form(kind, temperature):
     assert torch.equal(loss.hits, (function(x).argmax(-1) == target_function(target_x).argmax(-1)) & (weight > 0))
 
 
-def test_kl_heads_share_the_target_rows_that_they_predict():
+@pytest.mark.parametrize("top_k", [0, 1, 5, 200])
+def test_kl_heads_share_the_target_rows_that_they_predict(top_k):
     target_x, target_w, _, _ = problem(41, 97, hidden=5, seed=9)
     parts = [problem(41, 97, seed=k) for k in range(3)]
     shifts = [1, 2, 3]
-    shared = chunked_kl_heads([p[0] for p in parts], [p[1] for p in parts], target_x, target_w, [p[3] for p in parts], shifts, budget=300)
+    given = [p[0] for p in parts], [p[1] for p in parts], target_x, target_w, [p[3] for p in parts], shifts
+    shared = chunked_kl_heads(*given, top_k=top_k, budget=300)
     inputs = [t for p in parts for t in p[:2]]
     got = torch.autograd.grad(sum(0.8**k * loss.sum for k, loss in enumerate(shared)), inputs)
     target = (target_x @ target_w.T).detach()
+    if 0 < top_k < 97:  # no two logits of a row are equal
+        target = torch.full_like(target, -1e9).scatter(1, target.topk(top_k).indices, target.topk(top_k).values)
     plain, hits = [], []
     for (x, w, _, weight), shift in zip(parts, shifts, strict=True):
         logits = (x @ w.T)[:-shift]

@@ -28,6 +28,7 @@ class HydraSection(Section):
     noise: float = Field(
         default=0.0, ge=0, le=1000, description="width of the uniform noise on hidden states, at 512 positions, as EAGLE-1 has it"
     )
+    top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     end_to_end: bool = Field(
         default=False,
         description="train for the expected accepted length of the chain instead: distill and decay do not count",
@@ -85,7 +86,9 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
         states = drafter.hidden_along(root, target.embed(tokens[:-1, read].T), given)
         outputs = [drafter.output(k, given) for k in range(section.heads)]
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
-        return head_losses(states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill, section.end_to_end)
+        return head_losses(
+            states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill, section.top_k, section.end_to_end
+        )
 
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)

@@ -27,6 +27,7 @@ class MedusaSection(Section):
     distill: float = Field(
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
+    top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     end_to_end: bool = Field(
         default=False,
         description="train for the expected accepted length of the chain instead: distill and decay do not count",
@@ -106,7 +107,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     outputs = [drafter.output(k) for k in range(section.heads)]
     tokens = torch.stack([shifted(ids, k + 2) for k in range(section.heads)])
     counted, weights = head_weights(batch, section.heads, section.decay)
-    total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.end_to_end)
+    total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.top_k, section.end_to_end)
     weight = supervised_tokens(batch)
     return Loss(total, weight, head_metrics(hits, counted, weight))
 

@@ -28,6 +28,7 @@ class MlpSection(Section):
     distill: float = Field(
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
+    top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     end_to_end: bool = Field(
         default=False,
         description="train for the expected accepted length of the chain instead: distill and decay do not count",
@@ -78,7 +79,15 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
         states = drafter.states_along(hidden, tokens[:-1, read].T, given)
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
         return head_losses(
-            states, drafter.outputs(given), tokens[1:, read], hidden, target.logits, weight, section.distill, section.end_to_end
+            states,
+            drafter.outputs(given),
+            tokens[1:, read],
+            hidden,
+            target.logits,
+            weight,
+            section.distill,
+            section.top_k,
+            section.end_to_end,
         )
 
     rows = max(1, blocks.BUDGET // drafter.activations)

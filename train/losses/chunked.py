@@ -117,6 +117,7 @@ def chunked_kl_heads(
     shifts: Sequence[int],
     temperature: float = 1.0,
     *,
+    top_k: int = 0,
     budget: int = BUDGET,
 ) -> list[ChunkedLoss]:
     """`chunked_kl` for K heads that share one pass of the target's head.
@@ -130,6 +131,7 @@ def chunked_kl_heads(
         draft_heads: K heads, or one that serves all: then a single loss is returned, with hits [K·M], and the head has one gradient.
         target_hidden: [M,·], with `target_head`.
         shifts: K numbers ≥ 0.
+        top_k: cut the target's distribution to its k likeliest tokens, and renormalise it; 0: all.
 
     Raises:
         ValueError: a negative shift, or lists of different lengths.
@@ -150,7 +152,8 @@ def chunked_kl_heads(
         from draftsmith.train.losses.kernels import target_distribution
 
         raw = target.raw(index, used[:, index].any(0))
-        shared, sums = target_distribution(raw, weight[:, index], temperature=temperature), []
+        least = least_of(raw, top_k).squeeze(1) if top_k else None
+        shared, sums = target_distribution(raw, weight[:, index], temperature=temperature, least=least), []
         for k, part in enumerate(parts):
             scale = weight[k, index]
             values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, scale * temperature, "kl")
@@ -158,18 +161,15 @@ def chunked_kl_heads(
         return by_part(sums)
 
     def step(index: Tensor) -> Tensor:
-        raw = target.logits(index, used[:, index].any(0))
-        best, target_logp = ranked(raw, 1), softened(raw, temperature)
-        target_p = target_logp.exp()
-        sums = []
+        target_rows, sums = _TargetRows(target.raw(index, used[:, index].any(0)), temperature, top_k, parts[0].sum_dtype), []
         for k, part in enumerate(parts):
-            row, scale, supervised = rows[k, index], weight[k, index][:, None], used[k, index][:, None]
-            logits = part.logits(row, supervised.squeeze(1))
-            hits[k, index] = ((ranked(logits, 1) == best) & supervised).squeeze(1)
-            logp = softened(logits, temperature)
-            sums.append(torch.where(supervised, _kl(target_p, target_logp, logp) * scale, 0).sum() * temperature**2)
-            if part.needs_grad:
-                part.backward(row, logp.exp_().sub_(target_p).mul_(scale * temperature))
+            row, scale, supervised = rows[k, index], weight[k, index], used[k, index]
+            raw = part.raw(row, supervised)
+            values, agreed, gradient = target_rows.kl(raw, scale, part.needs_grad)
+            hits[k, index] = agreed & supervised
+            sums.append(torch.where(supervised, values * scale, 0).sum() * temperature**2)
+            if gradient is not None:
+                part.backward(row, gradient)
         return by_part(sums)
 
     def by_part(sums: list[Tensor]) -> Tensor:
@@ -180,9 +180,32 @@ def chunked_kl_heads(
     return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), _stacked(by_row(hits, shifts).unbind(), tied), strict=True)]
 
 
-def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p ‖ q) [m,1] of rows [m,V]; 0 · log 0 is 0."""
-    return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1, keepdim=True)
+class _TargetRows:
+    """The target's distributions at the m rows of a chunk, softened and cut, from its logits raw [m,V]."""
+
+    def __init__(self, raw: Tensor, temperature: float, top_k: int, dtype: torch.dtype) -> None:
+        self.raw, self.temperature, self.top_k, self.dtype = raw, temperature, top_k, dtype
+        self.best = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
+        self.log_sum = torch.empty(len(raw), 1, dtype=dtype, device=raw.device)
+        for rows in pieces(raw):
+            logits = self._logits(rows)
+            self.best[rows], self.log_sum[rows] = ranked(logits, 1).squeeze(1), logits.logsumexp(-1, keepdim=True)
+
+    def _logits(self, rows: slice) -> Tensor:
+        return cut(self.raw[rows].to(self.dtype), self.top_k) / self.temperature
+
+    def kl(self, raw: Tensor, weight: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """KL(target ‖ draft) [m], whether both have the same best token [m], and T · weight · the gradient, from draft logits [m,V]."""
+        values, agreed = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
+        gradient = torch.empty_like(raw) if needs_grad else None
+        for rows in pieces(raw, 4):
+            target_logp, logits = self._logits(rows).sub_(self.log_sum[rows]), raw[rows].to(self.dtype)
+            target_p, logp = target_logp.exp(), softened(logits, self.temperature)
+            agreed[rows] = ranked(logits, 1).squeeze(1) == self.best[rows]
+            values[rows] = torch.where(target_p > 0, target_p * (target_logp - logp), 0).sum(-1)  # 0 · log 0 is 0
+            if gradient is not None:
+                gradient[rows] = logp.exp_().sub_(target_p).mul_(weight[rows, None] * self.temperature)
+        return values, agreed, gradient
 
 
 def _check_heads(hidden: int, heads: int, weights: int, shifts: Sequence[int]) -> None:
@@ -368,6 +391,16 @@ def by_row(values: Tensor, shifts: Sequence[int]) -> Tensor:
 def softened(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature)."""
     return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+
+
+def cut(logits: Tensor, top_k: int) -> Tensor:
+    """logits [...,V], in a new tensor −∞ below the k-th best of each row, with all that tie with it; themselves where top_k is 0."""
+    return logits.masked_fill(logits < least_of(logits, top_k), -torch.inf) if top_k else logits
+
+
+def least_of(logits: Tensor, top_k: int) -> Tensor:
+    """The k-th best logit of each row [...,1], the least that a cut leaves."""
+    return logits.gather(-1, ranked(logits, min(top_k, logits.shape[-1]))[..., -1:])
 
 
 def _leaves(head: Callable[[Tensor], Tensor], row: Tensor) -> tuple[list[Tensor], int]:

@@ -42,6 +42,8 @@ from draftsmith.train.losses.chunked import (
     aligned,
     by_row,
     chunk_rows,
+    cut,
+    least_of,
     pieces,
     rows_to_visit,
     softened,
@@ -191,7 +193,7 @@ class _Chunk:
         """The same in two kernel launches; the gradient overwrites the drafter's logits."""
         from draftsmith.train.losses.kernels import target_distribution, with_gradients
 
-        least = _least(raw, self.top_k).squeeze(1) if self.top_k else None
+        least = least_of(raw, self.top_k).squeeze(1) if self.top_k else None
         ids = None if self.target_ids is None else self.draft_ids
         target = target_distribution(raw, weight, self.target_ids, ids, self.temperature, least)
         return *with_gradients(logits, target, text, weight, gradient_scale, self.shares, self.needs_grad), logits
@@ -335,16 +337,10 @@ def _through_softmax(q: Tensor, below: Tensor) -> Tensor:
 
 def _target_log_probs(raw: Tensor, target_ids: Tensor | None, temperature: float, top_k: int) -> Tensor:
     """Softened and cut log-probabilities of the target at the draft vocabulary [m,D], not renormalised, from its logits [m,V]."""
-    if top_k:
-        raw = raw.masked_fill(raw < _least(raw, top_k), -torch.inf)
+    raw = cut(raw, top_k)
     raw = raw if temperature == 1 else raw / temperature
     drafted = raw if target_ids is None else raw.index_select(1, target_ids)
     return (drafted - raw.logsumexp(-1, keepdim=True)).clamp_(min=FLOOR)
-
-
-def _least(raw: Tensor, top_k: int) -> Tensor:
-    """The k-th best logit of each row [m,1], the least that the cut keeps."""
-    return raw.gather(1, ranked(raw, min(top_k, raw.shape[1]))[:, -1:])
 
 
 def _draft_ids(target_ids: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:

@@ -56,6 +56,7 @@ def head_losses(
     target_head: Head,
     weights: Tensor,
     distill: float,
+    top_k: int = 0,
     end_to_end: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σ_k Σ_t weights[k,t] · [distill · KL(p_(t+1+k) ‖ q_k(t)) + (1 − distill) · CE(q_k(t), labels[k,t])], chunked over positions and heads.
@@ -70,7 +71,8 @@ def head_losses(
         target_head: the target's.
         weights: [K,M]; 0 also where row t + 1 + k is another document's.
         distill: share of the KL.
-        end_to_end: see above; distill and labels do not count.
+        top_k: p cut to its k likeliest tokens in the KL; 0: all.
+        end_to_end: see above; distill, top_k and labels do not count.
 
     Returns:
         The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's (with
@@ -82,7 +84,7 @@ def head_losses(
     heads, losses = len(states), []
     if distill > 0:
         shifts = [k + 1 for k in range(heads)]
-        losses.append((distill, chunked_kl_heads(states, outputs, hidden, target_head, list(weights), shifts)))
+        losses.append((distill, chunked_kl_heads(states, outputs, hidden, target_head, list(weights), shifts, top_k=top_k)))
     if distill < 1 and len(outputs) == 1:
         every = chunked_cross_entropy(torch.cat(tuple(states)), outputs[0], labels.flatten(), weights.flatten())
         losses.append((1 - distill, [every]))
