@@ -46,3 +46,16 @@ def layer_sizes(section: Any, target: Target) -> dict[str, Any]:
         "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
     }
+
+
+def attention_sizes(target: Target) -> dict[str, Any]:
+    """The sizes of a decoder layer like the target's own, by the names of Hydra's config."""
+    config = target.config
+    return {
+        "attention_heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or 0,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 0,
+        "rope_theta": rope_theta(config),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+    }

@@ -393,6 +393,3 @@ def test_the_command(workshop, tmp_path, capsys):
     assert exit.value.code == 1 and len(lines) == 2 and all(line.startswith("vLLM: ") for line in lines)
     ours = failing(capsys, command.main, [workshop / "eagle3", "--target", workshop / "target"])
     assert "artifact of Draftsmith's own" in ours
-    (tmp_path / "hydra").mkdir()
-    (tmp_path / "hydra" / "config.json").write_text('{"hydra_num_heads": 4}')
-    assert "holds Hydra heads" in failing(capsys, command.main, [tmp_path / "hydra", "--target", workshop / "target"])

@@ -80,7 +80,7 @@ REFUSED = [
     (
         "kangaroo",
         "checkpoint",
-        "--to checkpoint is for MTP layers, which a target's checkpoint has a place for; got kangaroo; name an engine",
+        "--to checkpoint is for an MTP layer; got Kangaroo; name an engine",
     ),
     ("dflash", "gguf", "llama.cpp does not serve DFlash"),
     ("eagle1", "tensorrt-llm", "refuses EAGLE-1 checkpoints.*nearest: --to vllm, sglang, eagle"),
@@ -90,7 +90,7 @@ REFUSED = [
     ("eagle3 with other taps", "eagle", r"reads the outputs of layers \[1, 3, 4\], not \[0, 3, 6\]"),
     ("eagle3 of speculators", "sglang", "has no norm_before_fc; has no norm_before_residual; nearest: --to vllm, speculators"),
     ("peagle", "sglang", "SGLang does not serve P-EAGLE.*nearest: --to vllm"),
-    ("hydra", "vllm", "vLLM does not serve Hydra.*; no engine does; it runs here alone"),
+    ("hydra", "vllm", "vLLM does not serve Hydra.*nearest: --to hydra"),
     ("student", "speculators", "nearest: --to vllm, sglang"),
     ("student", "tgi", "TGI does not serve a draft model"),
 ]

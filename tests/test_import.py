@@ -218,11 +218,6 @@ def test_what_is_and_what_is_no_published_folder(workshop, tmp_path):
         assert published.format_of(str(workshop / name)) == ""
     for path in ("tiny", "tiny-draft", str(workshop / "target")):
         assert published.format_of(path) == ""
-    for key, words in published.MARKS.items():
-        (tmp_path / key).mkdir()
-        (tmp_path / key / "config.json").write_text(json.dumps({key: 1}))
-        with pytest.raises(ValueError, match=f"holds {words}"):
-            published.format_of(str(tmp_path / key))
 
 
 def test_a_hub_id_downloads_the_config_the_weights_and_nothing_else(workshop, target, monkeypatch):

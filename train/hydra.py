@@ -57,7 +57,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.hydra import HydraModel
 from draftsmith.models.target import Target
-from draftsmith.models.target_defaults import rope_theta
+from draftsmith.models.target_defaults import attention_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
 from draftsmith.train.losses import blocks
@@ -106,18 +106,7 @@ def check(recipe: HydraRecipe) -> None:
 def architecture(section: HydraSection, target: Target) -> dict[str, Any]:
     """The sizes of the heads; those of the prefix layer are the target's."""
     sizes = {"num_heads": section.heads, "num_layers": section.layers, "share_head": section.share_head}
-    if not section.prefix:
-        return sizes
-    config = target.config
-    return sizes | {
-        "prefix": True,
-        "attention_heads": config.num_attention_heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or 0,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 0,
-        "rope_theta": rope_theta(config),
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-    }
+    return sizes | ({"prefix": True, **attention_sizes(target)} if section.prefix else {})
 
 
 def choose_objective(recipe: HydraRecipe, target: Target) -> Objective:

@@ -17,7 +17,6 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
 __all__ = [
-    "CHECKPOINT",
     "ENGINES",
     "PARALLEL",
     "ROWS",
@@ -43,7 +42,8 @@ ENGINES = {
     "transformers": "transformers",
     "gguf": "llama.cpp",
 }
-CHECKPOINT = "checkpoint"  # for --to: no engine, but the names that an MTP layer has in its target's checkpoint
+# For --to: no engines, but other people's names of tensors -> the family that has them.
+NAMES = {"checkpoint": "mtp", "hydra": "hydra"}
 FAMILIES = {"medusa": "Medusa", "mlp": "an MLP speculator", "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "student": "a draft model"}
 FAMILIES |= {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE", "hydra": "Hydra", "kangaroo": "Kangaroo", "mtp": "an MTP layer"}
 
@@ -129,7 +129,6 @@ _REASONS = {
     ("eagle1", "transformers"): "its assistant is a causal LM",
     ("eagle3", "transformers"): "its assistant is a causal LM",
     ("peagle", "transformers"): "its assistant is a causal LM",
-    ("hydra", "eagle"): "the code of Hydra's authors reads a pickle, which is not written",
     ("student", "speculators"): "it trains heads; vLLM serves a draft model as it is",
 }
 NOT_TAPPED = ("gemma3", "gemma3_text", "glm4_moe", "qwen2_moe")  # targets that vLLM captures no taps of
@@ -160,7 +159,7 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
     """
     refusing = {limit.engine for limit in limits if limit.refused}
     left = [each for each, name in ENGINES.items() if (family, each) in ROWS and name not in refusing]
-    left += [CHECKPOINT] if family == "mtp" else []
+    left += [each for each, named in NAMES.items() if family == named]
     nearest = f"nearest: --to {', '.join(left)}" if left else "no engine does; it runs here alone"
     name, about = ENGINES[engine], FAMILIES.get(family, family)
     if (family, engine) not in ROWS:

@@ -14,10 +14,12 @@ from draftsmith.inference import durable
 from draftsmith.models.formats import gguf_file, quantise
 from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
-from draftsmith.models.formats.engines import CHECKPOINT, ENGINES, Limit, Row, check_row, family_of, limits_of, serving
+from draftsmith.models.formats.engines import ENGINES, FAMILIES, NAMES, Limit, Row, check_row, family_of, limits_of, serving
+from draftsmith.models.formats.hydra import HYDRA_FILE, PICKLE, write_hydra
 from draftsmith.models.formats.medusa import write_medusa
 from draftsmith.models.formats.mlp import write_mlp
-from draftsmith.models.formats.mtp import FILE, write_mtp
+from draftsmith.models.formats.mtp import FILE as MTP_FILE
+from draftsmith.models.formats.mtp import write_mtp
 from draftsmith.models.formats.note import NOTE, licence_of, write_note
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.formats.rules import path_faults
@@ -25,7 +27,7 @@ from draftsmith.models.formats.student import fitted, write_student
 from draftsmith.models.formats.verify import differences, faults, tolerance_of
 from draftsmith.models.target import Target
 
-__all__ = ["Exported", "Source", "check_output", "export", "export_layer"]
+__all__ = ["Exported", "Source", "check_output", "export", "export_names"]
 
 KEPT = (
     "recipe.yaml",
@@ -127,11 +129,12 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
     return Exported(folder, _notes(limits, engine), serving(row, target.name, called, source.depth))
 
 
-def export_layer(source: Source, folder: Path, dtype: torch.dtype) -> Path:
-    """Write an MTP layer under the names of its target's checkpoint (models/formats/mtp.py), and only then put it in its place.
+def export_names(source: Source, kind: str, folder: Path, dtype: torch.dtype) -> Path:
+    """Write a drafter under other people's names of its tensors, for no engine, and only then put it in its place.
 
     Args:
         source: what to export.
+        kind: checkpoint, for an MTP layer in its target's checkpoint, or hydra, for Hydra heads in their authors' folder.
         folder: as `check_output`; an earlier export is replaced.
         dtype: of the weights.
 
@@ -139,29 +142,34 @@ def export_layer(source: Source, folder: Path, dtype: torch.dtype) -> Path:
         The file with the tensors.
 
     Raises:
-        ValueError: a drafter that is no MTP layer, or a folder that does not give it back.
+        ValueError: a drafter of another family, or a folder that does not give it back.
         OSError: the disk; what was there stays.
     """
-    family = family_of(source.drafter)
-    if family != "mtp":
-        raise ValueError(f"--to {CHECKPOINT} is for MTP layers, which a target's checkpoint has a place for; got {family}; name an engine")
+    family, wanted = family_of(source.drafter), NAMES[kind]
+    if family != wanted:
+        raise ValueError(f"--to {kind} is for {FAMILIES[wanted]}; got {FAMILIES[family]}; name an engine")
     folder = folder.absolute()
     check_output(folder)
+    text = (
+        f"`{MTP_FILE}` has the names of the target's checkpoint."
+        if kind == "checkpoint"
+        else f"For the authors' code:\n\n```\n{PICKLE.format('.')}\n```"
+    )
 
     def write(part: Path) -> None:
-        write_mtp(source.drafter, part, dtype)
+        (write_mtp if kind == "checkpoint" else write_hydra)(source.drafter, part, dtype)
         again = read_published(str(part), source.target).state_dict()
         if wrong := [
             name for name, tensor in source.drafter.state_dict().items() if not torch.equal(tensor.to(again[name].dtype), again[name])
         ]:
             raise ValueError(f"the export failed its own check, and was not written: {wrong[0]} is read as other numbers")
         card = source.folder / "README.md" if source.folder else None
-        text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
-        _write_beside(source, CHECKPOINT, family, part, f"{text.rstrip()}\n\n`{FILE}` has the names of the target's checkpoint.\n")
+        before = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+        _write_beside(source, kind, family, part, f"{before.rstrip()}\n\n{text}\n")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
-    return folder / FILE
+    return folder / (MTP_FILE if kind == "checkpoint" else HYDRA_FILE)
 
 
 def _notes(limits: list[Limit], engine: str) -> list[str]:

@@ -9,7 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["GGUF_EAGLE3", "GGUF_LLAMA", "MEDUSA", "MIDLAYER", "NUMBERED", "Layout", "medusa_blocks", "mtp_layouts", "speculator"]
+__all__ = [
+    "GGUF_EAGLE3",
+    "GGUF_LLAMA",
+    "MEDUSA",
+    "MIDLAYER",
+    "NUMBERED",
+    "Layout",
+    "hydra_heads",
+    "medusa_blocks",
+    "mtp_layouts",
+    "speculator",
+]
 
 _PARTS = {"i": r"\d+", "j": r"\d+", "n": r"[1-9]\d*", "rest": r".+"}
 
@@ -80,6 +91,15 @@ def medusa_blocks(num_layers: int) -> Layout:
         ("{i}.{j}.linear.{rest}", ("blocks.{i}.layers.{j}.{rest}",)),
     )
     return Layout(names, ("lm_head.weight",))
+
+
+def hydra_heads(num_layers: int, prefix: bool) -> Layout:
+    """The authors' names of Hydra heads with this many blocks. With a prefix layer their dropouts stand between the blocks and are counted."""
+    copies = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")  # of the target's embedding
+    if not prefix:
+        return Layout((_SAME,), copies)
+    blocks = ((f"hydra_mlp.{{i}}.{j}.{{rest}}", (f"hydra_mlp.{{i}}.{2 * j + 1}.{{rest}}",)) for j in range(num_layers))
+    return Layout((*blocks, ("hydra_lm_head.{i}.{rest}", ("hydra_lm_head.{i}.1.{rest}",)), _SAME), copies)
 
 
 def speculator(heads: int, tied: bool) -> Layout:

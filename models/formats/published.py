@@ -1,5 +1,5 @@
-"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, MLP speculators, DFlash, DSpark,
-MTP layers.
+"""Drafters in other people's folders and on the Hub, read into our own models: EAGLE-1 and -3, Medusa, Hydra, MLP speculators, DFlash,
+DSpark, MTP layers.
 
 Only safetensors are read. A folder that `draftsmith export` wrote brings its tree and its target's identity along, in draftsmith.json.
 """
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import DrafterModel, methods
+from draftsmith.models.formats import hydra
 from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
 from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
@@ -25,11 +26,9 @@ from draftsmith.models.formats.note import NOTE, read_note
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.weights import WEIGHTS, headers
 
-__all__ = ["MARKS", "check_files", "format_of", "folder_of", "open_tensors", "read_published", "target_of"]
+__all__ = ["check_files", "format_of", "folder_of", "open_tensors", "read_published", "target_of"]
 
-# A key of a config.json -> a family that has no architecture here.
-MARKS = {"hydra_num_heads": "Hydra heads"}
-KINDS = "EAGLE, Medusa, an MLP speculator, DFlash, DSpark or an exported MTP layer"
+KINDS = "EAGLE, Medusa, Hydra, an MLP speculator, DFlash, DSpark or an exported MTP layer"
 PICKLES = (".bin", ".pt", ".pth")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
@@ -38,18 +37,17 @@ _CONVERT = (
 
 
 def format_of(path: str) -> str:
-    """eagle, medusa, mlp, dflash, dspark or mtp for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
+    """eagle, medusa, hydra, mlp, dflash, dspark or mtp for a published folder or Hub id; "" for anything else: an artifact of ours, a causal LM, nothing at all.
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: a drafter of a kind that is not known here, or a damaged config.
+        ValueError: a damaged config.
     """
     source = resolve_path(path)
     raw, _ = raw_config(source)
     names = raw.get("architectures") or []
-    for key, about in MARKS.items():
-        if key in raw:
-            raise ValueError(f"{path!r} holds {about}, for which there is no architecture here; expected {KINDS}")
+    if hydra.HEADS in raw:
+        return "hydra"
     if os.path.isdir(source) and (Path(source) / FILE).is_file() and not (Path(source) / WEIGHTS).exists():
         return "mtp"
     if raw.get("model_type") == MODEL_TYPE or "n_predict" in raw:
@@ -145,7 +143,8 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     if kind == "eagle":
         drafter: DrafterModel = read_eagle(folder, target)
     else:
-        readers = {"medusa": read_medusa, "mlp": read_mlp, "dflash": read_dflash, "dspark": read_dflash, "mtp": read_mtp}
+        readers = {"medusa": read_medusa, "hydra": hydra.read_hydra, "mlp": read_mlp, "mtp": read_mtp}
+        readers |= {"dflash": read_dflash, "dspark": read_dflash}
         drafter = readers[kind](folder, open_tensors(folder), target)
     if kind in ("eagle", "mtp") and note.get("depth"):
         drafter.config.steps = note["depth"]

@@ -17,7 +17,7 @@ from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import methods
 from draftsmith.models.formats import plain, quantise, rules
 from draftsmith.models.formats.eagle import MASK
-from draftsmith.models.formats.engines import ENGINES, ROWS, limits_of
+from draftsmith.models.formats.engines import ENGINES, NAMES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
 from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
@@ -54,7 +54,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         check_files(folder)
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
-    if kind == "mtp":
+    if kind in NAMES.values():  # no engine reads them
         return lines + _unreadable(folder, target)
     _, tensors = plain.read_folder(folder)
     family = family_in(folder)

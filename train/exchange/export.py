@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.models.target import Target
 
 ENGINES = ("vllm", "sglang", "tgi", "tensorrt-llm", "speculators", "eagle", "transformers", "gguf")
-CHECKPOINT = "checkpoint"
+NAMES = ("checkpoint", "hydra")
 QUANTISED = ("int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The target is in float32 here, whatever the drafter was trained with: its weights alone are read.
@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--to",
         required=True,
-        choices=(*ENGINES, CHECKPOINT),
-        help="the engine; eagle is the code of EAGLE's authors; checkpoint: an MTP layer as its target's checkpoint names it",
+        choices=(*ENGINES, *NAMES),
+        help="the engine; eagle is the code of EAGLE's authors; checkpoint: an MTP layer as its target's checkpoint names it; hydra: as the authors of Hydra do",
     )
     parser.add_argument("--output", required=True, help="the folder: new, empty, or an earlier export, which is replaced")
     parser.add_argument("--target", help="folder or Hub id of the target (default: the one that the drafter was trained for)")
@@ -50,16 +50,19 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen = parser().parse_args(arguments)
 
-    from draftsmith.models.formats.export import check_output, export, export_layer
+    from draftsmith.models.formats.export import check_output, export, export_names
 
     output = Path(os.path.expanduser(chosen.output))
     check_output(output.absolute())
     source, stored = open_source(chosen.artifact, chosen.target, chosen.trust_remote_code)
-    if chosen.to == CHECKPOINT:
+    if chosen.to in NAMES:
         if chosen.quantise:
             raise ValueError(f"--quantise {chosen.quantise} is for engines; leave it out")
-        file = export_layer(source, output, dtype_of(chosen.dtype, stored))
-        print(f"{file}: written, and checked by reading it; put its tensors in the place of the checkpoint's of the same names")
+        file = export_names(source, chosen.to, output, dtype_of(chosen.dtype, stored))
+        use = "put its tensors in the place of the checkpoint's of the same names"
+        print(
+            f"{file}: written, and checked by reading it; {use if chosen.to == 'checkpoint' else 'README.md has the command for the code of its authors'}"
+        )
         return
     exported = export(source, chosen.to, output, dtype_of(chosen.dtype, stored), chosen.quantise)
     print(f"{exported.folder}: written for {chosen.to}, and checked: a second reading of it gives the drafter's logits")
