@@ -41,6 +41,11 @@ METHODS = {
 }
 
 
+def methods_of(kind):
+    """The methods that a launcher trains: those that cut the weights all, ZeRO-2, which cuts none, the two that read them in most ways."""
+    return {"ddp": (), "zero2": ("eagle", "distill")}.get(kind, tuple(METHODS))
+
+
 def words(method, folder, output):
     """What a recipe of this repository becomes for a few steps on a tiny random target."""
     _, recipe, own = METHODS[method]
@@ -104,9 +109,9 @@ def main(kind: str, folder: Path) -> None:
         jobs["bf16"] = {"precision": "bf16"}
     for name, own in jobs.items():
         train_numbers(folder / name, **own)
-    for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
+    for method in methods_of(kind):
         for steps in (2, 4):
-            script([*words(method, folder, folder / "two"), f"train.steps={steps}"])
+            METHODS[method][0]([*words(method, folder, folder / "two"), f"train.steps={steps}"])
     if PartialState().is_main_process:
         (folder / "seen.json").write_text(json.dumps(Watched.seen))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launched import METHODS, OPTIMIZERS, train_numbers, words
+from launched import METHODS, OPTIMIZERS, methods_of, train_numbers, words
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def same(actual, expected, tolerance=1e-6):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_path, target_folder):
-    """Two ranks × two micro-batches of two sequences equal one of eight; two ranks end what one began, and vice versa; for every method."""
+    """Two ranks × two micro-batches of two sequences equal one of eight; two ranks end what one began, and vice versa; for the methods of `methods_of`."""
     if kind.startswith("zero") and (reason := deepspeed_missing()):
         pytest.skip(reason)
     launcher, *wrapped = KINDS[kind]
@@ -87,7 +87,7 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
     seen = json.loads((tmp_path / "seen.json").read_text())
     expected = {"world": 2} | dict(zip(names, wrapped, strict=True))
     by_muon = expected | ({"optimizer": "Muon"} if expected["optimizer"] == "AdamW" else {})
-    wrapped_again = 2 * len(METHODS) + kind.startswith("zero") if kind != "ddp" else 0
+    wrapped_again = 2 * len(methods_of(kind)) + kind.startswith("zero")
     assert seen == [expected] * 3 + [by_muon] * 3 + [expected] * wrapped_again
     for optimizer in OPTIMIZERS:
         folder = tmp_path / optimizer
@@ -102,8 +102,8 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
     if kind.startswith("zero"):
         gaps = [abs(half - full) for half, full in zip(losses(tmp_path / "bf16"), losses(tmp_path / "adamw" / "one"), strict=True)]
         assert 0 < max(gaps) < 2e-2, "reduced precision is on, and does not change what is learned"
-    for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
-        script([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])
+    for method in methods_of(kind):
+        METHODS[method][0]([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])
         actual, expected = (load_file(tmp_path / ranks / method / "artifact" / "model.safetensors") for ranks in ("two", "alone"))
         same(actual, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
         assert losses(tmp_path / "two" / method) == pytest.approx(losses(tmp_path / "alone" / method), rel=1e-5)
