@@ -143,12 +143,13 @@ def rejections(target: Target, drafter: DraftModel | DrafterModel, temperature: 
 @contextmanager
 def _chains(drafter: DraftModel | DrafterModel) -> Iterator[None]:
     """Within it the drafter drafts chains as deep as its trees."""
-    tree_spec = drafter.tree_spec
-    drafter.tree_spec = StaticTree.chain(tree_spec.max_depth)
+    owner, name = (drafter.config, "tree") if isinstance(drafter, DrafterModel) else (drafter, "tree_spec")  # a config's tree is published
+    tree = getattr(owner, name)
+    drafter.tree_spec = StaticTree.chain(drafter.max_depth)
     try:
         yield
     finally:
-        drafter.tree_spec = tree_spec
+        setattr(owner, name, tree)
 
 
 def corrected(answer: Completion) -> list[bool]:
