@@ -241,7 +241,7 @@ def test_wrong_words_are_refused(words, more, says):
 def test_samples_need_the_target_online(tmp_path, words):
     store = [f"features.store={tmp_path / 'store'}", "features.precision=float32"]
     data_cli.main(["capture", "recipes/distill-tiny.yaml", *words, *store])
-    with pytest.raises(ValueError, match="need features.mode=online"):
+    with pytest.raises(ValueError, match="take features.mode=online"):
         run(words, *store, "features.mode=offline", "distill.on_policy=0.5")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, Section, TreeSection, load
+from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, TreeSection, load
 
 Layers = Annotated[int, Field(ge=0, le=1000)]
 LayerNumber = Annotated[int, Field(ge=0, le=10**4)]
@@ -45,7 +45,7 @@ class StudentSection(Section):
     )
 
 
-class DistillSection(Section):
+class DistillSection(ReplaySection):
     """the loss, and the student's own samples"""
 
     loss: str = Field(
@@ -57,14 +57,6 @@ class DistillSection(Section):
     )
     top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     on_policy: float = Field(default=0.0, ge=0, le=1, description="λ, share of the training sequences that the student has sampled itself")
-    rejections: float = Field(
-        default=0.0, ge=0, le=1, description="share of the training sequences with supervision only where the target rejected a draft"
-    )
-    refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
-    keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")
-    prompts: int = Field(default=64, ge=1, le=10**6, description="prompts of a generation, cut from the training examples")
-    new_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens sampled for each prompt, at most")
-    sample_temperature: float = Field(default=1.0, ge=0, le=100, description="temperature at which they are sampled")
     confidence: float = Field(
         default=0.0, ge=0, lt=1, description="the trained drafter stops a draft where its best token is less likely than this"
     )
@@ -138,40 +130,19 @@ def check(recipe: DistillRecipe) -> None:
         )
     if "reverse_kl" in mix(section.loss, "distill.loss") and section.top_k:
         raise ValueError(f"distill.loss={section.loss} is infinite where distill.top_k={section.top_k} cuts the target's tokens; drop one")
+    replay.check(recipe, "distill", "on_policy", "rejections")
     _check_layout(recipe)
-    if section.on_policy or section.rejections:
-        _check_replay(recipe)
 
 
 def _check_layout(recipe: DistillRecipe) -> None:
-    """Check that no rank decodes alone with a target that all ranks run together, or copies layers that are partitioned or quantised."""
+    """Check that no rank copies layers that are partitioned or quantised."""
     target = recipe.target
     collective = f"target.parallel={target.parallel}" if target.parallel in COLLECTIVE else ""
-    if collective and recipe.distill.rejections:
-        raise ValueError(
-            f"distill.rejections={recipe.distill.rejections} lets processes decode with the target apart, under {collective} all must run it "
-            "at once; take distill.on_policy, or target.parallel=none"
-        )
     changed = collective or (f"target.quantise={target.quantise}" if target.quantise else "")
     if changed and recipe.student.start == "pruned":
         raise ValueError(
             f"student.start=pruned copies complete layers of the target, under {changed} there are none; "
             "give a student as student.start, such as the `start` folder of a run without it"
-        )
-
-
-def _check_replay(recipe: DistillRecipe) -> None:
-    section = recipe.distill
-    if section.on_policy + section.rejections > 1:
-        raise ValueError(
-            f"distill.on_policy={section.on_policy} and distill.rejections={section.rejections} make more than all rows; lower one"
-        )
-    if recipe.features.mode != "online":
-        raise ValueError("distill.on_policy and distill.rejections need features.mode=online: the target has to read new text")
-    if section.new_tokens > recipe.data.seq_len // 2:
-        raise ValueError(
-            f"distill.new_tokens={section.new_tokens} leaves few tokens for prompts in data.seq_len={recipe.data.seq_len}; "
-            "make it half of that at most"
         )
 
 
@@ -328,21 +299,12 @@ def _random(section: StudentSection, target: Target, seed: int) -> PreTrainedMod
 def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: torch.nn.Module, train: PackedDataset) -> Replay:
     """The training data with a share of sampled sequences among it. `student` decodes with the weights of `model`."""
     section = recipe.distill
-    chain = DraftModel(student, StaticTree.chain(recipe.tree.depth or 4))
+    drafter = DraftModel(student, tree_spec_of(recipe.tree))
     samplers = {
-        "samples": replay.samples(student, section.sample_temperature, section.new_tokens),
-        "rejections": replay.rejections(target, chain, section.sample_temperature, section.new_tokens),
+        "samples": (section.on_policy, replay.samples(student, section.sample_temperature, section.new_tokens)),
+        "rejections": (section.rejections, replay.rejections(target, drafter, section.sample_temperature, section.new_tokens)),
     }
-    shares = {"samples": section.on_policy, "rejections": section.rejections}
-    plan = replay.Plan(
-        shares={kind: share for kind, share in shares.items() if share},
-        refresh_every=section.refresh_every,
-        keep_generations=section.keep_generations,
-        prompts=section.prompts,
-        new_tokens=section.new_tokens,
-        batch_size=recipe.train.batch_size,
-    )
-    return Replay(train, Path(recipe.train.output) / "replay", plan, samplers, model, target.vocab_size)
+    return replay.mixed_in(recipe, section, train, samplers, model, target.vocab_size)
 
 
 def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafter: DraftModel) -> Callable[[Path, dict[str, Any]], None]:

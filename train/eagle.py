@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, Section, load
+from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, load
 
 
 class EagleSection(Section):
@@ -83,6 +83,7 @@ class EagleSection(Section):
 
 class EagleRecipe(Recipe):
     eagle: EagleSection = EagleSection()
+    replay: ReplaySection = ReplaySection()
 
     @property
     def needs_target_layers(self) -> bool:
@@ -110,7 +111,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, processes
+from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
@@ -328,6 +329,10 @@ def check(recipe: EagleRecipe) -> None:
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel
     if length % ranks:
         raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")
+    replay.check_heads(recipe, recipe.replay, "eagle")
+    unfit = ["eagle.prompts=true"] * recipe.eagle.prompts + [f"train.context_parallel={ranks}"] * (ranks > 1)
+    if recipe.replay.rejections and unfit:
+        raise ValueError(f"{unfit[0]} does not go with replay.rejections={recipe.replay.rejections}; leave out one of them")
 
 
 def choose_objective(recipe: EagleRecipe, target: Target, context: ContextParallel = SINGLE_RANK) -> Objective:
@@ -368,6 +373,7 @@ def main(arguments: list[str]) -> None:
         freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = choose_objective(recipe, target, context)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

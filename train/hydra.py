@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Recipe, ReplaySection, Section, check_complete_sequences, load
 
 
 class HydraSection(Section):
@@ -40,6 +40,7 @@ class HydraSection(Section):
 
 class HydraRecipe(Recipe):
     hydra: HydraSection = HydraSection()
+    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -59,7 +60,7 @@ from draftsmith.models.hydra import HydraModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import attention_sizes
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output
+from draftsmith.train.engine import output, replay
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.losses.noise import feature_noise
@@ -101,6 +102,7 @@ def check(recipe: HydraRecipe) -> None:
     check_complete_sequences(recipe)
     if recipe.hydra.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"hydra.heads={recipe.hydra.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
+    replay.check_heads(recipe, recipe.replay, "hydra")
 
 
 def architecture(section: HydraSection, target: Target) -> dict[str, Any]:
@@ -131,6 +133,7 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "hydra.start")
         fingerprint = setup.fingerprint(target, train)
         monitors = setup.monitors(recipe, target, drafter)
+        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             publish.publish_drafter(recipe, drafter, target, steps)

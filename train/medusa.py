@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, ReplaySection, Section, load
 
 
 class MedusaSection(Section):
@@ -63,6 +63,7 @@ class JointSection(Section):
 class MedusaRecipe(Recipe):
     medusa: MedusaSection = MedusaSection()
     joint: JointSection = JointSection()
+    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -198,6 +199,7 @@ def check(recipe: MedusaRecipe) -> None:
         )
     if recipe.medusa.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
+    replay.check_heads(recipe, recipe.replay, "medusa")
     if recipe.joint.rank:
         _check_joint(recipe)
 
@@ -212,6 +214,11 @@ def _check_joint(recipe: MedusaRecipe) -> None:
     if joint.heads_steps >= recipe.train.steps:
         raise ValueError(
             f"joint.heads_steps={joint.heads_steps} leaves no step with adapters of train.steps={recipe.train.steps}; lower it"
+        )
+    if recipe.replay.rejections:
+        raise ValueError(
+            f"replay.rejections={recipe.replay.rejections}: Medusa-2 changes the target, which would write the samples; leave it out, or take "
+            "joint.rank=0"
         )
     changed = f"target.parallel={target.parallel}" if target.parallel != "none" else f"target.quantise={target.quantise}"
     if target.parallel != "none" or target.quantise:
@@ -259,6 +266,7 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "medusa.start")
         fingerprint = setup.fingerprint(target, train)
         monitors = setup.monitors(recipe, target, drafter)
+        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         model, measure = drafter, partial(objective, target=target, section=section)
         if recipe.joint.rank:
             fingerprint["target's weights"] = replay.digest(target.model, trained=False)  # the checkpoints hold the adapters alone

@@ -139,6 +139,23 @@ class TreeSection(Section):
     )
 
 
+class ReplaySection(Section):
+    """training on drafts that the target rejected"""
+
+    rejections: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the training sequences that the target writes with the drafter as it is by then, with supervision only where "
+        "the target rejected a draft",
+    )
+    refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
+    keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")
+    prompts: int = Field(default=64, ge=1, le=10**6, description="prompts of a generation, cut from the training examples")
+    new_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens sampled for each prompt, at most")
+    sample_temperature: float = Field(default=1.0, ge=0, le=100, description="temperature at which they are sampled")
+
+
 class Recipe(Section):
     """The sections that all methods share. A method's script adds its own."""
 
@@ -250,14 +267,19 @@ def _first_fault(error: ValidationError) -> str:
 
 def keys_of_methods() -> set[str]:
     """Every `section.key` that a method's script adds to the recipe, read off the scripts without importing them."""
+    nodes = [node for file in Path(__file__).parent.glob("*.py") for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    fields = {name: _fields(node) for name, node in classes.items()}
     known = set()
-    for file in Path(__file__).parent.glob("*.py"):
-        classes = {node.name: node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
-        for node in classes.values():
-            if [ast.unparse(base) for base in node.bases] == [Recipe.__name__]:
-                for name, section in _fields(node).items():
-                    known |= {f"{name}.{key}" for key in _fields(classes[section])}
+    for node in classes.values():
+        if _bases(node) == [Recipe.__name__]:
+            for name, section in fields[node.name].items():
+                known |= {f"{name}.{key}" for part in (section, *_bases(classes[section])) for key in fields.get(part, {})}
     return known
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base) for base in node.bases]
 
 
 def _fields(node: ast.ClassDef) -> dict[str, str]:

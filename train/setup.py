@@ -27,9 +27,10 @@ from draftsmith.models import vocab
 from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
-from draftsmith.train.engine import output, processes
+from draftsmith.train.engine import output, processes, replay
+from draftsmith.train.engine.replay import Replay
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, ReplaySection
 
 
 def new_drafter_and_data(
@@ -240,6 +241,19 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     if isinstance(train, FeatureDataset):
         facts |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
     return facts
+
+
+def with_rejections(
+    recipe: Recipe, section: ReplaySection, target: Target, drafter: DrafterModel, train: PackedDataset | FeatureDataset
+) -> tuple[PackedDataset | FeatureDataset | Replay, Callable[..., None] | None]:
+    """The training data with a share of texts among it in which the target rejected drafts of `drafter`, and what `loop.fit` takes as
+    `refresh`; the data as they are and None where `section` wants none."""
+    if not section.rejections:
+        return train, None
+    assert isinstance(train, PackedDataset), "replay.check refuses stored features"
+    sampler = replay.rejections(target, drafter, section.sample_temperature, section.new_tokens)
+    mixed = replay.mixed_in(recipe, section, train, {"rejections": (section.rejections, sampler)}, drafter, target.vocab_size)
+    return mixed, mixed.refresh
 
 
 def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:

@@ -1,8 +1,8 @@
-"""On-policy training: sequences that are sampled while the student is trained, mixed into those of the data from a buffer on disk.
+"""On-policy training: sequences that are sampled while a drafter is trained, mixed into those of the data from a buffer on disk.
 
 GKD and DistillSpec (https://arxiv.org/abs/2306.13649, https://arxiv.org/abs/2310.08461) train on what the student samples, so that it sees
-its own mistakes. There are two kinds of sampled sequences: `samples` are the student's text; `rejections` are the target's text, supervised
-only where the target rejected a draft of the student.
+its own mistakes. There are two kinds of sampled sequences: `samples` are a student's text; `rejections` are the target's text, supervised
+only where the target rejected a draft. Heads, which write no text by themselves, have the second kind alone.
 
 A generation is one set of such sequences. Generation g is made with the weights after g · refresh_every steps. Steps
 g · refresh_every … (g+1) · refresh_every − 1 draw from generations g − keep_generations … g − 1 (the first steps from generation 0), so that
@@ -13,8 +13,8 @@ to a digest of the weights: a run that was killed makes only what is missing.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +32,13 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import field, read_json
 from draftsmith.inference.sampler import Sampling, uniform
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models.drafter import DrafterModel
+from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import order_positions
 from draftsmith.train.engine.say import say
+from draftsmith.train.recipe import Recipe, ReplaySection
 
 GROUP = 16  # prompts that are decoded together, and so the most that a kill can cost
 NGRAM = 4  # tokens of the n-grams by which a repetitive sample is recognised
@@ -42,6 +46,49 @@ MIN_DISTINCT = 0.5  # share of distinct n-grams below which a sample is repetiti
 
 Sample = tuple[list[int], list[bool]]  # token ids, and which of them are supervised
 Sampler = Callable[[list[list[int]], list[int], int], list[Sample]]  # prompts, noise keys, seed -> a sample of each
+
+
+def check(recipe: Recipe, name: str, *kinds: str) -> None:
+    """Check, before anything is loaded, that sequences can be sampled as a section of the recipe says.
+
+    Args:
+        recipe: of the run.
+        name: of the section, a `ReplaySection`.
+        kinds: its keys that are shares of the training sequences.
+
+    Raises:
+        ValueError: keys do not fit together; it names them.
+    """
+    section, target = getattr(recipe, name), recipe.target
+    shares = {f"{name}.{kind}": getattr(section, kind) for kind in kinds if getattr(section, kind)}
+    given = " and ".join(f"{key}={share}" for key, share in shares.items())
+    if section.rejections and target.parallel in COLLECTIVE:
+        raise ValueError(
+            f"{name}.rejections={section.rejections} lets processes decode with the target apart, under target.parallel={target.parallel} all "
+            "must run it at once; leave it out, or take target.parallel=none"
+        )
+    if sum(shares.values()) > 1:
+        raise ValueError(f"{given} make more than all rows; lower one")
+    if shares and recipe.features.mode != "online":
+        raise ValueError(
+            f"{given} with features.mode={recipe.features.mode}: the target has to read new text, of which no store has features; "
+            "leave it out, or take features.mode=online"
+        )
+    if shares and section.new_tokens > recipe.data.seq_len // 2:
+        raise ValueError(
+            f"{name}.new_tokens={section.new_tokens} leaves few tokens for prompts in data.seq_len={recipe.data.seq_len}; "
+            "make it half of that at most"
+        )
+
+
+def check_heads(recipe: Recipe, section: ReplaySection, name: str) -> None:
+    """`check` of the section `replay` of heads, whose own section is `name`. Raises ValueError also where they train for complete chains."""
+    check(recipe, "replay", "rejections")
+    if section.rejections and getattr(recipe, name).end_to_end:
+        raise ValueError(
+            f"{name}.end_to_end=true needs several supervised tokens in a row, replay.rejections={section.rejections} supervises single ones; "
+            "leave out one of them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +116,6 @@ def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
     """The student continues the prompts; all tokens of its answers are supervised."""
 
     def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
-        student.model.eval()
         answers = Decoder(student, slots=GROUP).generate(prompts, Sampling(temperature, seed=seed), new_tokens, requests=keys)
         return [
             (prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
@@ -79,18 +125,31 @@ def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
     return sample
 
 
-def rejections(target: Target, drafter: DraftModel, temperature: float, new_tokens: int) -> Sampler:
-    """The target continues the prompts with the student as its drafter; the tokens that replaced a rejected draft are supervised."""
+def rejections(target: Target, drafter: DraftModel | DrafterModel, temperature: float, new_tokens: int) -> Sampler:
+    """The target continues the prompts with the help of a drafter, whose drafts are chains as deep as its trees; the tokens that replaced a
+    rejected draft are supervised."""
 
     def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
-        drafter.model.model.eval()
         sampling = Sampling(temperature, seed=seed, rule="rejection")
-        answers = Decoder(target, drafter, slots=GROUP).generate(prompts, sampling, new_tokens, requests=keys)
+        with _chains(drafter):
+            answers = Decoder(target, drafter, slots=GROUP).generate(prompts, sampling, new_tokens, requests=keys)
         return [
             (prompt + answer.tokens, [False] * len(prompt) + corrected(answer)) for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
     return sample
+
+
+@contextmanager
+def _chains(drafter: DraftModel | DrafterModel) -> Iterator[None]:
+    """Within it the drafter drafts chains as deep as its trees."""
+    owner, name = (drafter.config, "tree") if isinstance(drafter, DrafterModel) else (drafter, "tree_spec")  # a config's tree is published
+    tree = getattr(owner, name)
+    drafter.tree_spec = StaticTree.chain(drafter.max_depth)
+    try:
+        yield
+    finally:
+        setattr(owner, name, tree)
 
 
 def corrected(answer: Completion) -> list[bool]:
@@ -102,6 +161,36 @@ def corrected(answer: Completion) -> list[bool]:
     return mask
 
 
+def mixed_in(
+    recipe: Recipe,
+    section: ReplaySection,
+    base: PackedDataset,
+    samplers: dict[str, tuple[float, Sampler]],
+    model: nn.Module,
+    vocab_size: int,
+) -> "Replay":
+    """The training data `base` with sampled sequences among it, in train.output.
+
+    Args:
+        recipe: of the run.
+        section: its section that says how much is sampled, and when.
+        base: the training data.
+        samplers: by kind, the share of the training sequences, and what samples them; a share of 0 samples none.
+        model: as in `Replay`.
+        vocab_size: V.
+    """
+    plan = Plan(
+        shares={kind: share for kind, (share, _) in samplers.items() if share},
+        refresh_every=section.refresh_every,
+        keep_generations=section.keep_generations,
+        prompts=section.prompts,
+        new_tokens=section.new_tokens,
+        batch_size=recipe.train.batch_size,
+    )
+    makers = {kind: sampler for kind, (_, sampler) in samplers.items()}
+    return Replay(base, Path(recipe.train.output) / "replay", plan, makers, model, vocab_size)
+
+
 class Replay:
     """The training data `base`, with a share of its sequences replaced by sampled ones. The number of a sequence decides which.
 
@@ -110,7 +199,7 @@ class Replay:
         folder: of the buffer.
         plan: what is sampled, and when.
         samplers: one for each kind of `plan.shares`.
-        model: the model whose weights a generation belongs to.
+        model: the model whose weights a generation belongs to; while samples are made it is in evaluation mode.
         vocab_size: V; samples with other tokens are left out.
 
     Raises:
@@ -122,7 +211,7 @@ class Replay:
     ) -> None:
         if plan.refresh_every < 4:
             raise ValueError(
-                f"distill.refresh_every={plan.refresh_every}: expected 4 steps between generations at least, since rows are read ahead"
+                f"refresh_every={plan.refresh_every}: expected 4 steps between generations at least, since rows are read ahead"
             )
         self.base, self.folder, self.plan, self.samplers, self.model, self.vocab_size = base, folder, plan, samplers, model, vocab_size
         self.corpus, self.key = base.corpus, base.key
@@ -180,7 +269,7 @@ class Replay:
         """
         number, rest = divmod(step, self.plan.refresh_every)
         if rest == 0:
-            with gathered():
+            with gathered(), _evaluating(self.model):
                 self._make(number, stop_requested)
             PartialState().wait_for_everyone()
             if any(len(self._files(kind, number)) < self._groups for kind in self.plan.shares):
@@ -248,7 +337,7 @@ class Replay:
         text = f"{kind} after step {number * self.plan.refresh_every}: {len(varied)} of {len(everything)} samples are of use, "
         text += f"{repetitive} repeat themselves"
         if repetitive > len(everything) // 2:
-            text += "; the student degenerates: raise distill.sample_temperature, or lower its share for the first steps"
+            text += "; the text degenerates: raise sample_temperature, or lower its share for the first steps"
         return text if varied else text + "; rows of the data take their place"
 
     @property
@@ -275,6 +364,17 @@ class Replay:
             cut = int(cuts[int(draw * len(cuts))]) if len(cuts) else 1 + int(draw * (longest - 1))
             prompts.append(ids[:cut].tolist())
         return prompts
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def distinct(ids: Tensor) -> float:
