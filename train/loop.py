@@ -18,6 +18,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.best import BestWeights
 from draftsmith.train.engine.log import Log, means, sums_of
+from draftsmith.train.engine.optimizer import cast_trained
 from draftsmith.train.engine.order import prefetched, sample_rows
 from draftsmith.train.engine.profiler import Profile
 from draftsmith.train.engine.resume import start_or_resume
@@ -44,6 +45,8 @@ def fit(
     refresh: Refresh | None = None,
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as the recipe says, and write checkpoints and metrics.jsonl to `train.output`.
+
+    With train.weights=bfloat16 its trained parameters are in bf16 meanwhile, and in fp32 afterwards, with the values that they had in bf16.
 
     The run continues from the newest complete checkpoint there, exactly, under any launcher and on any number of ranks. SIGINT, SIGTERM and
     SIGUSR1 save a checkpoint and exit with 128 + signal.
@@ -96,6 +99,8 @@ def fit(
     if best.step:
         run.log.print(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
         best.restore()
+    if recipe.train.weights == "bfloat16":
+        cast_trained(model, torch.float32)  # as what is published has it
     return run.accelerator, best.step or run.done
 
 

@@ -40,6 +40,15 @@ def sharded() -> bool:
     return deepspeed() or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
+def check_weights(section: TrainSection) -> None:
+    """Raises ValueError, naming the key, where the launcher cuts what is trained, and its weights are to be bf16."""
+    if section.weights == "bfloat16" and sharded():
+        raise ValueError(
+            "train.weights=bfloat16 is for one process or DDP, got FSDP or DeepSpeed, which cut what they train; take train.weights=float32, or "
+            "launch with recipes/accelerate-ddp.yaml"
+        )
+
+
 def join() -> PartialState:
     """Join the processes of this launch; later calls return the same state.
 

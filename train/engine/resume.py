@@ -47,9 +47,11 @@ def start_or_resume(
         "threads", "precision", "format").
 
     Raises:
-        ValueError: the checkpoint is of another recipe, other data or another target, or ranks disagree.
+        ValueError: the checkpoint is of another recipe, other data or another target, ranks disagree, or train.weights=bfloat16 is launched
+            with FSDP or DeepSpeed.
     """
     section = recipe.train
+    processes.check_weights(section)
     folder = Path(section.output) / "checkpoints"
     # The main process reads for all: another machine may not see its disk.
     newest, before = processes.on_main(lambda: checkpoint.newest(folder) or (None, {}))
@@ -61,6 +63,8 @@ def start_or_resume(
         processes.on_main(lambda: _check_best(newest, before.get("best")))
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
     precision = before.get("precision") or section.precision
+    if precision == "auto" and section.weights == "bfloat16":
+        precision = "bf16"
     if precision == "auto":
         precision = processes.on_main(lambda: str(machine.precision()))
     micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
@@ -72,6 +76,8 @@ def start_or_resume(
         "precision": precision,
         "format": FORMAT,
     }
+    if section.weights == "bfloat16":
+        optimizer.cast_trained(model, torch.bfloat16)
     optimizer_state, state_keys = {}, optimizer.state_keys(model, section)
     if newest:
         _check_same_run(newest, before, state, recipe)
@@ -82,7 +88,8 @@ def start_or_resume(
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
     if progress["step"] < section.steps:
-        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, section.keep))
+        state_bytes = optimizer.state_bytes(model, section)
+        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, state_bytes, section.keep))
     processes.on_main(lambda: recipes.save(recipe, folder.parent))
     if accelerator.is_main_process:
         _announce(newest, state, accelerator)
