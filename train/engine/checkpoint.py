@@ -27,7 +27,7 @@ from draftsmith.train.engine.say import say
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count; Muon has the first
-COMPENSATION = "compensation"  # of bf16 weights: what their rounding took away
+COMPENSATION = "compensation"  # of bf16 weights: what their rounding took away, in units of fp32's last place, int16
 BEST = {"draftsmith": "best weights"}  # the mark of such a file, in its header
 LEFTOVERS = re.compile(r"\.(step-\d{8}\.(part|old)|best-\d{8}\.safetensors\.\d+\.part|latest\.\d+\.part|tmp[A-Za-z0-9]+)")
 
@@ -241,8 +241,9 @@ def check_optimizer_state(
         expected = torch.Size() if key == "step" else shapes[parameter]
         if tensor.shape != expected:
             raise ValueError(f"{source}: `{name}` has the shape {list(tensor.shape)}, expected {list(expected)}; {remedy}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected numbers with a fraction; {remedy}".replace("torch.", ""))
+        if (tensor.dtype != torch.int16) if key == COMPENSATION else not tensor.is_floating_point():
+            wanted = "int16" if key == COMPENSATION else "numbers with a fraction"
+            raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected {wanted}; {remedy}".replace("torch.", ""))
         if not bool(tensor.isfinite().all()) or (key in (STATE_KEYS[1], "step") and bool((tensor < 0).any())):
             raise ValueError(f"{source}: `{name}` holds numbers that are not finite, or negative; {remedy}")
         for wanted in keys:

@@ -16,7 +16,7 @@ from draftsmith.train.engine.section import TrainSection
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 KINDS = ("matrix", "table", "vector", "muon")  # in the order of the optimizer's groups
 # Of the state of bf16 weights. In bf16 the mean square would stop falling: at betas[1] = 0.999 a step takes less than half a unit of it away.
-STATE_DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, COMPENSATION: torch.bfloat16}
+STATE_DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, COMPENSATION: torch.int16}
 CHUNK = 1 << 22  # entries of a parameter whose update is in fp32 at a time
 EPSILON = 1e-8  # of torch's AdamW
 RMS = 0.2  # of an entry of an update at rate 1, as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982): both take one learning rate
@@ -117,11 +117,11 @@ class Muon(torch.optim.AdamW):
 
 
 class Kahan(torch.optim.Optimizer):
-    """AdamW, and Muon for groups that have a "shape", for bf16 parameters in one process or under DDP.
+    """AdamW, and Muon for groups that have a "shape", for bf16 parameters in one process or under DDP, with Kahan's compensated summation.
 
-    A parameter w has a compensation c in bf16, what its rounding took away. A step computes w + c and the update in fp32; the sum, rounded to
-    bf16, is the new w, and what that rounding takes away, rounded too, the new c (Kahan summation, https://github.com/warner-benjamin/optimi).
-    w + c changes by parts of 2^-17 of w, where w alone changes by parts of 2^-9.
+    A step adds the compensation to a parameter and computes the update, all in fp32. The parameter becomes the sum rounded to bf16, and the
+    compensation what the rounding takes away. In bf16 itself, as https://github.com/warner-benjamin/optimi has it, the compensation would lose
+    updates below 2^-17 of a weight. Counted in units of fp32's last place it loses none, in as many bytes: the two are an fp32 weight.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
@@ -152,9 +152,15 @@ class Kahan(torch.optim.Optimizer):
                 update, rate = orthogonal(slope.lerp_(mean, group["betas"][0])), RMS * math.sqrt(max(group["shape"]))
             else:
                 update, rate = _adamw_update(slope, mean, parts["exp_avg_sq"], state["step"], group["betas"]), 1.0
-            exact = weight.float().add_(parts[COMPENSATION]).mul_(1 - group["lr"] * group["weight_decay"])
+            exact = _bits(weight).add_(parts[COMPENSATION]).view(torch.float32).mul_(1 - group["lr"] * group["weight_decay"])
             weight.copy_(exact.add_(update, alpha=-group["lr"] * rate))
-            parts[COMPENSATION].copy_(exact.sub_(weight))
+            # Half a unit of bf16 more than the weight is one too many for 16 bits.
+            parts[COMPENSATION].copy_(exact.view(torch.int32).sub_(_bits(weight)).clamp_(-(1 << 15), (1 << 15) - 1))
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """The bits of a bf16 tensor in fp32, in int32; neighbours differ by 1."""
+    return weight.float().view(torch.int32)
 
 
 def _adamw_update(slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, betas: tuple[float, float]) -> Tensor:

@@ -200,7 +200,8 @@ def on_main(work: Callable[[], Value]) -> Value:
 
     def receive(meta: Tensor) -> Tensor:
         tensor = next(sources) if state.is_main_process else torch.empty_like(meta, device="cpu")
-        return cast(Tensor, broadcast(tensor.to(state.device))).cpu()
+        sent = torch.int32 if meta.dtype == torch.int16 else meta.dtype  # neither NCCL nor gloo sends int16
+        return cast(Tensor, broadcast(tensor.to(state.device, sent))).cpu().to(meta.dtype)
 
     return _map_tensors(outline, receive)
 

@@ -164,9 +164,9 @@ class TrainSection(Section):
     def _half_precision(self) -> "TrainSection":
         if self.weights == "bfloat16" and self.precision == "fp32":
             raise ValueError("train.weights=bfloat16 has a forward pass in bf16, got train.precision=fp32; leave one of them out")
-        if self.weights == "bfloat16" and self.betas[0] > 0.99:
+        if self.weights == "bfloat16" and self.betas[0] > 0.95:
             raise ValueError(
-                f"train.weights=bfloat16 has the gradient's mean in bf16, which train.betas[0]={self.betas[0]} would hardly change; "
-                "expected at most 0.99: lower it, or take train.weights=float32"
+                f"train.weights=bfloat16 has the gradient's mean in bf16, which train.betas[0]={self.betas[0]} would change by less than its rounding; "
+                "expected at most 0.95: lower it, or take train.weights=float32"
             )
         return self
