@@ -1,6 +1,6 @@
 """A script for `accelerate launch`: trains, saves and resumes the numbers of test_loop.py and every method, and notes how they were wrapped.
 
-launched.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
+launched.py <ddp | half | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
 """
 
 import json
@@ -22,6 +22,7 @@ from draftsmith.train.engine.sharded import ShardedModel
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
 OPTIMIZERS = ("adamw", "muon")
+HALF = {"weights": "bfloat16", "precision": "bf16"}
 METHODS = {
     "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
     "hydra": (hydra.main, "hydra-tiny", ["hydra.heads=2", "hydra.layers=2", "hydra.prefix=true"]),
@@ -91,7 +92,10 @@ def train_numbers(folder, **settings):
 
 
 def main(kind: str, folder: Path) -> None:
-    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`; by either optimizer."""
+    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`; by either optimizer.
+
+    half: the same with bf16 weights; one process has one precision.
+    """
     resume.ShardedModel = Watched
     if kind == "fsdp2":
         processes.accelerator = on_gloo
@@ -100,11 +104,13 @@ def main(kind: str, folder: Path) -> None:
         for optimizer in OPTIMIZERS
         for name, own in (("uninterrupted", {}), ("from_one", {}), ("to_one", {"steps": 4}))
     }
+    if kind == "half":
+        jobs = {name: own | HALF for name, own in jobs.items()}
     if kind.startswith("zero"):
         jobs["bf16"] = {"precision": "bf16"}
     for name, own in jobs.items():
         train_numbers(folder / name, **own)
-    for method, (script, *_) in METHODS.items() if kind != "ddp" else ():
+    for method, (script, *_) in METHODS.items() if kind not in ("ddp", "half") else ():
         for steps in (2, 4):
             script([*words(method, folder, folder / "two"), f"train.steps={steps}"])
     if PartialState().is_main_process:

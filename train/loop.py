@@ -46,8 +46,6 @@ def fit(
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as the recipe says, and write checkpoints and metrics.jsonl to `train.output`.
 
-    With train.weights=bfloat16 its trained parameters are in bf16 meanwhile, and in fp32 afterwards, with the values that they had in bf16.
-
     The run continues from the newest complete checkpoint there, exactly, under any launcher and on any number of ranks. SIGINT, SIGTERM and
     SIGUSR1 save a checkpoint and exit with 128 + signal.
 
@@ -68,7 +66,7 @@ def fit(
             run continues.
 
     Returns:
-        The Accelerator, and the step whose weights `model` has on the main process.
+        The Accelerator, and the step whose weights `model` has on the main process, in fp32 also where train.weights is bfloat16.
 
     Raises:
         ValueError: the checkpoint is of another recipe, other data or another target; the batch cannot be cut; ranks read different data.

@@ -20,7 +20,7 @@ from draftsmith.train.engine.section import checked_text
 from draftsmith.train.engine.sharded import ShardedModel
 from draftsmith.train.engine.watchdog import agree_on_data, locks_reported
 from draftsmith.train.objective import SequenceDataset
-from draftsmith.train.recipe import Recipe, changeable_keys
+from draftsmith.train.recipe import Recipe, TrainSection, changeable_keys
 
 FORMAT = 2  # of state.json in a checkpoint
 MOST_THREADS = 4096  # that a checkpoint may ask for
@@ -62,11 +62,7 @@ def start_or_resume(
         _check_kinds(newest, before)
         processes.on_main(lambda: _check_best(newest, before.get("best")))
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
-    precision = before.get("precision") or section.precision
-    if precision == "auto" and section.weights == "bfloat16":
-        precision = "bf16"
-    if precision == "auto":
-        precision = processes.on_main(lambda: str(machine.precision()))
+    precision = before.get("precision") or _precision(section)
     micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
     state = {
@@ -98,6 +94,13 @@ def start_or_resume(
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
+
+
+def _precision(section: TrainSection) -> str:
+    """The precision of a new run's forward passes, "fp32" or "bf16": the recipe's, that of bf16 weights, or the faster one by measurement."""
+    if section.precision != "auto":
+        return section.precision
+    return "bf16" if section.weights == "bfloat16" else processes.on_main(lambda: str(machine.precision()))
 
 
 def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerator) -> None:
