@@ -14,6 +14,7 @@ from draftsmith.inference import machine
 from draftsmith.train import loop, setup
 from draftsmith.train.engine import checkpoint, optimizer, processes
 
+pytestmark = pytest.mark.usefixtures("own_precision")
 HALF = {"weights": "bfloat16", "precision": "bf16"}
 LONG = 300  # steps
 UNIT = 2.0**-8  # of the last place in bf16, from 0.5 to 1

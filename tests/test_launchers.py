@@ -111,6 +111,7 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_precision")
 def test_two_ranks_train_bf16_weights_as_one_does(tmp_path):
     for optimizer in OPTIMIZERS:
         train_numbers(tmp_path / optimizer / "one", optimizer=optimizer, **HALF)
