@@ -7,6 +7,7 @@ import interpreted  # first: it decides how Triton is imported
 import pytest
 import torch
 import zoo
+from accelerate.state import AcceleratorState
 
 from draftsmith.eval import acceptance
 from draftsmith.inference import machine
@@ -96,3 +97,11 @@ def target_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     save_byte_target(folder)
     return folder
+
+
+@pytest.fixture
+def own_precision():
+    """Accelerate keeps a process's first precision: tests of bf16 forget it before and after."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()

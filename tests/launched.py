@@ -1,6 +1,6 @@
 """A script for `accelerate launch`: trains, saves and resumes the numbers of test_loop.py and every method, and notes how they were wrapped.
 
-launched.py <ddp | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
+launched.py <ddp | half | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` are shared with test_launchers.py.
 """
 
 import json
@@ -22,6 +22,7 @@ from draftsmith.train.engine.sharded import ShardedModel
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SETTINGS = {"schedule": "constant", "micro_batch_size": 2}
 OPTIMIZERS = ("adamw", "muon")
+HALF = {"weights": "bfloat16", "precision": "bf16"}
 METHODS = {
     "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
     "hydra": (hydra.main, "hydra-tiny", ["hydra.heads=2", "hydra.layers=2", "hydra.prefix=true"]),
@@ -47,7 +48,7 @@ METHODS = {
 
 def methods_of(kind):
     """The methods that a launcher trains: those that cut the weights all, ZeRO-2, which cuts none, the two that read them in most ways."""
-    return {"ddp": (), "zero2": ("eagle", "distill")}.get(kind, tuple(METHODS))
+    return {"ddp": (), "half": (), "zero2": ("eagle", "distill")}.get(kind, tuple(METHODS))
 
 
 def words(method, folder, output):
@@ -100,7 +101,10 @@ def train_numbers(folder, **settings):
 
 
 def main(kind: str, folder: Path) -> None:
-    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`; by either optimizer."""
+    """`uninterrupted` is one run; another launch began `from_one`, and another launch will end `to_one`; by either optimizer.
+
+    half: the same with bf16 weights; one process has one precision.
+    """
     resume.ShardedModel = Watched
     if kind == "fsdp2":
         processes.accelerator = on_gloo
@@ -109,6 +113,8 @@ def main(kind: str, folder: Path) -> None:
         for optimizer in OPTIMIZERS
         for name, own in (("uninterrupted", {}), ("from_one", {}), ("to_one", {"steps": 4}))
     }
+    if kind == "half":
+        jobs = {name: own | HALF for name, own in jobs.items()}
     if kind.startswith("zero"):
         jobs["bf16"] = {"precision": "bf16"}
     for name, own in jobs.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launched import METHODS, OPTIMIZERS, methods_of, train_numbers, words
+from launched import HALF, METHODS, OPTIMIZERS, methods_of, train_numbers, words
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +108,24 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
         same(actual, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
         assert losses(tmp_path / "two" / method) == pytest.approx(losses(tmp_path / "alone" / method), rel=1e-5)
         assert len(losses(tmp_path / "two" / method)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_precision")
+def test_two_ranks_train_bf16_weights_as_one_does(tmp_path):
+    for optimizer in OPTIMIZERS:
+        train_numbers(tmp_path / optimizer / "one", optimizer=optimizer, **HALF)
+        train_numbers(tmp_path / optimizer / "from_one", steps=4, optimizer=optimizer, **HALF)
+    done = launch("cpu-2", "half", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert [(run["world"], run["module"], run["optimizer"]) for run in seen] == [(2, "DistributedDataParallel", "Kahan")] * 6
+    for optimizer in OPTIMIZERS:
+        folder = tmp_path / optimizer
+        train_numbers(folder / "to_one", optimizer=optimizer, **HALF)
+        for name in ("uninterrupted", "from_one", "to_one"):  # ranks add their gradients in bf16
+            same(weights(folder / name), weights(folder / "one"), 1e-2)
+            assert losses(folder / name) == pytest.approx(losses(folder / "one"), rel=2e-2) and len(losses(folder / name)) == 7
 
 
 def test_launcher_files_start_what_they_name():

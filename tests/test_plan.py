@@ -14,6 +14,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import span_attention
 from draftsmith.models.target import Target
 from draftsmith.train import dflash, distill, dspark, eagle, hydra, kangaroo, medusa, mlp, mtp, pard, peagle, recipe
+from draftsmith.train.engine import optimizer as optimizers
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -85,14 +86,16 @@ def packed(target, rows, positions, taps):
 
 
 def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, holding=False, taps=None, releasing=False):
-    """Peak bytes that the profiler sees in a real forward and backward, and in AdamW's step after it; bytes of weights, gradients and optimizer
+    """Peak bytes that the profiler sees in a real forward and backward, and in the optimizer's step after it; bytes of weights, gradients and optimizer
     state. releasing: a gradient is dropped as soon as it is complete."""
     torch.manual_seed(0)
     target = Target.load(chosen.target.path, dtype=torch.float32)
     model, objective = method.build_untrained(chosen, target)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, fused=True)
+    if chosen.train.weights == "bfloat16":
+        optimizers.cast_trained(model, torch.bfloat16)
+    optimizer = optimizers.new_optimizer(model, chosen.train)
 
     def backward():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -101,7 +104,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     backward()
     optimizer.step()  # the optimizer state is there from now on
     gradients = sum(parameter.grad.nbytes for parameter in trained)
-    optimizer_state = sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    optimizer_state = sum(tensor.nbytes for state in optimizer.state.values() for name, tensor in state.items() if name != "step")
     if not holding:
         optimizer.zero_grad()
     if releasing:
@@ -162,6 +165,24 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
     assert (traced.released_peak if "releasing" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
     if method is distill:  # a short row: gradients are most of it
         assert traced.released_peak < 0.8 * traced.peak or "holding" in way
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["medusa by KL", "eagle3", "distill, LoRA"])
+def test_bf16_weights_take_what_a_real_run_takes(name, kind, tmp_path):
+    method, file, overrides = CASES[name]
+    keys = [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}", f"train.optimizer={kind}"]
+    half = loaded(method, file, [*keys, "train.weights=bfloat16"])
+    peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, half, autocast=True)
+    run = PlannedRun(half, method, CPU)
+    (estimate,) = run.estimates()
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, optimizer_state)
+    assert gradients == 2 * run.trained and weights == 2 * run.trained + 4 * run.frozen
+    assert estimate.gradients + estimate.activations == pytest.approx(peaks["backward"], rel=0.12)  # bf16 on a CPU, as above
+    full = PlannedRun(loaded(method, file, keys), method, CPU).estimates()[0]
+    if kind == "adamw":
+        assert optimizer_state == 8 * run.trained == full.optimizer
+    assert [each.launcher for each in PlannedRun(half, method, Machine(gpus=ROWS)).estimates()] == ["ddp"]
 
 
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3, small vocabulary, checkpointing"])

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, TreeSection, load
+from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, TrainSection, TreeSection, load
 
 Layers = Annotated[int, Field(ge=0, le=1000)]
 LayerNumber = Annotated[int, Field(ge=0, le=10**4)]
@@ -201,7 +201,7 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
     else:
         if state.is_main_process:
             origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
-            _store_start(folder, origin, lambda: _build(section, target, train, recipe.train.seed))
+            _store_start(folder, origin, lambda: _build(section, target, train, recipe.train))
         state.wait_for_everyone()
         model = _read_start(folder, recipe.target.trust_remote_code).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
@@ -262,13 +262,13 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
     durable.replace_folder(folder, write)
 
 
-def _build(section: StudentSection, target: Target, train: PackedDataset, seed: int) -> PreTrainedModel:
+def _build(section: StudentSection, target: Target, train: PackedDataset, settings: TrainSection) -> PreTrainedModel:
     """A pruned student, by up to 8 sequences of the training data, or a random one."""
     try:
         if section.start != "pruned":
-            return _random(section, target, seed)
+            return _random(section, target, settings)
         assert section.layers is not None, "check refuses it"
-        sequences = order.sample_rows(len(train), seed, 0, min(8, len(train)))
+        sequences = order.sample_rows(len(train), settings.seed, 0, min(8, len(train)))
         batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
         return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
     except ValueError as error:
@@ -279,12 +279,13 @@ def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:
     return {"hidden_size": section.hidden_size, "heads": section.heads, "intermediate_size": section.intermediate_size}
 
 
-def _random(section: StudentSection, target: Target, seed: int) -> PreTrainedModel:
+def _random(section: StudentSection, target: Target, settings: TrainSection) -> PreTrainedModel:
     if not isinstance(section.layers, int):
         raise ValueError(f"student.layers={list(section.layers or ())}: a random student has a number of layers; expected one")
     size = section.hidden_size or target.hidden_size
     inner = section.intermediate_size or 8 * size // 3
-    setup.check_parameters(section.layers * size * (2 * size + 3 * inner) + target.vocab_size * size, "student.*", target.device)
+    count = section.layers * size * (2 * size + 3 * inner) + target.vocab_size * size
+    setup.check_parameters(count, "student.*", target.device, settings)
     return students.fresh(
         target,
         layers=section.layers,
@@ -292,7 +293,7 @@ def _random(section: StudentSection, target: Target, seed: int) -> PreTrainedMod
         heads=section.heads or target.config.num_attention_heads,
         kv_heads=section.kv_heads,
         intermediate_size=section.intermediate_size,
-        seed=seed,
+        seed=settings.seed,
     )
 
 
@@ -333,7 +334,7 @@ def build_untrained(recipe: DistillRecipe, target: Target) -> tuple[PreTrainedMo
     check(recipe)
     section = recipe.student
     if section.start == "random":
-        model = _random(section, target, recipe.train.seed)
+        model = _random(section, target, recipe.train)
     elif section.start == "pruned":
         assert section.layers is not None, "check refuses it"
         model = students.outline(target, layers=section.layers, **_pruned_sizes(section))

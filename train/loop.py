@@ -18,6 +18,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.best import BestWeights
 from draftsmith.train.engine.log import Log, means, sums_of
+from draftsmith.train.engine.optimizer import cast_trained
 from draftsmith.train.engine.order import prefetched, sample_rows
 from draftsmith.train.engine.profiler import Profile
 from draftsmith.train.engine.resume import start_or_resume
@@ -65,7 +66,7 @@ def fit(
             run continues.
 
     Returns:
-        The Accelerator, and the step whose weights `model` has on the main process.
+        The Accelerator, and the step whose weights `model` has on the main process, in fp32 also where train.weights is bfloat16.
 
     Raises:
         ValueError: the checkpoint is of another recipe, other data or another target; the batch cannot be cut; ranks read different data.
@@ -96,6 +97,8 @@ def fit(
     if best.step:
         run.log.print(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
         best.restore()
+    if recipe.train.weights == "bfloat16":
+        cast_trained(model, torch.float32)  # as what is published has it
     return run.accelerator, best.step or run.done
 
 

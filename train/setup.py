@@ -30,7 +30,7 @@ from draftsmith.models.target import Target
 from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import Recipe, ReplaySection
+from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection
 
 
 def new_drafter_and_data(
@@ -48,7 +48,7 @@ def new_drafter_and_data(
     kinds = drafters.architecture(method)
     identity = target.identity.to_dict()
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "target": identity, **architecture}
-    check_memory(lambda: kinds.Model(kinds.Config(**sizes)), f"{method}.*", target.device)
+    check_memory(lambda: kinds.Model(kinds.Config(**sizes)), f"{method}.*", target.device, recipe.train)
     torch.manual_seed(recipe.train.seed)
     drafter = new_drafter(method, target, training={"positions": recipe.data.seq_len}, **architecture)
     tree = recipe.tree
@@ -131,6 +131,7 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
     state = processes.join()
     section, data = recipe.target, recipe.data
     check_layout(recipe)
+    processes.check_weights(recipe.train)
     processes.on_main(lambda: output.check(recipe))
     micro_batch, _ = processes.split_batch(recipe.train, state.num_processes)
     if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
@@ -170,25 +171,29 @@ def check_layout(recipe: Recipe) -> None:
         )
 
 
-def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device | None = None) -> None:
+def check_memory(
+    build: Callable[[], nn.Module], keys: str, device: torch.device | None = None, section: TrainSection | None = None
+) -> None:
     """Check that a model's weights fit into the memory that is free, and what training adds where a single process holds it all.
 
     Args:
         build: makes the model; it is called where tensors have no values.
         keys: which of the recipe's decide its size, for the error.
         device: where it will be; None: the CPU.
+        section: its train.weights is used; None: float32.
 
     Raises:
         ValueError: it does not fit.
     """
     with torch.device("meta"):
-        check_parameters(sum(parameter.numel() for parameter in build().parameters()), keys, device)
+        check_parameters(sum(parameter.numel() for parameter in build().parameters()), keys, device, section)
 
 
-def check_parameters(count: int, keys: str, device: torch.device | None = None) -> None:
+def check_parameters(count: int, keys: str, device: torch.device | None = None, section: TrainSection | None = None) -> None:
     """`check_memory` for a model of so many parameters."""
     alone = processes.join().num_processes == 1 and not processes.deepspeed()
-    needed, free = count * (16 if alone else 4), machine.free_memory(device or torch.device("cpu"))
+    trained = 12 if section and section.weights == "bfloat16" else 16  # bytes, with gradient and AdamW's state
+    needed, free = count * (trained if alone else 4), machine.free_memory(device or torch.device("cpu"))
     if needed > free:
         raise ValueError(
             f"{keys}: {count / 1e9:.3g} billion parameters need at least {needed / 1e9:.3g} GB of memory to be trained, "

@@ -102,7 +102,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         eos_token_id=end,
         pad_token_id=end,
     )
-    setup.check_memory(lambda: LlamaForCausalLM(config), "architecture.*")
+    setup.check_memory(lambda: LlamaForCausalLM(config), "architecture.*", section=recipe.train)
     torch.manual_seed(recipe.train.seed)
     model = LlamaForCausalLM(config)
     scale_residuals(model)

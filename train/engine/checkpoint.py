@@ -27,6 +27,7 @@ from draftsmith.train.engine.say import say
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 STATE_KEYS = ("exp_avg", "exp_avg_sq")  # of AdamW's state, beside its step count; Muon has the first
+COMPENSATION = "compensation"  # of bf16 weights: what their rounding took away, in units of fp32's last place, int16
 BEST = {"draftsmith": "best weights"}  # the mark of such a file, in its header
 LEFTOVERS = re.compile(r"\.(step-\d{8}\.(part|old)|best-\d{8}\.safetensors\.\d+\.part|latest\.\d+\.part|tmp[A-Za-z0-9]+)")
 
@@ -148,8 +149,8 @@ def best_file(folder: Path, step: int) -> Path:
     return folder / f"best-{step:08d}.safetensors"
 
 
-def check_disk_space(folder: Path, module: torch.nn.Module, keep: int = 2) -> None:
-    """Check that a run's checkpoints fit on the disk: weights and two optimizer tensors of each, `keep` + 1 checkpoints at a time.
+def check_disk_space(folder: Path, module: torch.nn.Module, state_bytes: int, keep: int = 2) -> None:
+    """Check that a run's checkpoints fit on the disk: weights and `state_bytes` of optimizer state, `keep` + 1 checkpoints at a time.
 
     Raises:
         OSError: they do not fit (the message gives both sizes), or `folder` cannot be made or written to.
@@ -162,7 +163,7 @@ def check_disk_space(folder: Path, module: torch.nn.Module, keep: int = 2) -> No
         raise OSError(f"{folder} may not be written; see to its permissions, or give another train.output")
     _delete_leftovers(folder)
     present = len(_newest_first(folder))
-    needed = 3 * max(1, keep + 1 - present) * sum(tensor.nbytes for tensor in trained_tensors(module).values())
+    needed = max(1, keep + 1 - present) * (state_bytes + sum(tensor.nbytes for tensor in trained_tensors(module).values()))
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -240,9 +241,10 @@ def check_optimizer_state(
         expected = torch.Size() if key == "step" else shapes[parameter]
         if tensor.shape != expected:
             raise ValueError(f"{source}: `{name}` has the shape {list(tensor.shape)}, expected {list(expected)}; {remedy}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected numbers with a fraction; {remedy}".replace("torch.", ""))
-        if not bool(tensor.isfinite().all()) or (key != "exp_avg" and bool((tensor < 0).any())):
+        if (tensor.dtype != torch.int16) if key == COMPENSATION else not tensor.is_floating_point():
+            wanted = "int16" if key == COMPENSATION else "numbers with a fraction"
+            raise ValueError(f"{source}: `{name}` is of {tensor.dtype}, expected {wanted}; {remedy}".replace("torch.", ""))
+        if not bool(tensor.isfinite().all()) or (key in (STATE_KEYS[1], "step") and bool((tensor < 0).any())):
             raise ValueError(f"{source}: `{name}` holds numbers that are not finite, or negative; {remedy}")
         for wanted in keys:
             if f"{wanted}.{parameter}" not in tensors:

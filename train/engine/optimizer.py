@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.models.medusa import Output
-from draftsmith.train.engine.checkpoint import STATE_KEYS
+from draftsmith.train.engine.checkpoint import COMPENSATION, STATE_KEYS
 from draftsmith.train.engine.section import TrainSection
 
 # The quintic of Jordan's post. It drives all singular values of a matrix towards 1, to between about 0.7 and 1.2.
 QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 KINDS = ("matrix", "table", "vector", "muon")  # in the order of the optimizer's groups
+# Of the state of bf16 weights. In bf16 the mean square would stop falling: at betas[1] = 0.999 a step takes less than half a unit of it away.
+STATE_DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, COMPENSATION: torch.int16}
+CHUNK = 1 << 22  # entries of a parameter whose update is in fp32 at a time
+EPSILON = 1e-8  # of torch's AdamW
 RMS = 0.2  # of an entry of an update at rate 1, as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982): both take one learning rate
 
 
@@ -37,19 +41,30 @@ def new_optimizer(model: nn.Module, section: TrainSection) -> torch.optim.Optimi
             groups += [{"params": [matrix], **group, "shape": matrix.shape} for matrix in parameters]
         else:
             groups.append({"params": parameters, **group})
+    if section.weights == "bfloat16":
+        return Kahan(groups, section.lr, section.betas)
     make = Muon if section.optimizer == "muon" else torch.optim.AdamW
     return make(groups, lr=section.lr, betas=section.betas, fused=True)
 
 
+def cast_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the trained parameters another dtype, in place; tied ones stay tied."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def state_keys(model: nn.Module, section: TrainSection) -> dict[str, tuple[str, ...]]:
     """The tensors that the optimizer keeps for each trained parameter, by its name, beside its step count."""
-    return {name: STATE_KEYS[:1] if kind == "muon" else STATE_KEYS for name, (_, kind) in _kinds(model, section).items()}
+    more = (COMPENSATION,) if section.weights == "bfloat16" else ()
+    return {name: (STATE_KEYS[:1] if kind == "muon" else STATE_KEYS) + more for name, (_, kind) in _kinds(model, section).items()}
 
 
-def state_size(model: nn.Module, section: TrainSection) -> int:
-    """How many numbers the optimizer keeps, beside its step counts."""
-    keys = state_keys(model, section)
-    return sum(parameter.numel() * len(keys[name]) for name, parameter in model.named_parameters() if name in keys)
+def state_bytes(model: nn.Module, section: TrainSection) -> int:
+    """Bytes of what the optimizer keeps, beside its step counts."""
+    keys, dtypes = state_keys(model, section), STATE_DTYPES if section.weights == "bfloat16" else {}
+    sizes = {name: sum(dtypes.get(key, torch.float32).itemsize for key in own) for name, own in keys.items()}
+    return sum(parameter.numel() * sizes[name] for name, parameter in model.named_parameters() if name in sizes)
 
 
 def _kinds(model: nn.Module, section: TrainSection) -> dict[str, tuple[nn.Parameter, str]]:
@@ -99,6 +114,60 @@ class Muon(torch.optim.AdamW):
         momentum = state["exp_avg"].lerp_(gradient, 1 - decay)
         update = _orthogonal_part(gradient.lerp(momentum, decay), group["shape"])  # Nesterov's
         matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * RMS * math.sqrt(max(group["shape"])))
+
+
+class Kahan(torch.optim.Optimizer):
+    """AdamW, and Muon for groups that have a "shape", for bf16 parameters in one process or under DDP, with Kahan's compensated summation.
+
+    A step adds the compensation to a parameter and computes the update, all in fp32. The parameter becomes the sum rounded to bf16, and the
+    compensation what the rounding takes away. In bf16 itself, as https://github.com/warner-benjamin/optimi has it, the compensation would lose
+    updates below 2^-17 of a weight. Counted in units of fp32's last place it loses none, in as many bytes: the two are an fp32 weight.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_parameter(parameter, group)
+
+    def _step_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient, muon = self.state[parameter], cast(Tensor, parameter.grad), "shape" in group
+        names = [name for name in STATE_DTYPES if not (muon and name == "exp_avg_sq")]
+        if not state:
+            state |= {name: torch.zeros_like(parameter, dtype=STATE_DTYPES[name]) for name in names}
+            state["step"] = torch.zeros((), device=parameter.device)
+        state["step"] += 1
+        tensors = [torch.atleast_1d(tensor) for tensor in (parameter, gradient, *(state[name] for name in names))]
+        rows = len(tensors[0]) if muon else max(1, CHUNK * len(tensors[0]) // max(1, parameter.numel()))
+        for weight, slope, *own in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+            parts = dict(zip(names, own, strict=True))
+            slope = slope.float()
+            mean = parts["exp_avg"].float().lerp_(slope, 1 - group["betas"][0])
+            parts["exp_avg"].copy_(mean)
+            if muon:
+                update, rate = orthogonal(slope.lerp_(mean, group["betas"][0])), RMS * math.sqrt(max(group["shape"]))
+            else:
+                update, rate = _adamw_update(slope, mean, parts["exp_avg_sq"], state["step"], group["betas"]), 1.0
+            exact = _bits(weight).add_(parts[COMPENSATION]).view(torch.float32).mul_(1 - group["lr"] * group["weight_decay"])
+            weight.copy_(exact.add_(update, alpha=-group["lr"] * rate))
+            # Half a unit of bf16 more than the weight is one too many for 16 bits.
+            parts[COMPENSATION].copy_(exact.view(torch.int32).sub_(_bits(weight)).clamp_(-(1 << 15), (1 << 15) - 1))
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """The bits of a bf16 tensor in fp32, in int32; neighbours differ by 1."""
+    return weight.float().view(torch.int32)
+
+
+def _adamw_update(slope: Tensor, mean: Tensor, square: Tensor, step: Tensor, betas: tuple[float, float]) -> Tensor:
+    """AdamW's update at rate 1, in `mean`; `slope` is overwritten, and `square` brought up to date."""
+    square.lerp_(slope.square_(), 1 - betas[1])
+    root = torch.div(square, 1 - betas[1] ** step, out=slope).sqrt_()
+    return mean.div_(1 - betas[0] ** step).div_(root.add_(EPSILON))
 
 
 def _orthogonal_part(update: Tensor, shape: torch.Size) -> Tensor:

@@ -40,6 +40,15 @@ def sharded() -> bool:
     return deepspeed() or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
+def check_weights(section: TrainSection) -> None:
+    """Raises ValueError, naming the key, where the launcher cuts what is trained, and its weights are to be bf16."""
+    if section.weights == "bfloat16" and sharded():
+        raise ValueError(
+            "train.weights=bfloat16 is for one process or DDP, got FSDP or DeepSpeed, which cut what they train; take train.weights=float32, or "
+            "launch with recipes/accelerate-ddp.yaml"
+        )
+
+
 def join() -> PartialState:
     """Join the processes of this launch; later calls return the same state.
 
@@ -191,7 +200,8 @@ def on_main(work: Callable[[], Value]) -> Value:
 
     def receive(meta: Tensor) -> Tensor:
         tensor = next(sources) if state.is_main_process else torch.empty_like(meta, device="cpu")
-        return cast(Tensor, broadcast(tensor.to(state.device))).cpu()
+        sent = torch.int32 if meta.dtype == torch.int16 else meta.dtype  # neither NCCL nor gloo sends int16
+        return cast(Tensor, broadcast(tensor.to(state.device, sent))).cpu().to(meta.dtype)
 
     return _map_tensors(outline, receive)
 

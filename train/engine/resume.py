@@ -20,7 +20,7 @@ from draftsmith.train.engine.section import checked_text
 from draftsmith.train.engine.sharded import ShardedModel
 from draftsmith.train.engine.watchdog import agree_on_data, locks_reported
 from draftsmith.train.objective import SequenceDataset
-from draftsmith.train.recipe import Recipe, changeable_keys
+from draftsmith.train.recipe import Recipe, TrainSection, changeable_keys
 
 FORMAT = 2  # of state.json in a checkpoint
 MOST_THREADS = 4096  # that a checkpoint may ask for
@@ -47,9 +47,11 @@ def start_or_resume(
         "threads", "precision", "format").
 
     Raises:
-        ValueError: the checkpoint is of another recipe, other data or another target, or ranks disagree.
+        ValueError: the checkpoint is of another recipe, other data or another target, ranks disagree, or train.weights=bfloat16 is launched
+            with FSDP or DeepSpeed.
     """
     section = recipe.train
+    processes.check_weights(section)
     folder = Path(section.output) / "checkpoints"
     # The main process reads for all: another machine may not see its disk.
     newest, before = processes.on_main(lambda: checkpoint.newest(folder) or (None, {}))
@@ -60,9 +62,7 @@ def start_or_resume(
         _check_kinds(newest, before)
         processes.on_main(lambda: _check_best(newest, before.get("best")))
     torch.set_num_threads(before.get("threads", torch.get_num_threads()))
-    precision = before.get("precision") or section.precision
-    if precision == "auto":
-        precision = processes.on_main(lambda: str(machine.precision()))
+    precision = before.get("precision") or _precision(section)
     micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
     state = {
@@ -72,6 +72,8 @@ def start_or_resume(
         "precision": precision,
         "format": FORMAT,
     }
+    if section.weights == "bfloat16":
+        optimizer.cast_trained(model, torch.bfloat16)
     optimizer_state, state_keys = {}, optimizer.state_keys(model, section)
     if newest:
         _check_same_run(newest, before, state, recipe)
@@ -82,7 +84,8 @@ def start_or_resume(
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
     if progress["step"] < section.steps:
-        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, section.keep))
+        state_bytes = optimizer.state_bytes(model, section)
+        processes.on_main(lambda: checkpoint.check_disk_space(folder, model, state_bytes, section.keep))
     processes.on_main(lambda: recipes.save(recipe, folder.parent))
     if accelerator.is_main_process:
         _announce(newest, state, accelerator)
@@ -91,6 +94,13 @@ def start_or_resume(
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
+
+
+def _precision(section: TrainSection) -> str:
+    """The precision of a new run's forward passes, "fp32" or "bf16": the recipe's, that of bf16 weights, or the faster one by measurement."""
+    if section.precision != "auto":
+        return section.precision
+    return "bf16" if section.weights == "bfloat16" else processes.on_main(lambda: str(machine.precision()))
 
 
 def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerator) -> None:

@@ -24,7 +24,7 @@ from draftsmith.train.recipe import Recipe
 
 GIB = 2**30
 USABLE = 0.93  # of a GPU's memory: the rest is for CUDA's context, NCCL's buffers and gaps between blocks
-FP32 = 4  # bytes of a weight, whatever the launcher: weights stay fp32, autocast alone computes in bf16
+FP32 = 4  # bytes of a weight, whatever the launcher: weights stay fp32 and autocast alone computes in bf16, but for train.weights=bfloat16
 BUCKET = 500_000_000  # gradients in a buffer of DeepSpeed, its reduce_bucket_size; allocated however small the model
 
 # Launchers of recipes/, the fastest first.
@@ -85,6 +85,7 @@ class PlannedRun:
         has_layers: whether the target's decoder layers are loaded, or its input embeddings and output head alone.
         target_parameters: of the complete target.
         trained, frozen: parameters of the drafter.
+        bytes_each: of a trained weight, and of its gradient.
         adapts: whether the target's own adapters are trained, which sharded launchers cannot do.
 
     Raises:
@@ -120,20 +121,24 @@ class PlannedRun:
         own = {id(parameter): parameter.numel() for parameter in self.target.model.parameters() if not parameter.requires_grad}
         self.target_parameters = sum(own.values())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.optimizer_state = FP32 * optimizer.state_size(model, recipe.train)
+        self.optimizer_state = optimizer.state_bytes(model, recipe.train)
+        half = recipe.train.weights == "bfloat16"
+        if half:
+            optimizer.cast_trained(model, torch.bfloat16)
+        self.bytes_each = 2 if half else FP32
         self.frozen = sum(parameter.numel() for parameter in model.parameters() if not (parameter.requires_grad or id(parameter) in own))
         self.adapts = any(id(parameter) in own for parameter in model.parameters())
         self.reads = tuple(getattr(model, "taps", ()))
         self.step = trace.Step(model, objective, self.target, gpu=not machine.cpu)
         precision = recipe.train.precision
         self.traces: Traces = {} if traces is None else traces
-        self.bf16 = precision == "bf16" or (precision == "auto" and not machine.cpu)
+        self.bf16 = half or precision == "bf16" or (precision == "auto" and not machine.cpu)
 
     def estimates(self) -> list[MemoryEstimate]:
         """The memory that each launcher for so many processes needs, the fastest launcher first."""
         if self.machine.cpu or self.layout == "layers":
             names: tuple[str, ...] = ("one",)
-        elif self.adapts:
+        elif self.adapts or self.bytes_each != FP32:
             names = ("one",) if self.ranks == 1 else ("ddp",)
         else:
             names = SINGLE_RANK if self.ranks == 1 else SEVERAL
@@ -162,11 +167,11 @@ class PlannedRun:
 
     def _replicated(self, name: str) -> MemoryEstimate:
         """Everything on each GPU. DDP copies gradients into the buckets that it reduces."""
-        gradients, holding = FP32 * self.trained, self.accumulation > 1
+        gradients, holding = self.bytes_each * self.trained, self.accumulation > 1
         peak = self._trace(holding).peak
         activations = peak if holding else max(0.0, peak - gradients)
         buckets = gradients if name == "ddp" else 0.0
-        weights = FP32 * (self.trained + self.frozen)
+        weights = self.bytes_each * self.trained + FP32 * self.frozen
         return MemoryEstimate(name, self.target_bytes, weights, gradients, self.optimizer_state, activations, buckets)
 
     def _sharded(self, name: str) -> MemoryEstimate:
