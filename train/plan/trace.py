@@ -7,6 +7,7 @@ of the chunks are run: each one reuses the memory of the one before.
 Letters: B rows · S positions · T taps · V vocabulary · H hidden size.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from draftsmith.models import span_attention
 from draftsmith.models.model_files import read_config
 from draftsmith.models.target import KEY, Target
 from draftsmith.train.engine.flops import CPU_ATTENTION, MATMULS, causal_attention_flops
-from draftsmith.train.losses.chunked import chunk_rows
+from draftsmith.train.losses import chunked
 from draftsmith.train.recipe import TargetSection
 
 __all__ = ["Step", "Trace", "shapes_only", "target_without_values"]
@@ -111,7 +112,7 @@ class Step:
             holding: gradients of an earlier micro-batch are in memory; they are not counted.
             taps: the batch brings the target's features with these taps from a store; None: the target runs.
         """
-        return self._run(rows, positions, autocast, holding, taps, CHUNKS * chunk_rows(rows * positions, self.target.vocab_size))
+        return self._run(rows, positions, autocast, holding, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size))
 
     def flops_per_token(self, positions: int, taps: tuple[int, ...] | None, ranks: int = 1) -> tuple[float, float]:
         """FLOPs a token of the matmuls, and of attention in rows of `positions`; `ranks` share a row."""
@@ -129,7 +130,13 @@ class Step:
         counter = _Counter(visited)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda parameter: counter.release(parameter.grad))
-        with _attention(self.gpu or visited is None), _FAKE, counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with (
+            _attention(self.gpu or visited is None),
+            _chunks(self.gpu or visited is None),
+            _FAKE,
+            counter,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
             loss = self.objective(self.model, self._batch(rows, positions, taps))
             counter.accumulating = True
             loss.sum.backward()
@@ -147,6 +154,17 @@ class Step:
         if taps:
             batch["taps"] = torch.empty(*shape, len(taps), size, dtype=dtype)
         return batch
+
+
+@contextmanager
+def _chunks(gpu: bool) -> Iterator[None]:
+    """Within it losses take all rows of a chunk at a time if `gpu`, as they do there, though the tensors are a CPU's."""
+    before = chunked.PIECE
+    chunked.PIECE = sys.maxsize if gpu else before
+    try:
+        yield
+    finally:
+        chunked.PIECE = before
 
 
 class _Counter(TorchDispatchMode):
