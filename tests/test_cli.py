@@ -298,11 +298,11 @@ def test_wrong_words_are_one_line():
         ),
         (
             ("train", "medusa"),
-            "error: no recipe; give a YAML file or one of: medusa-smollm2-135m, medusa-tiny, medusa2-smollm2-135m, medusa2-tiny (draftsmith train medusa --help lists the keys)",
+            "error: no recipe; give a YAML file or one of: medusa-llama3.1-8b, medusa-smollm2-135m, medusa-tiny, medusa2-llama3.1-8b, medusa2-smollm2-135m, medusa2-tiny (draftsmith train medusa --help lists the keys)",
         ),
         (
             ("train", "medusa", "meduza-tiny"),
-            "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-smollm2-135m, medusa-tiny",
+            "error: recipe 'meduza-tiny' not found; give a YAML file, or one of: medusa-llama3.1-8b, medusa-smollm2-135m, medusa-tiny",
         ),
         (("train", "medusa", "medusa-tiny", "train.step=3"), "error: unknown recipe key 'train.step'; the nearest is 'train.steps'"),
     ):
