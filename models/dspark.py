@@ -147,11 +147,12 @@ class DsparkModel(DflashModel):
 
     def head_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,·] -> logits [...,V]."""
-        rank = self.config.markov_rank
+        return super().head_logits(states[..., : self.config.hidden_size]) + self.markov_logits(states)
+
+    def markov_logits(self, states: Tensor) -> Tensor:
+        """What the head reads [...,·] -> what the Markov head adds to the target's logits of the state [...,V]."""
         # Read by name: under ZeRO-3 a weight that its own module reads is there for the module's forward alone.
-        return super().head_logits(states[..., : self.config.hidden_size]) + F.linear(
-            states[..., -rank:], self.markov_head.markov_w2.weight
-        )
+        return F.linear(states[..., -self.config.markov_rank :], self.markov_head.markov_w2.weight)
 
     def confidence_logits(self, states: Tensor) -> Tensor:
         """What the head reads [...,·] -> log-odds [...] that a draft is accepted."""
@@ -164,6 +165,7 @@ class DsparkModel(DflashModel):
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
         states, survivals = self.draft_states(round), [torch.ones_like(round.last_tokens, dtype=torch.float32)]
+        of_states = super().head_logits(states[:, : min(round.depth, tree_spec.max_depth)])  # [B,K,V] at once: a level's nodes share a row
         memory = states.new_zeros(len(states), 1, self.config.markov_rank)  # [B,F,r], of the path to each node
 
         def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
@@ -177,7 +179,7 @@ class DsparkModel(DflashModel):
             survival = survival * (self.confidence_logits(read[:, 0]).float() / temperature).sigmoid()
             sizes = sizes + (survival >= self.config.confidence)
             survivals.append(survival)
-            return self.head_logits(read)
+            return of_states[:, k, None] + self.markov_logits(read)
 
         tree = self._ready(draft_levels(tree_spec, self.config.depth, round, logits_of, self.stop), round)
         if isinstance(tree_spec, DynamicTree) or tree_spec.num_nodes > 1 + tree_spec.max_depth:
