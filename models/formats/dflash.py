@@ -54,12 +54,8 @@ def write_dflash(drafter: DflashModel, folder: Path, dtype: torch.dtype) -> None
     raw |= {"max_position_embeddings": target.max_positions, "torch_dtype": str(dtype).removeprefix("torch."), INNER: inner}
     raw |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if isinstance(config, DsparkConfig):
-        raw |= {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": MARKOV[config.markov],
-            **CONFIDENCE,
-            **inner,
-        }  # DeepSpec has the inner keys at the top level
+        raw |= inner  # DeepSpec has the inner keys at the top level
+        raw |= {"markov_rank": config.markov_rank, "markov_head_type": MARKOV[config.markov], **CONFIDENCE}
     tensors = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     durable.write_text(folder / CONFIG, json.dumps(raw, indent=2) + "\n")
