@@ -141,7 +141,7 @@ def test_an_export_loads_into_the_authors_code(tmp_path, workshop, target, name,
 def test_blocks_that_differ_have_no_place_there(tmp_path, workshop, target, capsys):
     artifact = save_drafter("hydra", target, tmp_path / "artifact", num_layers=3)
     given = ["--to", "hydra", "--output", tmp_path / "out", "--target", workshop / "target"]
-    assert "one block in the place of all after the first" in failing(capsys, export.main, [artifact, *given])
+    assert "repeats one block after the first" in failing(capsys, export.main, [artifact, *given])
     medusa = save_drafter("medusa", target, tmp_path / "medusa")
     assert "--to hydra is for Hydra; got Medusa" in failing(capsys, export.main, [medusa, *given])
     assert not (tmp_path / "out").exists()

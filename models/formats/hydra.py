@@ -17,12 +17,12 @@ from draftsmith.inference import durable
 from draftsmith.inference.reading import field
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.drafter import CONFIG
+from draftsmith.models.formats.assemble import assembled
 from draftsmith.models.formats.layouts import hydra_heads
 from draftsmith.models.hydra import HydraConfig, HydraModel
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import attention_sizes
-from draftsmith.models.weights import assign
 
 __all__ = ["HEADS", "HYDRA_FILE", "PICKLE", "read_hydra", "write_hydra"]
 
@@ -43,20 +43,18 @@ def write_hydra(drafter: HydraModel, folder: Path, dtype: torch.dtype) -> None:
         dtype: of the weights.
 
     Raises:
-        ValueError: several blocks after a head's first that are not the same one, as the authors' code has them.
+        ValueError: the blocks after a head's first differ, where the authors' code repeats one.
         OSError: the disk.
     """
     config, target, state = drafter.config, drafter.target, drafter.state_dict()
-    for k in range(config.num_heads):
-        for j in range(2, config.num_layers):
-            if any(
-                not torch.equal(state[f"hydra_mlp.{k}.{j}.linear.{part}"], state[f"hydra_mlp.{k}.1.linear.{part}"])
-                for part in ("weight", "bias")
-            ):
-                raise ValueError(
-                    f"--to hydra: heads of {config.num_layers} blocks with weights of their own; the authors' code has one block in the place of all "
-                    "after the first: train with hydra.layers=2 at most"
-                )
+    later = [
+        (f"hydra_mlp.{k}", j, part) for k in range(config.num_heads) for j in range(2, config.num_layers) for part in ("weight", "bias")
+    ]
+    if not all(torch.equal(state[f"{head}.{j}.linear.{part}"], state[f"{head}.1.linear.{part}"]) for head, j, part in later):
+        raise ValueError(
+            f"--to hydra: got heads of {config.num_layers} blocks that differ; the authors' code repeats one block after the first: train with "
+            "hydra.layers=2 at most"
+        )
     for k in range(config.num_heads):
         if config.share_head:
             state[f"hydra_lm_head.{k}.weight"] = target.head_weight * target.head_scale
@@ -114,8 +112,4 @@ def read_hydra(folder: Path, tensors: dict[str, Tensor], target: Target) -> Hydr
         target=target.identity.to_dict(),
         **(attention_sizes(target) if PREFIX[kind] else {}),
     )
-    with torch.device("meta"):
-        drafter = HydraModel(config)
-    assign(str(folder), drafter, renamed, target.device)
-    config.dtype = next(iter(tensors.values())).dtype
-    return drafter.attach(target).eval()
+    return assembled(HydraModel, config, str(folder), renamed, target)

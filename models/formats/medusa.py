@@ -19,11 +19,11 @@ from draftsmith.inference import durable
 from draftsmith.inference.reading import field
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.drafter import CONFIG
+from draftsmith.models.formats.assemble import assembled
 from draftsmith.models.formats.layouts import MEDUSA, medusa_blocks
 from draftsmith.models.medusa import MedusaConfig, MedusaModel
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
-from draftsmith.models.weights import assign
 
 __all__ = ["HEADS", "SHARED", "WEIGHTS", "heads_and_blocks", "read_medusa", "write_medusa"]
 
@@ -133,11 +133,7 @@ def read_medusa(folder: Path, tensors: dict[str, Tensor], target: Target) -> Med
         vocab_size=target.vocab_size,
         target=target.identity.to_dict(),
     )
-    with torch.device("meta"):
-        drafter = MedusaModel(config)
-    assign(str(folder), drafter, tensors, target.device)
-    config.dtype = next(iter(tensors.values())).dtype
-    return drafter.attach(target).eval()
+    return assembled(MedusaModel, config, str(folder), tensors, target)
 
 
 def _our_names(tensors: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:

@@ -15,11 +15,12 @@ from draftsmith.inference import durable
 from draftsmith.inference.reading import field
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.drafter import CONFIG
+from draftsmith.models.formats.assemble import assembled
 from draftsmith.models.formats.layouts import speculator
 from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
-from draftsmith.models.weights import WEIGHTS, assign
+from draftsmith.models.weights import WEIGHTS
 
 __all__ = ["ARCHITECTURE", "MODEL_TYPE", "PREFIX", "read_mlp", "write_mlp"]
 
@@ -93,11 +94,7 @@ def read_mlp(folder: Path, tensors: dict[str, Tensor], target: Target) -> MlpMod
         target=target.identity.to_dict(),
         **flags,
     )
-    with torch.device("meta"):
-        drafter = MlpModel(config)
-    assign(str(folder), drafter, _our_names(str(folder), tensors, heads, flags["tie_weights"]), target.device)
-    config.dtype = next(iter(tensors.values())).dtype
-    return drafter.attach(target).eval()
+    return assembled(MlpModel, config, str(folder), _our_names(str(folder), tensors, heads, flags["tie_weights"]), target)
 
 
 def _our_names(folder: str, tensors: dict[str, Tensor], heads: int, tied: bool) -> dict[str, Tensor]:

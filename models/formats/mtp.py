@@ -17,10 +17,11 @@ from torch import Tensor
 
 from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG
+from draftsmith.models.formats.assemble import assembled
 from draftsmith.models.formats.layouts import Layout, mtp_layouts
 from draftsmith.models.mtp import MtpConfig, MtpModel, layer_of
 from draftsmith.models.target import Target, resolve_path
-from draftsmith.models.weights import assign, read_tensors, stored_tensors
+from draftsmith.models.weights import read_tensors, stored_tensors
 
 __all__ = ["FILE", "read_mtp", "shipped_mtp", "write_mtp"]
 
@@ -120,11 +121,7 @@ def _assembled(path: str, tensors: dict[str, Tensor], target: Target, layout: st
         layout=layout,
         steps=steps,
     )
-    with torch.device("meta"):
-        drafter = MtpModel(config)
-    config.dtype = next(iter(tensors.values())).dtype
-    assign(path, drafter, _together(_our_names(tensors, names)), target.device)
-    return drafter.attach(target).eval()
+    return assembled(MtpModel, config, path, _together(_our_names(tensors, names)), target)
 
 
 def _our_names(tensors: Mapping[str, Tensor], names: Layout) -> dict[str, Tensor]:
