@@ -4,6 +4,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
 from draftsmith.inference.byte_vocabulary import ByteVocabulary
+from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
@@ -287,7 +289,7 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
     """Let a drafter stop its drafts by a rule as --stop writes it. None changes nothing.
 
     Raises:
-        ValueError: no such rule, or a drafter that does not draft level by level.
+        ValueError: no such rule, a drafter that does not draft level by level, or `survival` with one that has no fitted confidence.
     """
     if text is None:
         return
@@ -299,6 +301,13 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
         raise ValueError(
             f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
         )
+    if stop is not None and stop.rule == "survival":
+        weights = drafter.config.confidence_weights if isinstance(drafter, DrafterModel) else None
+        if weights is None:
+            raise ValueError(
+                f"--stop {text}: {drafter.method} has no `confidence_weights` in its config; train it again, or take confidence:P"
+            )
+        stop = replace(stop, confidence=Confidence.parse(weights))
     drafter.stop = stop
 
 

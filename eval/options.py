@@ -103,7 +103,7 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
         "--stop",
         metavar="RULE",
         help="when a drafter that drafts level by level stops: confidence:P (the best next token is less likely than P), svip:H (the square "
-        "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), gain (a level costs more than it is worth), or "
+        "root of the entropy is above H), adaedl:L (the lower bound of acceptance is below L), survival:P (the fitted probability that the draft is accepted so far is below P), gain (a level costs more than it is worth), or "
         "none (default: what the artifact says)",
     )
 

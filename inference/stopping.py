@@ -10,9 +10,10 @@ free. Under rejection a row's tokens then depend on the rows beside it; their di
 | confidence:P | max q ≥ P | as transformers' assistant_confidence_threshold |
 | svip:H | √H(q) ≤ H | SVIP (Zhang et al. 2024, arXiv 2411.18462) |
 | adaedl:L | 1 − √(γ · H(q)) ≥ L, γ = 0.2 | AdaEDL (Agrawal et al. 2024, arXiv 2410.18351), with a fixed L |
+| survival:P | Π c_i ≥ P, the path down to the next level's tokens | by the drafter's fitted confidences c (`confidence.py`), as DSpark |
 | gain | the level's expected tokens are worth its time | |
 
-H(q) is the entropy in nats. `gain` estimates the tokens of a further level as the sum over rows of Π max q, over the levels of the
+H(q) is the entropy in nats. `survival` multiplies the largest confidence of each level. `gain` estimates the tokens of a further level as the sum over rows of Π max q, over the levels of the
 likeliest path, and their worth by the seconds that a token took so far; the seconds of a level are the slope of rounds' seconds over their
 depth, and at least those of drafting one.
 
@@ -25,6 +26,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import warp
 
@@ -34,7 +36,13 @@ GAMMA = 0.2  # of AdaEDL
 DECAY = 0.98  # of what `gain` measured, by round
 DEPTH_STRIDE = 2**24  # more than any index of a token
 # By rule: the range of its threshold, the upper end excluded; None takes no threshold.
-RULES: dict[str, tuple[float, float] | None] = {"confidence": (0.0, 1.0), "svip": (0.0, 10.0), "adaedl": (-10.0, 1.0), "gain": None}
+RULES: dict[str, tuple[float, float] | None] = {
+    "confidence": (0.0, 1.0),
+    "svip": (0.0, 10.0),
+    "adaedl": (-10.0, 1.0),
+    "survival": (0.0, 1.0),
+    "gain": None,
+}
 
 
 @dataclass(slots=True)
@@ -67,6 +75,9 @@ class _Clock:
 class Stopping:
     """A rule of RULES and its threshold.
 
+    Attributes:
+        confidence: the drafter's, which `survival` needs.
+
     Raises:
         ValueError: an unknown rule, or a threshold that it does not take.
     """
@@ -74,6 +85,7 @@ class Stopping:
     rule: str
     threshold: float = 0.0
     clock: _Clock = field(default_factory=_Clock, compare=False, repr=False)
+    confidence: Confidence | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -86,7 +98,7 @@ class Stopping:
         return self.rule if RULES[self.rule] is None else f"{self.rule}:{self.threshold:g}"
 
     def goes_on(self, logits: Tensor) -> Tensor:
-        """logits [...,D] of the distribution that children would be drawn from -> bool [...]. Not for `gain`, which needs a round."""
+        """logits [...,D] of the distribution that children would be drawn from -> bool [...]. Not for `survival` and `gain`, which need a round."""
         log_q = logits.float().log_softmax(-1)
         if self.rule == "confidence":
             return log_q.amax(-1).exp() >= self.threshold
@@ -144,6 +156,8 @@ class Draft:
         self._depth += 1
         if stopping.rule == "gain":
             return self._gains_nothing(stopping.clock, logits)
+        if stopping.rule == "survival":
+            return self._hardly_survives(stopping, logits)
         if self._depth == 1:
             return False
         return not bool(stopping.goes_on(self._warped(logits)).any())
@@ -151,10 +165,21 @@ class Draft:
     def _warped(self, logits: Tensor) -> Tensor:
         return logits if self._sampling.greedy else warp(logits, self._sampling)
 
-    def _gains_nothing(self, clock: _Clock, logits: Tensor) -> bool:
-        best = self._warped(logits).float().softmax(-1).amax((1, 2))  # [B]
+    def _down_to(self, best: Tensor) -> Tensor:
+        """The survival [B] of the best path, of which `best` [B] is the share at this level."""
         self._survival = best if self._survival is None else self._survival * best
-        gained, now = float(self._survival.sum()), perf_counter()
+        return self._survival
+
+    def _hardly_survives(self, stopping: Stopping, logits: Tensor) -> bool:
+        if stopping.confidence is None:
+            raise ValueError(f"{stopping} needs a drafter's fitted confidence; give Stopping one, or take confidence:P")
+        chance = stopping.confidence.chance(self._depth, self._warped(logits), self._sampling.greedy)
+        survival = self._down_to(chance.amax(1))
+        return self._depth > 1 and not bool((survival >= stopping.threshold).any())
+
+    def _gains_nothing(self, clock: _Clock, logits: Tensor) -> bool:
+        survival = self._down_to(self._warped(logits).float().softmax(-1).amax((1, 2)))
+        gained, now = float(survival.sum()), perf_counter()
         if self._depth > 1:
             clock.level_s = 0.9 * clock.level_s + 0.1 * (now - self._level_began) if clock.level_s else now - self._level_began
             if gained < clock.level_in_tokens():

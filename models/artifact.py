@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from transformers.configuration_utils import PretrainedConfig
 
+from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.inference.reading import field
 from draftsmith.inference.tree_limits import LIMITS
@@ -66,6 +67,11 @@ def check_settings(raw: dict[str, Any], config_class: type[PretrainedConfig], so
     if any(type(tap) is not int or tap < 0 for tap in taps):
         raise ValueError(f"{source}: `taps` should be layer numbers, got {str(taps)[:60]}; correct it or restore the file")
     check_tree(raw.get("tree"), f"{source}: `tree`")
+    if weights := raw.get("confidence_weights"):
+        try:
+            Confidence.parse(weights)
+        except ValueError as error:
+            raise ValueError(f"{source}: `confidence_weights`: {error}: correct it or restore the file") from None
     check_notes(raw, source)
 
 

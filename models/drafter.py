@@ -50,6 +50,7 @@ class DrafterConfig(PretrainedConfig):
         target: the `TargetIdentity` of the target, as a dict.
         tree: the default draft tree, a list of rank paths, or {depth, width, nodes} for a dynamic one.
         training: notes on the training run.
+        confidence_weights: of `inference/confidence.py`, for the rule `survival`; None where none were fitted.
     """
 
     model_type = "drafter"
@@ -58,6 +59,7 @@ class DrafterConfig(PretrainedConfig):
     target: dict | None = None
     tree: list | dict | None = None
     training: dict | None = None
+    confidence_weights: dict | None = None
 
     @property
     def least_tensors(self) -> int:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from draftsmith.inference.drafter import RoundContext
-from draftsmith.inference.level_heads import draft_marginals
+from draftsmith.inference.expand import CurrentLevel
+from draftsmith.inference.level_heads import draft_levels, draft_marginals
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.drafter import DrafterConfig, fill_tree
@@ -78,8 +79,12 @@ class Output(nn.Linear):
 
 
 class MedusaModel(HiddenStateDrafter):
-    """K independent heads. Own output layers leave out a soft-capping of the target: it never changes a ranking."""
+    """K independent heads, which all run at once, or with a rule that stops drafts one after the other.
 
+    Own output layers leave out a soft-capping of the target: it never changes a ranking.
+    """
+
+    can_stop = True
     config_class = MedusaConfig
     config: MedusaConfig
 
@@ -156,8 +161,15 @@ class MedusaModel(HiddenStateDrafter):
         if tree_spec.max_depth == 0:
             return DraftTree.root(round.last_tokens)
         hidden, has_state = self.hidden_states(round)
-        depth = min(round.depth, tree_spec.max_depth)
-        tree = draft_marginals(tree_spec, torch.stack([self.logits_of(k, hidden) for k in range(depth)], 1), round)
+        if self.stop is None:
+            depth = min(round.depth, tree_spec.max_depth)
+            tree = draft_marginals(tree_spec, torch.stack([self.logits_of(k, hidden) for k in range(depth)], 1), round)
+        else:
+
+            def logits_of(k: int, level: CurrentLevel | None) -> Tensor:
+                return self.logits_of(k, hidden)[:, None].expand(-1, level.tokens.shape[1] if level else 1, -1)
+
+            tree = draft_levels(tree_spec, self.config.num_heads, round, logits_of, self.stop)
         return tree.only(has_state)
 
 

@@ -1,250 +1,129 @@
-"""A draft model that stops early by its confidence: plain decoding's tokens with keyed noise, the target's distribution under rejection."""
+"""A drafter's confidence: its formula, its fit from known weights, the chains that it is fitted on against loops, what options and files say."""
 
-import itertools
-from collections import Counter
+import json
+import math
 
 import pytest
 import torch
-from decoding_cases import GREEN, PROMPTS, SHAPES, Checked, DepthPattern, build_tree, p_value, relative, texts
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-from zoo import tiny
+from packed_data import corpus_of
+from random_targets import random_model, randomise
 
-from draftsmith.inference import rules, stopping
-from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.draft_model import DraftModel
-from draftsmith.inference.drafter import TargetOutput
-from draftsmith.inference.sampler import Sampling, warp
-from draftsmith.inference.stopping import Stopping
-from draftsmith.inference.tree import StaticTree
+from draftsmith.data.packing import PackedDataset
+from draftsmith.eval.loading import set_stop
+from draftsmith.inference.confidence import Confidence, features
+from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train.engine import confidence
+from draftsmith.train.losses.calibration import fit_confidence
 
-NEW = 16
-CONFIDENCE = 0.1  # of 48 tokens: reached now and then
-HOWS = {
-    "greedy": Sampling(top_k=3),  # greedy decoding does not use the filters
-    "target-sample": Sampling(1.0, seed=2, rule="target-sample"),
-    "shared-noise": Sampling(1.0, seed=3),
-    "filtered": Sampling(1.3, top_p=0.8, seed=4),
+VOCAB = 67
+KINDS = {
+    "medusa": {"num_heads": 3},
+    "hydra": {"num_heads": 3, "prefix": True, "attention_heads": 4},
+    "mlp": {"num_heads": 3, "inner_size": 20},
+    "eagle": {"taps": [0, 1], "num_heads": 4, "steps": 3},
 }
-
-
-class Watched(Checked):
-    """Counts depths, and compares each stop with forwards over the complete paths of the nodes above it."""
-
-    def propose(self, round):
-        # Checked expects the best tokens, which drawn children are not.
-        tree = super().propose(round) if round.sampling.children == "top" else DraftModel.propose(self, round)
-        depth = int(tree.depth.max())
-        self.seen[f"depth {depth}"] += 1
-        if isinstance(self.tree_spec, StaticTree):
-            spec = self.tree_spec.cut(round.depth)
-            best = self.best(round, tree, spec)
-            assert all(best[d] >= self.stop.threshold for d in range(1, depth))
-            assert depth == spec.max_depth or best[depth] < self.stop.threshold
-            assert tree.tokens.shape[1] == spec.cut(depth).num_nodes
-        return tree
-
-    def best(self, round, tree, spec) -> list[float]:
-        """By depth: the best probability after any node, of any row, that may have children."""
-        inner = {path[:-1] for path in spec.paths}
-        best = [0.0] * (spec.max_depth + 1)
-        for b, slot in enumerate(round.slots):
-            for i, path in enumerate(spec.cut(int(tree.depth.max())).paths, 1):
-                tokens = tree.tokens[b][tree.visible()[b, i]].tolist()[1:]  # by index, which on a path is by depth
-                if path in inner:
-                    logits = self.model.logits(self.model.forward(torch.tensor([self.texts[slot] + tokens])).hidden[0, -1])
-                    warped = logits if round.sampling.greedy else warp(logits, round.sampling)
-                    best[len(path)] = max(best[len(path)], float(warped.softmax(-1).max()))
-        return best
-
-    def accept(self, round, tree, verdict, out):
-        super().accept(round, tree, verdict, out)
-        depth = int(tree.depth.max())
-        assert all(result.depth == depth for result in verdict.on_host(tree)), "AdaptiveDepth learns the depth of the draft"
+WEIGHTS = {"greedy": [[1.0, 0.5, -2.0], [0.3, -0.1, 0.0]], "sampled": [[0.8, 0.0, 1.0], [0.1, 0.2, 0.3]]}
 
 
 @pytest.fixture(scope="module")
 def target():
-    return Target.wrap(tiny("llama"))
+    return Target.wrap(random_model("llama"))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", HOWS)
-def test_output_is_that_of_plain_decoding(target, how, shape):
-    plain, seen = texts(Decoder(target).generate(PROMPTS, HOWS[how], NEW, ())), Counter()
-    for slots, adaptive in ((1, None), (5, None), (3, DepthPattern())):
-        drafter = Watched(relative("llama", 0.005), SHAPES[shape], chunk=5, stop=Stopping("confidence", CONFIDENCE))
-        out = Decoder(target, drafter, slots=slots, adaptive=adaptive).generate(PROMPTS, HOWS[how], NEW, ())
-        assert texts(out) == plain, slots
-        seen += drafter.seen
-    deepest = SHAPES[shape].max_depth
-    assert all(seen[f"depth {depth}"] >= 2 for depth in range(1, deepest + 1)), seen
-    assert all(seen[f"accepted {count}"] >= 2 for count in range(2 if how == "target-sample" else 3)), seen
+def make(target, kind):
+    return randomise(new_drafter(kind, target, **KINDS[kind]), 0.4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_confidences_of_nearly_zero_and_nearly_one(target, shape, monkeypatch):
-    def rounds(confidence, how, slots=5):
-        drafter = DraftModel(relative("llama", 0.005), SHAPES[shape], stop=Stopping("confidence", confidence) if confidence else None)
-        out = Decoder(target, drafter, slots=slots).generate(PROMPTS, how, NEW, ())
-        return texts(out), [[(round.size, round.accepted) for round in answer.rounds] for answer in out]
-
-    rejection = Sampling(1.0, seed=4, rule="rejection")
-    # A confidence that is always reached changes only the keys of draws.
-    assert all(rounds(0.0, how) == rounds(1e-9, how) for how in HOWS.values())
-    if shape != "dynamic":
-        assert rounds(0.0, rejection) != rounds(1e-9, rejection)
-        monkeypatch.setattr(stopping, "DEPTH_STRIDE", 0)
-        assert rounds(0.0, rejection) == rounds(1e-9, rejection)
-        monkeypatch.undo()
-    level = 1 + len([path for path in SHAPES[shape].paths if len(path) == 1]) if shape != "dynamic" else 1 + SHAPES[shape].width
-    for how in (*HOWS.values(), *([rejection] if shape != "dynamic" else [])):
-        assert {size for answer in rounds(1 - 1e-6, how)[1] for size, _ in answer} == {level}
-    monkeypatch.setattr(Stopping, "goes_on", None)
-    for how in HOWS.values():
-        sizes = {size for answer in rounds(0.0, how)[1] for size, _ in answer}
-        assert sizes == {SHAPES[shape].num_nodes}, "confidence 0 never stops"
+def test_chance_is_its_formula():
+    """With −inf outside a draft vocabulary, with a certain and with an even distribution; deeper than the weights the last row counts."""
+    own = Confidence.parse(WEIGHTS)
+    rows = [[0.3, -1.0, 2.5, 0.0], [1.0, -math.inf, 0.0, -math.inf], [0.0] * 4, [60.0, 0.0, 0.0, 0.0]]
+    for depth, greedy, weights in ((1, True, WEIGHTS["greedy"][0]), (2, False, WEIGHTS["sampled"][1]), (7, True, WEIGHTS["greedy"][1])):
+        for logits, chance in zip(rows, own.chance(depth, torch.tensor(rows), greedy).tolist(), strict=True):
+            q = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+            most = min(max(q), math.exp(-1e-6))
+            z = weights[0] * math.log(most / (1 - most)) - weights[1] * sum(p * math.log(p) for p in q if p > 0) + weights[2]
+            assert chance == pytest.approx(1 / (1 + math.exp(-z)), rel=1e-4)
 
 
-def test_a_confidence_is_a_probability():
-    for wrong in (-0.1, 40.0):
-        with pytest.raises(ValueError, match=f"got confidence {wrong:g}; expected 0 or more and less than 1"):
-            Stopping("confidence", wrong)
+def test_fit_gives_back_the_weights_that_made_the_chances():
+    """Each depth by itself; depths that no chain reaches get zeros, and where all drafts are accepted the weights are finite."""
+    random = torch.Generator().manual_seed(0)
+    x = features(torch.randn(3000, 4, 20, generator=random) * torch.rand(3000, 4, 1, generator=random) * 4).double()
+    true = torch.tensor([[1.0, 0.3, -0.5], [0.4, -0.2, 0.7], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    counted = torch.arange(4) < torch.tensor([3, 2, 3])[torch.randint(3, (3000,), generator=random), None]
+    accepted = (x * true).sum(-1).sigmoid()
+    accepted[:, 2] = 1.0
+    weights = fit_confidence(x, accepted, counted)
+    assert torch.allclose(weights[:2], true[:2], atol=0.02) and weights[3].tolist() == [0, 0, 0]
+    assert weights[2].isfinite().all() and float((x[:, 2] @ weights[2]).sigmoid().min()) > 0.95
 
 
-def distribution_of_a_round(p: list[Tensor], q: list[Tensor], drafts) -> Tensor:
-    """The joint distribution [V,V,V] of the first three tokens of a round of chains. Tokens that the round does not reach are the target's own.
-
-    Args:
-        p: the target's distributions of the three tokens, [V], [V,V], [V,V,V].
-        q: the drafter's of the first two.
-        drafts: (drafted tokens, their probability).
-    """
-    joint = torch.zeros_like(p[2])
-    for tokens, weight in drafts:
-        pq = [torch.stack([tables[k][tuple(tokens[:k])] for k in range(len(tokens) + 1)])[None] for tables in (p, [*q, p[2]])]
-        tree = build_tree(torch.tensor([[0, *tokens]]), [-1, 0, 1][: len(tokens) + 1], len(tokens) + 1, False)
-        probability, residual = rules.acceptance_probability(tree, *pq)
-        for count in range(len(tokens) + 1):
-            last = residual[0, count] * (weight * (1 - probability[0, count + 1]) if count < len(tokens) else weight)
-            for table in p[count + 1 :]:
-                last = last[..., None] * table[tuple(tokens[:count])]
-            joint[tuple(tokens[:count])] += last
-            weight = weight * probability[0, count + 1] if count < len(tokens) else 0
-    return joint
-
-
-def drafts_that_stop(rule: str, q: list[Tensor], confidence: float, seen: Counter):
-    """All chains of at most two tokens that a drafter may draw, with their probabilities, where it stops by `rule`."""
-    for x in range(len(q[0])):
-        first = float(q[0][x])
-        if rule == "an unlikely token is left out" and first < confidence:
-            yield (), first
-        elif (q[1][x].max() if rule == "by the distribution of the next token" else first) < confidence:
-            seen["stopped"] += 1
-            yield (x,), first
-        else:
-            seen["drafted"] += 1
-            for y, second in enumerate(q[1][x].tolist()):
-                yield ((x,) if second < confidence and rule == "an unlikely token is left out" else (x, y)), first * second
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_are_those_of_each_document(target, kind, monkeypatch):
+    """α and agreement from the target's and the drafter's distributions of each document alone; a token that is no answer's ends the count."""
+    monkeypatch.setattr(confidence, "AT_ONCE", 5)
+    drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
+    seen = 0
+    for number in range(len(rows)):
+        batch = rows.batch(torch.tensor([number]))
+        actual = iter(list(confidence._documents(drafter, target, batch)))
+        for document in range(int(batch["document"].max()) + 1):
+            at = batch["document"][0] == document
+            ids, mask = batch["input_ids"][0, at], batch["loss_mask"][0, at]
+            if len(ids) < 5:
+                continue
+            out = target.forward(ids[None], taps=drafter.taps)
+            own, p = drafter.position_features(ids, out), target.logits(out.hidden[0]).double().softmax(-1)
+            kept = [root for root in range(1, len(ids) - 3)]
+            blocks = [kept[i : i + 5] for i in range(0, len(kept), 5)]
+            kept = [root for block in blocks if any(mask[root + 1] for root in block) for root in block]
+            chains = next(actual) if kept else []
+            for root, chain in zip(kept, chains, strict=True):
+                q, counted = drafter.position_logits(own, torch.tensor([root]))[0].detach().double().softmax(-1), 1
+                for k in range(3):
+                    counted *= int(mask[root + k + 1])
+                    overlap = sum(min(float(a), float(b)) for a, b in zip(p[root + k], q[k], strict=True))
+                    agree = int(p[root + k].argmax() == q[k].argmax())
+                    assert chain[k, 3:].tolist() == pytest.approx([overlap, agree, counted], abs=1e-5)
+                    assert chain[k, 0].sigmoid().item() == pytest.approx(q[k].max().item(), abs=1e-5)
+                    seen += counted
+        assert next(actual, None) is None
+    assert seen > 40
 
 
-def test_distribution_of_a_chain_that_may_stop():
-    """Which stops are lossless under rejection.
-
-    By the distribution of the next token: ours. By the probability of the token just drawn, which is verified nevertheless (transformers'
-    assistant_confidence_threshold): lossless too, since the stop does not depend on how that token was drawn once it is known. Leaving out the
-    token for its probability is not lossless: it is verified only where it was drawn likely.
-    """
-    generator, errors, seen = torch.Generator().manual_seed(0), {}, Counter()
-    for vocab, confidence, _ in itertools.product((2, 3, 4), (0.3, 0.5, 0.7), range(8)):
-        p, q = ([(2 * torch.randn((vocab,) * k, generator=generator).double()).softmax(-1) for k in (1, 2, 3)] for _ in "pq")
-        expected = p[0][:, None, None] * p[1][:, :, None] * p[2]
-        for rule in ("by the distribution of the next token", "by the token just drawn", "an unlikely token is left out"):
-            joint = distribution_of_a_round(p, q[:2], drafts_that_stop(rule, q, confidence, seen))
-            errors.setdefault(rule, []).append(float((joint - expected).abs().max()))
-    assert max(errors["by the distribution of the next token"]) < 1e-12 and max(errors["by the token just drawn"]) < 1e-12
-    lost = torch.tensor(errors["an unlikely token is left out"])
-    assert lost.median() > 0.01 and lost.max() > 0.1
-    assert seen["stopped"] > 100 and seen["drafted"] > 100
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_path, capsys):
+    drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 24, 11, 21, 17] * 4, seq_len=24, vocab=VOCAB), 24)
+    with pytest.raises(ValueError, match="no `confidence_weights` in its config; train it again"):
+        set_stop(drafter, "survival:0.3")
+    confidence.fit(drafter, target, rows)
+    assert "confidence: expected calibration error of survival at depth 1 … 3: greedy 0." in capsys.readouterr().out
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    weights = loaded.config.confidence_weights
+    assert weights == drafter.config.confidence_weights and len(weights["greedy"]) == 3 and weights["greedy"] != weights["sampled"]
+    set_stop(loaded, "survival:0.3")
+    assert loaded.stop.confidence == Confidence.parse(weights) and str(loaded.stop) == "survival:0.3"
 
 
-def small(vocab: int, noise: float) -> Target:
-    """A random model of the first `vocab` of 8 tokens; `noise` perturbs its weights."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, max_position_embeddings=32, bos_token_id=None, eos_token_id=None, **sizes)).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3, generator=generator)
-        for parameter in model.parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
-    if vocab < 8:
-        model.resize_token_embeddings(vocab)
-    return Target.wrap(model)
-
-
-@pytest.mark.parametrize(("vocab", "rule"), [(8, "rejection"), (6, "rejection-replacement")])
-def test_distribution_under_rejection(vocab, rule):
-    """Of complete answers from batches that stop early, with a draft model that has the target's tokens or fewer."""
-    target, how, prompt, count = small(8, 0.0), Sampling(1.0, seed=vocab, rule=rule), [3, 5, 1], 2000
-    sequences = torch.tensor([[*prompt, *more] for more in itertools.product(range(8), repeat=2)])
-    p = target.logits(target.forward(sequences).hidden).double().softmax(-1).view(8, 8, len(prompt) + 2, 8)
-    expected = p[0, 0, 2][:, None, None] * p[:, 0, 3][:, :, None] * p[:, :, 4]
-    drafter = DraftModel(small(vocab, 0.15), StaticTree.from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), stop=Stopping("confidence", 0.4))
-    out = Decoder(target, drafter, slots=8).generate([prompt] * count, how, 3, ())
-    tokens = torch.tensor(texts(out))
-    assert p_value(tokens @ torch.tensor([64, 8, 1]), expected.flatten()) > GREEN
-    assert p_value(tokens[:, 2], expected.sum((0, 1))) > GREEN
-    sizes = Counter(answer.rounds[0].size for answer in out)
-    lengths = Counter(answer.rounds[0].accepted for answer in out)
-    assert all(sizes[size] > 80 for size in (3, 4, 5)), sizes
-    assert all(lengths[length] > 20 for length in (1, 2, 3)), lengths
-
-
-def planted(distributions: dict[tuple[int, int], dict[int, float]]) -> Target:
-    """A model whose next-token distribution depends only on the token and its position.
-
-    Args:
-        distributions: by (position, token); uniform where nothing is given.
-    """
-    table = torch.full((16, 8, 8), 1 / 8)
-    for at, distribution in distributions.items():
-        table[at] = 0.0
-        for token, probability in distribution.items():
-            table[(*at, token)] = probability
-    model = Target.wrap(tiny("llama"))
-    model.vocab_size = 8
-    model.forward = lambda ids, *, position_ids, **_: TargetOutput(table.log()[position_ids, ids])
-    model.logits = lambda hidden: hidden
-    return model
-
-
-def count_twos(count: int = 120) -> int:
-    """How often the third token of an answer is a 2, where a 2 and a 3 are equally likely.
-
-    There are two rows and a chain of four. In its first round row 0 drafts 1, 1, then 2 or 3, all in vain. After a 2 it is confident, so row 1
-    gets its fourth token; one round later row 1 is confident itself. So row 0 drafts for the index of that 2 or 3 again, as often after a 2 as
-    after a 3. If the draw repeated the noise of the first one, a 2 would come too often.
-    """
-    even, confident = {2: 0.5, 3: 0.5}, (0, 1, 2, 6)
-    beside = {(at, token): {4: 1.0} if at in confident else {4: 0.5, 5: 0.5} for at in range(16) for token in (4, 5)}
-    both = beside | {(1, 0): {0: 1.0}, (2, 0): even}
-    vain = {(0, 0): {1: 1.0}, (1, 1): {1: 1.0}, (2, 1): even, (3, 2): {2: 1.0}, (3, 3): even}
-    drafter = DraftModel(planted(both | vain), StaticTree.chain(4), stop=Stopping("confidence", 0.9))
-    decoder, thirds = Decoder(planted(both | {(0, 0): {0: 1.0}}), drafter, slots=2), Counter()
-    for i in range(count):
-        answer = decoder.generate([[0], [4]], Sampling(1.0, rule="rejection"), 6, (), requests=[2 * i, 2 * i + 1])[0].tokens
-        assert answer[:2] == [0, 0]
-        thirds[answer[2]] += 1
-    assert thirds[2] + thirds[3] == count
-    return thirds[2]
-
-
-def test_a_token_drawn_in_vain_is_not_drawn_again(monkeypatch):
-    """120 even draws: 60 ± 5.5. With the noise of the index alone, a 2 that was drawn in vain would be drawn again: three in four."""
-    assert 38 < count_twos() < 82
-    monkeypatch.setattr(stopping, "DEPTH_STRIDE", 0)
-    assert count_twos() > 82
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"greedy": [[1.0, 1.0, 1.0]]},
+        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0]]},
+        {"greedy": [[1.0, 1.0, 1.0]], "sampled": []},
+        {"greedy": [], "sampled": []},
+        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, "1"]]},
+        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, math.inf]]},
+        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, 1.0]], "other": 1},
+        [1],
+    ],
+)
+def test_damaged_weights_are_refused(target, weights, tmp_path):
+    make(target, "medusa").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"confidence_weights": weights}))
+    with pytest.raises(ValueError, match="config.json.*`confidence_weights`.*correct it or restore the file"):
+        load_drafter(tmp_path, target)

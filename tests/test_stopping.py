@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from planting import round_context
 from zoo import tiny
 
 from draftsmith.inference import stopping
+from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
@@ -22,7 +24,8 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
 NEW = 16
-STOPS = ("confidence:0.1", "svip:1.7", "adaedl:0.2", "gain")
+STOPS = ("confidence:0.1", "svip:1.7", "adaedl:0.2", "survival:0.4", "gain")
+CONFIDENCE = Confidence([[1.0, 0.0, 3.0]] * 3, [[0.5, -0.1, 3.0]] * 3)
 TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
 HOWS = {"greedy": Sampling(), "sampled": SAMPLED, "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise")}
 
@@ -62,6 +65,38 @@ def test_rules_are_their_formulas(rule):
     assert not Draft(None, round_context([0], [1])).ends(tensor)
 
 
+def test_survival_multiplies_the_best_confidences_of_the_levels():
+    """Of a level the best node of each row counts; greedy and sampled rounds have weights of their own; beyond the last row it stays."""
+    confidence, rng, seen = (
+        Confidence([[0.9, -0.2, 0.3], [0.4, 0.1, -0.5]], [[0.2, 0.3, 0.1], [0.7, -0.4, 0.6]]),
+        random.Random(1),
+        Counter(),
+    )
+    for sampling, weights in ((Sampling(), confidence.greedy), (Sampling(1.0), confidence.sampled)):
+        for _ in range(60):
+            stop, survival = Stopping("survival", rng.uniform(0.1, 0.9), confidence=confidence), [1.0, 1.0]
+            draft = Draft(stop, round_context([0, 1], [1, 2], sampling=sampling))
+            for depth in range(4):
+                logits = [[[rng.gauss(0, 3) for _ in range(6)] for _ in range(1 + depth)] for _ in range(2)]
+                logits[1][0][2] = -math.inf
+                for row in range(2):
+                    survival[row] *= max(chance_slowly(weights[min(depth, 1)], node) for node in logits[row])
+                ends = draft.ends(torch.tensor(logits))
+                assert ends == (depth > 0 and max(survival) < stop.threshold), (depth, survival, stop)
+                seen[ends] += 1
+    assert seen[True] > 50 and seen[False] > 100
+    with pytest.raises(ValueError, match="needs a drafter's fitted confidence"):
+        Draft(Stopping("survival", 0.5), round_context([0], [1])).ends(torch.zeros(1, 1, 5))
+
+
+def chance_slowly(weights: list[float], logits: list[float]) -> float:
+    most = max(logits)
+    q = [math.exp(number - most) for number in logits]
+    q = [each / sum(q) for each in q]
+    entropy, top = sum(-each * math.log(each) for each in q if each > 0), max(q)
+    return 1 / (1 + math.exp(-(weights[0] * math.log(top / (1 - top)) + weights[1] * entropy + weights[2])))
+
+
 def test_gain_weighs_a_level_by_what_a_token_took():
     """Three levels cost 1, 2 and 3 seconds more than a round of 4; a round commits 2 tokens: the least squares by hand."""
     clock = Stopping("gain").clock
@@ -91,6 +126,7 @@ def make(kind: str, tree, target: Target):
     settings = {
         "eagle": {"taps": [0, 1]},
         "hydra": {"num_heads": 3},
+        "medusa": {"num_heads": 3},
         "mlp": {"num_heads": 3},
         "mtp": {"layer": {"model_type": "llama", "num_attention_heads": 4}},
     }
@@ -100,7 +136,7 @@ def make(kind: str, tree, target: Target):
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["draft model", "early-exit", "eagle", "hydra", "mlp", "mtp"])
+@pytest.mark.parametrize("kind", ["draft model", "early-exit", "eagle", "hydra", "medusa", "mlp", "mtp"])
 def test_output_is_plain_decodings(target, kind, tree):
     """With every rule; drafts are never deeper than the tree, and drafts that stop are shallower."""
     sizes: dict[str, set[int]] = {}
@@ -109,7 +145,7 @@ def test_output_is_plain_decodings(target, kind, tree):
         for j, stop in enumerate((*STOPS, "svip:0", "svip:9")):
             slots = 1 + 2 * ((i + j) % 2)
             drafter = make(kind, TREES[tree], target)
-            drafter.stop = parse_stopping(stop)
+            drafter.stop = replace(parse_stopping(stop), confidence=CONFIDENCE)
             assert drafter.can_stop and not drafter.capturable
             out = Decoder(target, drafter, slots=slots).generate(PROMPTS, how, NEW, ())
             assert texts(out) == plain, (kind, tree, name, stop, slots)
@@ -139,6 +175,18 @@ def test_distribution_under_rejection(target, kind, stop):
 
 def test_what_the_option_takes():
     assert parse_stopping("none") is None and str(parse_stopping("svip:0.60")) == "svip:0.6" and str(parse_stopping("gain")) == "gain"
-    for text in ("", "svip", "gain:1", "entropy:2", "svip:x", "confidence:1", "svip:-1", "adaedl:nan", "svip:inf"):
+    for text in (
+        "",
+        "svip",
+        "gain:1",
+        "entropy:2",
+        "svip:x",
+        "confidence:1",
+        "svip:-1",
+        "adaedl:nan",
+        "svip:inf",
+        "survival",
+        "survival:1",
+    ):
         with pytest.raises(ValueError, match="expected .*; correct it$"):
             parse_stopping(text)

@@ -111,7 +111,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps, rope_theta
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, processes, replay
+from draftsmith.train.engine import confidence, output, processes, replay
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
@@ -377,6 +377,7 @@ def main(arguments: list[str]) -> None:
         measure = choose_objective(recipe, target, context)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 

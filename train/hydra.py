@@ -60,7 +60,7 @@ from draftsmith.models.hydra import HydraModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import attention_sizes
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, replay
+from draftsmith.train.engine import confidence, output, replay
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.losses.noise import feature_noise
@@ -136,6 +136,7 @@ def main(arguments: list[str]) -> None:
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 

@@ -85,7 +85,7 @@ from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, processes, replay
+from draftsmith.train.engine import confidence, output, processes, replay
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -275,6 +275,7 @@ def main(arguments: list[str]) -> None:
             monitors["refresh"] = progress.update
         accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps, model.adapted if isinstance(model, JointModel) else None)
 
 

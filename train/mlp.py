@@ -58,7 +58,7 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.mlp import MlpModel
 from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, replay
+from draftsmith.train.engine import confidence, output, replay
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -135,6 +135,7 @@ def main(arguments: list[str]) -> None:
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 

@@ -49,7 +49,7 @@ from draftsmith.models.mtp import KINDS, MtpModel, layer_of
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output
+from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -131,6 +131,7 @@ def main(arguments: list[str]) -> None:
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps)
 
 

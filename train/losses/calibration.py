@@ -1,4 +1,5 @@
-"""Temperatures for confidences, so that they multiply to the chance that a chain survives (DeepSpec's sequential temperature scaling).
+"""Confidences of the distributions that drafts come from, and temperatures for confidences, so that they multiply to the chance that a chain
+survives (DeepSpec's sequential temperature scaling).
 
 A chain drafted k deep survives with the probability Π_{i≤k} α_i, which Π_{i≤k} σ(z_i) estimates. One temperature for each depth is fitted,
 in order: T_k makes the error of the first k multiplied least, given T_1 … T_(k−1).
@@ -7,12 +8,40 @@ Letters: n chains · K draft depth.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["fit_temperatures", "survival_errors"]
+__all__ = ["fit_confidence", "fit_temperatures", "survival_errors"]
+
+RIDGE = 1e-6  # times the squared weights, so that they stay finite where all drafts are accepted, or none
 
 BINS = 15
 CANDIDATES = torch.logspace(-2, 2, 161, base=2, dtype=torch.float64)  # 1/4 to 4
+
+
+def fit_confidence(features: Tensor, accepted: Tensor, counted: Tensor) -> Tensor:
+    """The weights [K,3] of logistic regressions, one for each depth, from the features of q to the probability of acceptance.
+
+    Args:
+        features: of `inference/confidence.py`, [n,K,3].
+        accepted: [n,K], a probability.
+        counted: [n,K] bool. A depth that no chain reaches gets zeros, for one half.
+    """
+    weights = torch.zeros(features.shape[1:], dtype=torch.float64, device=features.device)
+    for k, used in enumerate(counted.T.unbind()):
+        x, y, w = features[used, k].double(), accepted[used, k].double(), weights[k].requires_grad_()
+        if not len(x):
+            continue
+        optimizer = torch.optim.LBFGS([w], max_iter=100, line_search_fn="strong_wolfe")
+
+        def loss(x: Tensor = x, y: Tensor = y, w: Tensor = w) -> Tensor:
+            with torch.enable_grad():
+                total = F.binary_cross_entropy_with_logits(x @ w, y) + RIDGE * w.square().sum()
+                w.grad = torch.autograd.grad(total, w)[0]
+            return total
+
+        optimizer.step(loss)
+    return weights.detach()
 
 
 def fit_temperatures(odds: Tensor, accepted: Tensor, counted: Tensor) -> list[float]:
