@@ -59,21 +59,22 @@ def load_report(records: Records) -> dict[str, Any]:
 def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     """The roofline estimate of the evaluated tree for a device that is not at hand, see `roofline.estimate`; τ is the measured one.
 
-    A drafter with a KV cache of its own is taken to run once for each level, another with weights once a round.
-
     Raises:
-        ValueError: no probe recorded the sizes of the models.
+        ValueError: no probe recorded the sizes of the models, or the drafter is a part of the target.
     """
     if not records.load:
         raise ValueError("an estimate needs what the probe records, and these records have none; run draftsmith eval without --probe 0")
     target, drafter = roofline.ModelSize(**records.load["size"]), None
     depth, kv = records.tree["depth"], records.load["kv_bytes"]["drafter"]
-    if weights := records.header["drafter"].get("bytes"):
+    recurrent, weights = records.load.get("recurrent", bool(kv)), records.header["drafter"].get("bytes")
+    if recurrent and not weights:
+        raise ValueError("an estimate needs the size of the drafter, and this one is a part of the target; leave out --estimate")
+    if weights:
         drafter = roofline.ModelSize(weights / target.bytes_per_weight, target.bytes_per_weight, kv)
     setting = records.requests[0].setting
     rounds = rounds_of([request for request in records.requests if request.setting == setting], depth)
     nodes = max(rounds.sizes)
-    context, forwards = CostModel(records.load).contexts[0], depth if kv else min(depth, 1)
+    context, forwards = CostModel(records.load).contexts[0], depth if recurrent else min(depth, 1)
     return roofline.estimate(device, target, rounds.tau, nodes, BATCHES, context, drafter, forwards)
 
 

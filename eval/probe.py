@@ -69,7 +69,8 @@ def measure(
     Returns:
         The record of kind "load": kernels, graphs, sampling, took_s, left_out; verify: entries of batch, context, nodes, seconds [repeats];
         rounds: entries of batch, tree, depth, nodes, draft, verify, other [rounds] and plain, plain_other of plain rounds between them;
-        prefill_s_per_token of plain and drafted; kv_bytes of a token for target and drafter; size: a `roofline.ModelSize` of the target.
+        prefill_s_per_token of plain and drafted; kv_bytes of a token for target and drafter; size: a `roofline.ModelSize` of the target;
+        recurrent: the drafter's weights are read once for each level, else once a round.
     """
     began, max_nodes = time.perf_counter(), max(2, max_nodes, drafter.max_nodes)
     batches = sorted(set(batches) or set(GPU_BATCHES if target.device.type == "cuda" else BATCHES))
@@ -88,6 +89,7 @@ def measure(
                 record["rounds"].append(_measure_rounds(target, drafter, spec, prompts, sampling, batch, kernels, prefill))
     record["prefill_s_per_token"] = {name: took / max(1, tokens) for name, (took, tokens) in prefill.items()}
     record["kv_bytes"]["drafter"] = _drafter_bytes(drafter)
+    record["recurrent"] = bool(getattr(drafter, "recurrent", False))
     record["size"] = asdict(_model_size(target, record["kv_bytes"]["target"]))
     record["took_s"] = time.perf_counter() - began
     return record

@@ -67,7 +67,7 @@ class DraftModel:
     """
 
     method = "draft model"
-    can_stop = True
+    can_stop = recurrent = True
     depth_limit = 8  # of position records: how far ahead a tree may reach
     taps: tuple[int, ...] = ()
 

@@ -56,7 +56,7 @@ class SelfSpeculation:
     """
 
     depth_limit = 8  # of position records: how far ahead a tree may reach
-    can_stop = True
+    can_stop = recurrent = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, target: Target, skipped: Iterable[int], method: str, tree_spec: TreeSpec | None = None) -> None:

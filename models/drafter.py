@@ -85,6 +85,7 @@ class DrafterModel(PreTrainedModel):
     base_model_prefix = ""
     can_stop = False  # whether it drafts level by level, and asks `stop` before each of them
     stop: Stopping | None = None
+    recurrent = False  # whether its weights are read once for each level, instead of once a round
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: DrafterConfig) -> None:

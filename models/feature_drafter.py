@@ -245,6 +245,7 @@ class FeatureDrafter(PairDrafter):
     """Drafts from its own outputs, one step per level of the tree."""
 
     can_stop = True
+    recurrent = True
 
     @property
     def vocabulary(self) -> DraftVocabulary:

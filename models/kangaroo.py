@@ -113,7 +113,7 @@ class KangarooModel(DrafterModel):
 
     config_class = KangarooConfig
     config: KangarooConfig
-    can_stop = True
+    can_stop = recurrent = True
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config)

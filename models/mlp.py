@@ -102,6 +102,10 @@ class MlpModel(HiddenStateDrafter):
     config_class = MlpConfig
     config: MlpConfig
 
+    @property
+    def recurrent(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.config.tie_weights
+
     def __init__(self, config: MlpConfig) -> None:
         super().__init__(config)
         inner, tied, lstm = config.inner_size, config.tie_weights, config.cell == "lstm"

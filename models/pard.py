@@ -44,7 +44,7 @@ class ParallelDraftModel(DraftModel):
         ValueError: a mask token that the model lacks, or a tree that is deeper than K.
     """
 
-    can_stop = False  # all levels come from one forward
+    can_stop = recurrent = False  # all levels come from one forward
 
     def __init__(self, model: Target, tree_spec: TreeSpec, mask_token: int, depth_limit: int, chunk: int = 256) -> None:
         super().__init__(model, tree_spec, chunk)

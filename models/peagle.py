@@ -49,7 +49,7 @@ class PeagleConfig(EagleConfig):
 class PeagleModel(EagleModel):
     """EAGLE-3, and what stands for features that are not there yet."""
 
-    can_stop = False  # all levels come from one forward
+    can_stop = recurrent = False  # all levels come from one forward
     config_class = PeagleConfig
     config: PeagleConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -336,7 +336,7 @@ def test_the_probe_measures_every_load(kind, monkeypatch):
     assert record["size"]["attention_flops"] == 4 * 2 * 4 * 8
     model = CostModel(json.loads(json.dumps(record)))
     assert predict(model, of(1.5, 4, 2), 3, 60).speedup > 0 and model.contexts == [20, 60, 121]
-    assert record["left_out"] == []
+    assert record["left_out"] == [] and record["recurrent"] == (kind == "draft model")
 
 
 def test_the_probe_runs_static_shape_rounds(monkeypatch):

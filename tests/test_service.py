@@ -98,5 +98,10 @@ def test_the_estimate_of_records_is_that_of_their_sizes():
     context = CostModel(made.load).contexts[0]
     assert result == roofline.estimate(device, target, 2.0, 3, load_report.BATCHES, context, drafter, 2)
     assert (result["device"], result["context"]) == ("H200", context)
+    made.load["recurrent"] = False  # all levels from one forward
+    assert load_report.estimate(made, device) == roofline.estimate(device, target, 2.0, 3, load_report.BATCHES, context, drafter, 1)
+    made.load["recurrent"], made.header["drafter"]["bytes"] = True, 0
+    with pytest.raises(ValueError, match="part of the target; leave out --estimate"):
+        load_report.estimate(made, device)
     with pytest.raises(ValueError, match="what the probe records"):
         load_report.estimate(records([request("a", [3])]), device)
