@@ -169,7 +169,8 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
 
 
 def _bytes(drafter: Any) -> int:
-    """Bytes of the drafter's own weights."""
+    """Bytes of the drafter's own weights; of a hybrid, of the trained drafter."""
+    drafter = getattr(drafter, "trained", drafter)
     model = drafter.model.model if isinstance(drafter, DraftModel | StringMatching) else drafter
     return sum(each.numel() * each.element_size() for each in model.parameters()) if isinstance(model, nn.Module) else 0
 

@@ -89,7 +89,7 @@ def measure(
                 record["rounds"].append(_measure_rounds(target, drafter, spec, prompts, sampling, batch, kernels, prefill))
     record["prefill_s_per_token"] = {name: took / max(1, tokens) for name, (took, tokens) in prefill.items()}
     record["kv_bytes"]["drafter"] = _drafter_bytes(drafter)
-    record["recurrent"] = bool(getattr(drafter, "recurrent", False))
+    record["recurrent"] = bool(getattr(getattr(drafter, "trained", drafter), "recurrent", False))
     record["size"] = asdict(_model_size(target, record["kv_bytes"]["target"]))
     record["took_s"] = time.perf_counter() - began
     return record

@@ -18,13 +18,13 @@ from draftsmith.train.objective import Batch, SequenceDataset
 
 __all__ = ["fit"]
 
-CHAINS = 4096  # from which six numbers for each depth are fitted, and as many to say the errors on
+CHAINS = 2048  # from which six numbers for each depth are fitted, and as many to say the errors on
 AT_ONCE = 32  # chains whose logits [32,K,V] exist at a time
 
 
 @torch.no_grad()
 def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
-    """Fit the drafter's `confidence_weights` on every other document, and say the errors of the survival that they predict on the rest.
+    """Fit the drafter's `confidence_weights` on half of the documents, and say the errors of the survival that they predict on the rest.
 
     Where all processes would have to run the target at once, nothing is fitted.
     """
