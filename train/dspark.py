@@ -129,7 +129,7 @@ def draft(drafter: DsparkModel, batch: Batch, target: Target, section: DsparkSec
 @torch.no_grad()
 def calibrate(drafter: DsparkModel, valid: SequenceDataset, batches: int, target: Target, section: DsparkSection) -> None:
     """Fit the confidences' temperatures on every other of the held-out batches, and say the errors on the rest."""
-    drafter.eval().to(target.device)  # FSDP2 and DeepSpeed leave it on the CPU
+    torch.nn.Module.to(drafter.eval(), target.device)  # FSDP2 and DeepSpeed leave it on the CPU
     size, chains = drafter.config.depth, []
     for number in range(min(2 * batches, len(valid))):
         batch = {name: tensor.to(drafter.device) for name, tensor in valid.batch(torch.tensor([number])).items()}

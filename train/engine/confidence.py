@@ -30,7 +30,7 @@ def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
     """
     if target.collective:
         return
-    drafter.eval().to(target.device)  # FSDP2 and DeepSpeed leave it on the CPU
+    torch.nn.Module.to(drafter.eval(), target.device)  # FSDP2 and DeepSpeed leave it on the CPU
     halves: tuple[list[Tensor], list[Tensor]] = ([], [])
     sizes = [0, 0]
     for number in range(len(valid)):
