@@ -67,7 +67,7 @@ def check_settings(raw: dict[str, Any], config_class: type[PretrainedConfig], so
     if any(type(tap) is not int or tap < 0 for tap in taps):
         raise ValueError(f"{source}: `taps` should be layer numbers, got {str(taps)[:60]}; correct it or restore the file")
     check_tree(raw.get("tree"), f"{source}: `tree`")
-    if weights := raw.get("confidence_weights"):
+    if (weights := raw.get("confidence_weights")) is not None:
         try:
             Confidence.parse(weights)
         except ValueError as error:

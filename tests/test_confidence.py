@@ -115,6 +115,7 @@ def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_
         {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0]]},
         {"greedy": [[1.0, 1.0, 1.0]], "sampled": []},
         {"greedy": [], "sampled": []},
+        {},
         {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, "1"]]},
         {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, math.inf]]},
         {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, 1.0]], "other": 1},
