@@ -68,7 +68,7 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
     seen = 0
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))
-        actual = iter(list(confidence._documents(drafter, target, batch)))
+        actual = iter(list(confidence._chains(drafter, target, batch)))
         for document in range(int(batch["document"].max()) + 1):
             at = batch["document"][0] == document
             ids, mask = batch["input_ids"][0, at], batch["loss_mask"][0, at]
@@ -79,15 +79,19 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
             kept = [root for root in range(1, len(ids) - 3)]
             blocks = [kept[i : i + 5] for i in range(0, len(kept), 5)]
             kept = [root for block in blocks if any(mask[root + 1] for root in block) for root in block]
-            chains = next(actual) if kept else []
-            for root, chain in zip(kept, chains, strict=True):
+            if not kept:
+                continue
+            chains = next(actual)
+            assert len(chains) == len(kept)
+            for i, root in enumerate(kept):
                 q, counted = drafter.position_logits(own, torch.tensor([root]))[0].detach().double().softmax(-1), 1
                 for k in range(3):
                     counted *= int(mask[root + k + 1])
                     overlap = sum(min(float(a), float(b)) for a, b in zip(p[root + k], q[k], strict=True))
                     agree = int(p[root + k].argmax() == q[k].argmax())
-                    assert chain[k, 3:].tolist() == pytest.approx([overlap, agree, counted], abs=1e-5)
-                    assert chain[k, 0].sigmoid().item() == pytest.approx(q[k].max().item(), abs=1e-5)
+                    assert float(chains.overlap[i, k]) == pytest.approx(overlap, abs=1e-5)
+                    assert (int(chains.agree[i, k]), int(chains.counted[i, k])) == (agree, counted)
+                    assert chains.features[i, k, 0].sigmoid().item() == pytest.approx(q[k].max().item(), abs=1e-5)
                     seen += counted
         assert next(actual, None) is None
     assert seen > 40

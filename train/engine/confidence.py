@@ -4,11 +4,12 @@ Letters: n chains · S positions of a document · R roots · K draft depth · V 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.confidence import FEATURES, features
+from draftsmith.inference.confidence import features
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
@@ -22,6 +23,26 @@ CHAINS = 2048  # from which six numbers for each depth are fitted, and as many t
 AT_ONCE = 32  # chains whose logits [32,K,V] exist at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Positions to draft from, along held-out text.
+
+    Attributes:
+        features: of q, [n,K,3] float64.
+        agree: whether p and q have the same best token, [n,K] float64.
+        overlap: 1 − ½ ‖p − q‖₁, [n,K] float64.
+        counted: whether all tokens down to this depth are supervised, [n,K] bool.
+    """
+
+    features: Tensor
+    agree: Tensor
+    overlap: Tensor
+    counted: Tensor
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+
 @torch.no_grad()
 def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
     """Fit the drafter's `confidence_weights` on half of the documents, and say the errors of the survival that they predict on the rest.
@@ -31,11 +52,11 @@ def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
     if target.collective:
         return
     torch.nn.Module.to(drafter.eval(), target.device)  # FSDP2 and DeepSpeed leave it on the CPU
-    halves: tuple[list[Tensor], list[Tensor]] = ([], [])
+    halves: tuple[list[Chains], list[Chains]] = ([], [])
     sizes = [0, 0]
     for number in range(len(valid)):
         batch = {name: tensor.to(target.device) for name, tensor in valid.batch(torch.tensor([number])).items()}
-        for chains in _documents(drafter, target, batch):
+        for chains in _chains(drafter, target, batch):
             half = sizes.index(min(sizes))
             halves[half].append(chains)
             sizes[half] += len(chains)
@@ -43,21 +64,23 @@ def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
             break
     if not min(sizes):
         return
-    fitting, held_out = (torch.cat(half).split((FEATURES, 1, 1, 1), -1) for half in halves)
+    fitting, held_out = _join(halves[0]), _join(halves[1])
     weights, errors = {}, []
-    for name, column in (("greedy", 2), ("sampled", 1)):
-        w = fit_confidence(fitting[0], fitting[column].squeeze(-1), fitting[3].squeeze(-1) > 0)
+    for name, accepted, judged in (("greedy", fitting.agree, held_out.agree), ("sampled", fitting.overlap, held_out.overlap)):
+        w = fit_confidence(fitting.features, accepted, fitting.counted)
         weights[name] = w.tolist()
-        odds = (held_out[0] * w).sum(-1)
-        each = survival_errors(odds, held_out[column].squeeze(-1), held_out[3].squeeze(-1) > 0, [1.0] * len(w))
+        each = survival_errors((held_out.features * w).sum(-1), judged, held_out.counted, [1.0] * len(w))
         errors.append(f"{name} " + ", ".join(f"{error:.3f}" for error in each))
     drafter.config.confidence_weights = weights
     say(f"confidence: expected calibration error of survival at depth 1 … {drafter.depth_limit}: {'; '.join(errors)}")
 
 
-def _documents(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[Tensor]:
-    """The chains of each document of a batch [n,K,6]: features of q, α, whether p and q have the same best token, whether all tokens down
-    to this depth are supervised; float64."""
+def _join(parts: list[Chains]) -> Chains:
+    return Chains(*(torch.cat([getattr(part, name) for part in parts]) for name in ("features", "agree", "overlap", "counted")))
+
+
+def _chains(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[Chains]:
+    """The chains of each document of a batch that has any."""
     out, ahead = target.features(batch, drafter.taps), torch.arange(drafter.depth_limit, device=target.device)
     for row, documents in enumerate(batch["document"]):
         for number in documents.unique().tolist():
@@ -75,7 +98,6 @@ def _documents(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[
                 logits, actual = drafter.position_logits(own, roots).float(), target.logits(along.hidden[0, drafted]).float()
                 overlap = torch.minimum(logits.softmax(-1), actual.softmax(-1)).sum(-1)
                 agree = logits.argmax(-1) == actual.argmax(-1)
-                columns = (overlap[..., None], agree[..., None], counted[..., None])
-                parts.append(torch.cat([column.double() for column in (features(logits), *columns)], -1))
+                parts.append(Chains(features(logits).double(), agree.double(), overlap.double(), counted > 0))
             if parts:
-                yield torch.cat(parts)
+                yield _join(parts)
