@@ -372,11 +372,14 @@ def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, score
         logits = warp(logits, sampling)
         request = round.noise_keys[:, None].expand_as(index)
         purpose = PURPOSE_TOKEN if children == "shared-noise" else PURPOSE_DRAFT
+        # Where survival decides what is verified, it must say nothing of draws elsewhere: then each node of a level has noise of its own.
+        own_noise = round.scored and children != "shared-noise"
+        node = torch.arange(index.shape[1], device=index.device).expand_as(index) if own_noise else torch.zeros_like(index)
         if children == "replaced":
-            noises = (gumbel(sampling.seed, request, index, logits.shape[-1], purpose, copy) for copy in range(count))
+            noises = (gumbel(sampling.seed, request, index, logits.shape[-1], purpose, node * count + copy) for copy in range(count))
             ids = torch.stack([(logits + noise).argmax(-1) for noise in noises], -1)
         else:  # the best of Gumbel-perturbed log-probabilities are draws without replacement, in order (Kool et al. 2019)
-            ids = (logits + gumbel(sampling.seed, request, index, logits.shape[-1], purpose)).topk(count, -1).indices
+            ids = (logits + gumbel(sampling.seed, request, index, logits.shape[-1], purpose, node)).topk(count, -1).indices
     drawn, scores = children in ("drawn", "replaced"), None
     if scored:
         log_q = logits.float().log_softmax(-1)

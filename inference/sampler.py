@@ -139,7 +139,7 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[T
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_TOKEN, copy: int = 0) -> Tensor:
+def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: int = PURPOSE_TOKEN, copy: int | Tensor = 0) -> Tensor:
     """Standard Gumbel noise.
 
     Counter layout: (token // 4, position, request, purpose + 256 · copy), key = seed; token t takes output word t % 4. A word x gives the uniform
@@ -151,14 +151,14 @@ def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: in
         position: [...] int64 in [0, 2^32), absolute index in the sequence of the token that is drawn.
         vocab: V.
         purpose: one of PURPOSE_*.
-        copy: number of an independent draw for one position.
+        copy: number of an independent draw for one position, below 2^24; a tensor has the shape of `request`.
 
     Returns:
         float32 [...,V].
     """
     block = torch.arange((vocab + 3) // 4, device=request.device)
-    request, position = request[..., None], position[..., None]
-    words = torch.stack(philox(seed, (block, position, request, torch.full_like(request, purpose + 256 * copy))), -1)  # [...,⌈V/4⌉,4]
+    request, position, draw = (word[..., None] for word in (request, position, torch.zeros_like(request) + (purpose + 256 * copy)))
+    words = torch.stack(philox(seed, (block, position, request, draw)), -1)  # [...,⌈V/4⌉,4]
     return _unit(words.flatten(-2)[..., :vocab]).log_().neg_().log_().neg_().float()
 
 

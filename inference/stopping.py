@@ -130,13 +130,13 @@ class Draft:
     Attributes:
         stride: what a level adds to the index that its draws are keyed by. Whether a token is drawn for an index may depend, through the
             rows beside, on what an earlier round drew in vain for that index. Drawn with the same noise again it would be no draw from q. So
-            draws are keyed by depth too: no two rounds draw for one index at one depth.
+            draws are keyed by depth too where drafts stop early or not all nodes are verified: no two rounds draw for one index at one depth.
     """
 
     def __init__(self, stopping: Stopping | None, round: RoundContext) -> None:
         self._stopping, self._sampling, self._depth = stopping, round.sampling, 0
         self._survival: Tensor | None = None
-        drawn = stopping is not None and round.sampling.children in ("drawn", "replaced")
+        drawn = (stopping is not None or round.scored) and round.sampling.children in ("drawn", "replaced")
         self.stride = DEPTH_STRIDE + 1 if drawn else 1
         if stopping is not None and stopping.rule == "gain":
             self._begin(stopping.clock, round)

@@ -14,11 +14,12 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import NodeOutput, RoundContext
 from draftsmith.inference.expand import choose
+from draftsmith.inference.level_heads import draft_levels
 from draftsmith.inference.load_aware import Admitted, LoadAware, nodes_that_pay
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
-from draftsmith.inference.tree import StaticTree
-from draftsmith.inference.verify import HostResult, Verdict
+from draftsmith.inference.tree import DraftTree, StaticTree
+from draftsmith.inference.verify import HostResult, Verdict, verify
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 
@@ -109,6 +110,101 @@ def test_the_output_distribution_by_enumeration():
     chances, tested = outcomes["leaky"]
     assert tested == [True, False] and (chances - p).abs().max() > 0.1
     torch.testing.assert_close(chances, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-12, rtol=0)  # the paper's numbers
+
+
+LAWS = {  # distributions over six tokens
+    "0 to 2": [1, 1, 1, 0, 0, 0], "0 or 1": [1, 1, 0, 0, 0, 0], "4 or 5": [0, 0, 0, 0, 1, 1], "3": [0, 0, 0, 1, 0, 0], "4": [0, 0, 0, 0, 1, 0],
+    "5": [0, 0, 0, 0, 0, 1], "any": [1, 1, 1, 1, 1, 1],
+}  # fmt: skip
+
+
+def laws(names):
+    """[len(names),6] logits."""
+    return torch.tensor([LAWS[name] for name in names], dtype=torch.float32).log().clamp(min=-1e9)
+
+
+def decode_round(spec, texts, keys, q, p, seconds, together, aware):
+    """One round of `together` rows at a time, by rejection: each text grows by what is accepted and one token.
+
+    Args:
+        q, p: name the drafter's and the target's law after row and text.
+    """
+    rows, positions = torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])
+    roots, sampling = torch.tensor([text[-1] for text in texts]), Sampling(1.0, seed=3, rule="rejection")
+    round = RoundContext(rows.tolist(), rows, roots, positions, keys, sampling, spec.max_depth, scored=True)
+    drafted = [[list(text)] for text in texts]
+
+    def logits_of(k, level):
+        if level is not None:
+            for b, (tokens, parents) in enumerate(
+                zip(level.tokens.tolist(), level.parent_index.expand(len(texts), -1).tolist(), strict=True)
+            ):
+                drafted[b] = [[*drafted[b][parent], token] for token, parent in zip(tokens, parents, strict=True)]
+        return laws([q(b, text) for b, nodes in enumerate(drafted) for text in nodes]).view(len(texts), -1, 6)
+
+    tree = draft_levels(spec, spec.max_depth, round, logits_of)
+    by_width = {}
+    for first in range(0, len(texts), together):
+        group = list(range(first, first + together))
+        width = nodes_that_pay(tree.survival[group], seconds) if aware else len(spec.paths) + 1
+        by_width.setdefault(width, []).extend(group)
+    for width, group in by_width.items():
+        parents = tree.parents.expand(len(texts), -1)[group]
+        part = DraftTree.build(tree.tokens[group], parents, tree.size[group], tree.q_logits[group])
+        part.survival = tree.survival[group]
+        admitted = Admitted(part, width).tree if width <= len(spec.paths) else part
+        names = []
+        for i, b in enumerate(group):
+            nodes = [list(texts[b])]
+            for node in range(1, admitted.tokens.shape[1]):
+                nodes.append([*nodes[int(admitted.parents.expand(len(group), -1)[i, node])], int(admitted.tokens[i, node])])
+            names += [p(b, text) for text in nodes]
+        verdict = verify(admitted, laws(names).view(len(group), -1, 6), sampling, keys[group], positions[group], spec.max_depth)
+        for i, b in enumerate(group):
+            texts[b] += [int(admitted.tokens[i, node]) for node in verdict.path[i].tolist() if node > 0] + [int(verdict.next_token[i])]
+    return Counter({width: len(group) for width, group in by_width.items()})
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_draws_elsewhere_in_a_tree_say_nothing_of_a_draft(aware):
+    """A node's child may make more nodes pay, another node's child among them. If both were drawn with one noise, the second would be tested
+    for what it is."""
+    spec = StaticTree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)])
+
+    def q(b, text):
+        return {1: "4 or 5", 2: "0 to 2" if text[-1] == 4 else "0 or 1"}.get(len(text)) or ("3" if text[1:] == [5, 0] else "any")
+
+    def p(b, text):
+        return "any" if len(text) > 2 else q(b, text)
+
+    texts = [[0] for _ in range(3000)]
+    widths = decode_round(spec, texts, torch.arange(3000), q, p, [1.0, 1.01, 1.02, 1.03, 1.04, 9.0], 1, aware)
+    second = Counter(text[2] for text in texts if text[1] == 4 and len(text) > 2)
+    assert second.total() > 1000 and widths == {5 if aware else 6: 3000}  # which five of the six nodes, survival decides
+    assert (
+        sum((count - second.total() / 3) ** 2 for count in second.values()) / (second.total() / 3) < 13.8
+    )  # χ², 2 degrees of freedom: 0.1 %
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_what_was_drawn_in_vain_says_nothing_of_later_draws(aware):
+    """Row 0's unverified third draft decides how many of row 1's nodes are verified, and so whether the same index is tested a round later."""
+    spec = StaticTree.chain(3)
+
+    def q(b, text):
+        if b % 2:
+            return "5" if len(text) % 4 else "any"
+        return {1: "5", 2: "0 or 1"}.get(len(text)) or ("5" if text[2] == 0 else "any")
+
+    def p(b, text):
+        return "5" if b % 2 else {1: "4", 2: "0 or 1"}.get(len(text), "any")
+
+    texts, widths = [[2] for _ in range(3000)], Counter()
+    for _ in range(2):
+        widths += decode_round(spec, texts, torch.arange(3000), q, p, [1.0, 1.5, 1.9, 2.35], 2, aware)
+    second = Counter(text[2] for text in texts[::2])
+    assert second.total() == 1500 and set(second) == {0, 1} and (len(widths) > 1) == aware
+    assert abs(second[0] - 750) < 3.3 * 1500**0.5 / 2  # 0.1 %
 
 
 @pytest.mark.parametrize("rule", ["rejection", "rejection-replacement", "target-sample"])
