@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
@@ -40,6 +40,10 @@ TEXTS = ("records.jsonl", "report.html")  # of an evaluation: they hold texts of
 def same_layout(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and device."""
     return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+
+
+class Output(nn.Linear):
+    """A linear layer with an output for each token, which the optimizer takes for a head."""
 
 
 class DrafterConfig(PretrainedConfig):

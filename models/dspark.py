@@ -25,6 +25,7 @@ from draftsmith.inference.expand import CurrentLevel, DynamicTree
 from draftsmith.inference.level_heads import draft_levels
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.dflash import DflashConfig, DflashModel
+from draftsmith.models.drafter import Output
 from draftsmith.models.target import Target
 
 MARKOV = ("low-rank", "gated", "rnn")
@@ -87,7 +88,7 @@ class MarkovHead(nn.Module):
     def __init__(self, vocab_size: int, rank: int, hidden_size: int, markov: str) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = Output(rank, vocab_size, bias=False)
         if markov == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
         elif markov == "rnn":

@@ -26,7 +26,7 @@ from draftsmith.inference.level_heads import draft_levels
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
 from draftsmith.models.decoder_layer import DecoderLayer, rotary
-from draftsmith.models.drafter import DrafterConfig, fill_tree
+from draftsmith.models.drafter import DrafterConfig, Output, fill_tree
 from draftsmith.models.feature_drafter import Attend, PairDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import attend, blocks
@@ -140,7 +140,7 @@ class HydraModel(PairDrafter):
             nn.Sequential(ResBlock(size, k + 2), *(ResBlock(size) for _ in range(config.num_layers - 1))) for k in heads
         )
         if not config.share_head:
-            self.hydra_lm_head = nn.ModuleList(nn.Linear(size, config.vocab_size, bias=config.head_bias) for _ in heads)
+            self.hydra_lm_head = nn.ModuleList(Output(size, config.vocab_size, bias=config.head_bias) for _ in heads)
         if config.prefix:
             self.prefix_embeding_layer = Prefix(config)
         self.post_init()

@@ -20,7 +20,7 @@ from draftsmith.inference.expand import CurrentLevel
 from draftsmith.inference.level_heads import draft_levels, draft_marginals
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
-from draftsmith.models.drafter import DrafterConfig, fill_tree
+from draftsmith.models.drafter import DrafterConfig, Output, fill_tree
 from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 from draftsmith.models.target import Target
 
@@ -71,13 +71,6 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Output(nn.Linear):
-    """A linear layer [V,H] without bias. It is zero until `init_from_target` copies the target's head."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
-
-
 class MedusaModel(HiddenStateDrafter):
     """K independent heads, which all run at once, or with a rule that stops drafts one after the other.
 
@@ -92,7 +85,7 @@ class MedusaModel(HiddenStateDrafter):
         super().__init__(config)
         for k in range(config.num_heads):
             blocks: list[nn.Module] = [ResBlock(config.hidden_size) for _ in range(config.num_layers)]
-            output = [] if config.share_head else [Output(config.vocab_size, config.hidden_size)]
+            output = [] if config.share_head else [Output(config.hidden_size, config.vocab_size, bias=False)]
             self.add_module(str(k), nn.ModuleList(blocks + output))
         self.post_init()
 

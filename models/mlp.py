@@ -28,7 +28,7 @@ from draftsmith.inference.expand import CurrentLevel
 from draftsmith.inference.level_heads import draft_levels
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.artifact import DEEPEST
-from draftsmith.models.drafter import DrafterConfig, fill_tree
+from draftsmith.models.drafter import DrafterConfig, Output, fill_tree
 from draftsmith.models.hidden_state_drafter import HiddenStateDrafter
 
 CELLS = ("mlp", "lstm")
@@ -113,7 +113,7 @@ class MlpModel(HiddenStateDrafter):
         inputs = [config.hidden_size, *[inner] * (config.num_heads - 1)]
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(copies))
         self.proj = nn.ModuleList(nn.Linear(size, (4 if lstm else 1) * inner, bias=False) for size in (inputs[:2] if tied else inputs))
-        self.head = nn.ModuleList(nn.Linear(inner, config.vocab_size, bias=False) for _ in range(copies))
+        self.head = nn.ModuleList(Output(inner, config.vocab_size, bias=False) for _ in range(copies))
         for name in ("cell_ln", "state_ln") if lstm else ("ln",):
             self.add_module(name, nn.ModuleList(Norm(inner) for _ in range(copies)))
         weight = 0.5 ** (0.5 / config.num_heads)

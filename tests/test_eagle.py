@@ -154,7 +154,7 @@ def test_a_warm_start_takes_over_what_fits(target, tmp_path):
     old.save_pretrained(tmp_path)
     new = make(target, "3, small", seed=4)
     before = new.lm_head.weight.detach().clone()
-    train.begin_with(new, str(tmp_path), target)
+    train.begin_with(new, str(tmp_path), target, "eagle.start")
     rows, kept = new.vocabulary.targets.tolist(), 0
     there = {token: i for i, token in enumerate(old.vocabulary.targets.tolist())}
     for i, token in enumerate(rows):
@@ -166,12 +166,12 @@ def test_a_warm_start_takes_over_what_fits(target, tmp_path):
         assert path == "lm_head.weight" or torch.equal(parameter, old.get_parameter(path))
     for name, first in (("3", "draft_size"), ("3.1, deep", "taps, draft_size"), ("1", "version, taps")):
         with pytest.raises(ValueError, match=f"eagle.start=.*differs in {first}"):
-            train.begin_with(make(target, name), str(tmp_path), target)
+            train.begin_with(make(target, name), str(tmp_path), target, "eagle.start")
     with pytest.raises(ValueError, match="differs in taps;"):
-        train.begin_with(make(target, "3, small", taps=[0]), str(tmp_path), target)
+        train.begin_with(make(target, "3, small", taps=[0]), str(tmp_path), target, "eagle.start")
     new_drafter("medusa", target, num_heads=2).save_pretrained(tmp_path / "medusa")
     with pytest.raises(ValueError, match="medusa differs"):
-        train.begin_with(new, str(tmp_path / "medusa"), target)
+        train.begin_with(new, str(tmp_path / "medusa"), target, "eagle.start")
 
 
 def test_what_decoded_can_be_trained(target, tmp_path):

@@ -74,8 +74,22 @@ def test_state_is_named_for_trained_parameters_only(tmp_path):
     assert len(made.state) == 6 and frozenset(made.state[model.wide.weight]) == {"step", "exp_avg"}
 
 
-def test_outputs_of_medusa_heads_are_tables(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("medusa", {"num_heads": 2}),
+        ("hydra", {"num_heads": 2}),
+        ("mlp", {"num_heads": 2, "inner_size": 24, "tie_weights": False}),
+        ("dspark", {"taps": [0, 1], "num_heads": 4, "markov_rank": 6}),
+        ("eagle", {"taps": [0, 1], "num_heads": 4}),
+    ],
+)
+def test_matrices_with_a_row_for_each_token_are_heads(method, settings, tmp_path):
+    """As their shapes say: no other matrix of the tiny drafters has V rows."""
     target = Target.wrap(tiny("llama"))
-    drafter = new_drafter("medusa", target, num_heads=2)
+    drafter = new_drafter(method, target, **settings)
     keys = optimizer.state_keys(drafter, new_recipe(tmp_path, optimizer="muon").train)
-    assert [name for name, own in keys.items() if own == ("exp_avg",)] == ["0.0.linear.weight", "1.0.linear.weight"] and len(keys) == 6
+    matrices = {name: parameter for name, parameter in drafter.named_parameters() if name in keys and parameter.ndim == 2}
+    by_muon = {name for name, own in keys.items() if own == ("exp_avg",)}
+    assert by_muon == {name for name, matrix in matrices.items() if len(matrix) != target.vocab_size}
+    assert len(by_muon) > 1 and len(matrices) > len(by_muon)

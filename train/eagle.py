@@ -258,11 +258,11 @@ def _head_dim(size: int, heads: int, of_target: int | None) -> int:
     )
 
 
-def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
+def begin_with(drafter: EagleModel, path: str, target: Target, key: str) -> None:
     """Copy the weights of another EAGLE drafter of this target, ours or a published one, its head re-indexed to this drafter's vocabulary.
 
     Raises:
-        ValueError: the other one has another architecture, or reads other taps.
+        ValueError: the other one has another architecture, or reads other taps. It names the recipe's `key`.
     """
     start = read_published(path, target) if format_of(path) else load_drafter(path, target)
     differing = [
@@ -282,12 +282,12 @@ def begin_with(drafter: EagleModel, path: str, target: Target) -> None:
         if getattr(start.config, name, None) != getattr(drafter.config, name)
     ]
     if not isinstance(start, EagleModel) or differing:
-        raise ValueError(f"eagle.start={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture")
+        raise ValueError(f"{key}={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture")
     weights = {name: tensor for name, tensor in start.state_dict().items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" in weights:
         head, known = drafter.vocabulary.re_index(weights["lm_head.weight"], start.vocabulary)
         weights["lm_head.weight"] = torch.where(known[:, None], head, drafter.lm_head.weight.detach())
-        say(f"eagle.start: {int(known.sum()):,} of {len(known):,} rows of the head taken over, the rest as in a fresh one")
+        say(f"{key}: {int(known.sum()):,} of {len(known):,} rows of the head taken over, the rest as in a fresh one")
     drafter.load_state_dict(weights, strict=False)
 
 
@@ -369,7 +369,7 @@ def main(arguments: list[str]) -> None:
         if section.start == "target":
             begin_with_target(drafter, target, train.batch(torch.arange(1)))
         elif section.start:
-            begin_with(drafter, section.start, target)
+            begin_with(drafter, section.start, target, "eagle.start")
         freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)

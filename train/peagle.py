@@ -41,7 +41,7 @@ class PeagleSection(Section):
     )
     start: str | None = Field(
         default=None,
-        description="folder or Hub id of a P-EAGLE drafter of the same sizes whose weights to start from; unset: fresh weights",
+        description="folder or Hub id of a P-EAGLE or EAGLE drafter of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 
@@ -65,6 +65,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import layer_sizes
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
+from draftsmith.train.eagle import begin_with
 from draftsmith.train.engine import output
 from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
@@ -148,7 +149,7 @@ def main(arguments: list[str]) -> None:
         if sizes["draft_vocab_size"] < target.vocab_size:
             drafter.take(setup.frequent_tokens(train, target, sizes["draft_vocab_size"]))
         if section.start:
-            setup.start_from(drafter, section.start, target, "peagle.start")
+            begin_with(drafter, section.start, target, "peagle.start")
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftsmith.models.medusa import Output
+from draftsmith.models.drafter import Output
 from draftsmith.train.engine.checkpoint import COMPENSATION, STATE_KEYS
 from draftsmith.train.engine.section import TrainSection
 
