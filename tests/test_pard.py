@@ -20,7 +20,7 @@ from draftsmith.models.mask_rows import check_attention, hidden_with_masks, mask
 from draftsmith.models.pard import ParallelDraftModel
 from draftsmith.models.target import Target
 from draftsmith.train import pard as train
-from draftsmith.train.losses.anchors import draw_chains
+from draftsmith.train.losses.anchors import chain_rows, draw_chains
 from draftsmith.train.pard import PardSection, objective, retained
 
 K, MASK = 4, 7
@@ -45,9 +45,7 @@ def test_the_objective_is_the_loops(name):
     model, batch = random_model(name).double().train(), packed()
     section = PardSection(steps=K, retention=0.6, least_retention=0.3)
     loss = objective(model, batch, vocab_size=67, section=section, mask_token=MASK, seed=2)
-    counts = retained(section, 24)
-    assert counts == [14, 8, 7]
-    anchors, depths, drawn = draw_chains(batch, counts, 2)
+    anchors, depths, drawn = draw_chains(batch, retained(section), 2)
     total, counted = torch.zeros((), dtype=torch.float64), 0
     for b in range(len(anchors)):
         terms = []
@@ -78,23 +76,26 @@ def test_the_objective_is_the_loops(name):
 
 
 def test_what_is_retained():
-    """Each level has its count; chains have no gaps; draws follow the sample, not its place in a batch; few positions are padded."""
+    """Each level has its share of the positions that can have it; draws follow the sample, not its place in a batch; rows are padded."""
     batch = packed()
     section = PardSection(steps=5, retention=0.5, least_retention=0.2)
-    counts = retained(section, 24)
-    assert counts == [12, 6, 4, 4] and retained(PardSection(steps=3, retention=1.0), 24) == [24, 24]
-    anchors, depths, drawn = draw_chains(batch, counts, 0)
-    for level, count in enumerate(counts, 1):
-        assert ((depths >= level).sum(1) == count).all()
-    assert (depths.sum(1) == sum(counts)).all() and (anchors.diff(dim=1) >= 0).all() and drawn.any() and not drawn.all()
+    shares = retained(section)
+    assert shares == [0.5, 0.25, 0.2, 0.2] and retained(PardSection(steps=3, retention=1.0)) == [1.0, 1.0]
+    anchors, depths, drawn = draw_chains(batch, shares, 0)
     mask, document = batch["loss_mask"], batch["document"]
+    for b in range(len(mask)):
+        fitting = sum(bool(mask[b, t + 1] and mask[b, t + 2] and document[b, t + 2] == document[b, t]) for t in range(22))
+        for level, share in enumerate(shares, 1):
+            assert int(((depths >= level) & drawn)[b].sum()) == min(fitting, max(1, int(fitting * share)))
+    assert (depths.sum(1) == 12 + 6 + 4 + 4).all() and chain_rows(shares, 24) == 26 and int(depths.max()) <= 4
+    assert (anchors.diff(dim=1) >= 0).all() and drawn.any() and not drawn.all() and (depths[drawn] > 0).all()
     for b, a in drawn.nonzero().tolist():
         at = int(anchors[b, a])
         assert mask[b, at + 1] and mask[b, at + 2] and document[b, at + 2] == document[b, at]
     turned = {name: values.flip(0) for name, values in batch.items()}
-    for got, want in zip(draw_chains(turned, counts, 0), (anchors, depths, drawn), strict=True):
+    for got, want in zip(draw_chains(turned, shares, 0), (anchors, depths, drawn), strict=True):
         assert torch.equal(got.flip(0), want)
-    assert not torch.equal(draw_chains(batch, counts, 1)[0], anchors)
+    assert not torch.equal(draw_chains(batch, shares, 1)[0], anchors)
 
 
 def test_drafts_are_those_of_training():

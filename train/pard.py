@@ -59,7 +59,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import check_blocks, draw_chains, per_sequence, tokens_behind
+from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, tokens_behind
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -69,15 +69,15 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     """Σ_b n_b · [Σ_t CE(q_t, x_{t+1}) + Σ_{a,i} CE(q_{a,i}, x_{a+1+i})] / (number of t and of a, i), with the text's own tokens x.
 
     q_t [D] is the model's distribution after position t; t + 1 is supervised and of the same document. q_{a,i} is that of mask i behind
-    position a. COD: the masks at level i follow a random share max(r^i, least_retention) of the positions, among those that
-    have masks up to level i − 1. A mask counts while all tokens from a + 1 on are supervised. n_b are the supervised tokens of
+    position a. COD: the masks at level i follow a random share max(r^i, least_retention) of the positions whose next two
+    tokens are supervised, among those that have masks up to level i − 1. A mask counts while all tokens from a + 1 on are supervised. n_b are the supervised tokens of
     sequence b, by whose sum the loop divides. All terms weigh the same, as in the authors' code.
     """
     ids, document, size = batch["input_ids"], batch["document"], section.steps
-    counts = retained(section, ids.shape[1])
-    anchors, depths, drawn = draw_chains(batch, counts, seed)
+    shares = retained(section)
+    anchors, depths, drawn = draw_chains(batch, shares, seed)
     _, tokens, supervised = tokens_behind(batch, anchors, drawn, size)  # [B,A,K]
-    rows = mask_rows(document, anchors, depths, sum(counts), size - 1)
+    rows = mask_rows(document, anchors, depths, chain_rows(shares, ids.shape[1]), size - 1)
     states = hidden_with_masks(model, ids, batch["position_ids"], rows, mask_token)
     entry = rows.anchor_index * size + rows.level
     labels = torch.cat((shift_left(ids, 1, document), tokens.flatten(1).gather(1, entry)), 1)
@@ -92,11 +92,9 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     return Loss(losses.sum, weight, survival_metrics(along.flatten(0, 1).T, chains.flatten(0, 1).T, weight))
 
 
-def retained(section: PardSection, positions: int) -> list[int]:
-    """How many positions of a sequence have a mask at level 1 … K − 1; never more than at the level before."""
-    shares = (max(section.retention**level, section.least_retention) for level in range(1, section.steps))
-    counts = [max(1, int(positions * share)) for share in shares]
-    return [min(counts[: level + 1]) for level in range(len(counts))]
+def retained(section: PardSection) -> list[float]:
+    """The share of positions that have a mask at level 1 … K − 1."""
+    return [max(section.retention**level, section.least_retention) for level in range(1, section.steps)]
 
 
 def check(recipe: PardRecipe) -> None:

@@ -11,7 +11,7 @@ from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
 from draftsmith.train.recipe import Recipe, check_complete_sequences
 
-__all__ = ["check_blocks", "draw_anchors", "draw_chains", "per_sequence", "tokens_behind"]
+__all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_sequence", "tokens_behind"]
 
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
@@ -51,23 +51,38 @@ def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return anchors, drawn
 
 
-def draw_chains(batch: Batch, counts: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_chains(batch: Batch, shares: list[float], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw positions whose next two tokens are supervised, and how many masks follow each: those with i masks have i − 1 too (PARD's COD).
+
+    The depths of a sequence add up to as many rows as all its positions would have, whatever is supervised: the last position is repeated,
+    not drawn, with what is missing.
 
     Args:
         batch: as for `draw_anchors`.
-        counts: how many positions have a mask at level 1, 2, …; it never rises. Where a sequence has fewer positions, the last one is repeated.
+        shares: of these positions, how many have a mask at level 1, 2, …, at least one; they never rise.
         seed: of the run.
 
     Returns:
-        anchors [B,A] int64 in order, depths [B,A] int64, which add up to Σ counts, and drawn [B,A] bool, False for repeated ones.
+        anchors [B,A] int64 in order, depths [B,A] int64, and drawn [B,A] bool, False for repeated ones.
     """
     mask, document = batch["loss_mask"].bool(), batch["document"]
     fits = torch.zeros_like(mask)
     fits[:, :-2] = mask[:, 1:-1] & mask[:, 2:] & (document[:, 2:] == document[:, :-2])
-    anchors, drawn, order = _draw(batch, fits, counts[0], seed)
-    by_rank = (torch.tensor(counts, device=mask.device)[:, None] > torch.arange(anchors.shape[1], device=mask.device)).sum(0)
-    return anchors, by_rank[order], drawn
+    positions, levels = mask.shape[1], len(shares)
+    rows = chain_rows(shares, positions)
+    anchors, drawn, order = _draw(batch, fits, max(1, int(positions * shares[0])), seed)
+    fitting = fits.sum(1, keepdim=True)
+    own_counts = (fitting * torch.tensor(shares, dtype=torch.float64, device=mask.device)).long().maximum(fitting.clamp(max=1))  # [B,K−1]
+    depths = (own_counts[:, :, None] > torch.arange(anchors.shape[1], device=mask.device)).sum(1).gather(1, order)
+    repeats = torch.arange(-(-rows // levels), device=mask.device)
+    missing = (rows - depths.sum(1, keepdim=True) - levels * repeats).clamp(min=0, max=levels)
+    anchors = torch.cat((anchors, anchors[:, -1:].expand_as(missing)), 1)
+    return anchors, torch.cat((depths, missing), 1), torch.cat((drawn & (depths > 0), torch.zeros_like(missing, dtype=torch.bool)), 1)
+
+
+def chain_rows(shares: list[float], positions: int) -> int:
+    """The masks of a sequence, those of repeated positions included."""
+    return sum(max(1, int(positions * share)) for share in shares)
 
 
 def _draw(batch: Batch, fits: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
