@@ -173,7 +173,8 @@ class Draft:
     def _hardly_survives(self, stopping: Stopping, logits: Tensor) -> bool:
         if stopping.confidence is None:
             raise ValueError(f"{stopping} needs a drafter's fitted confidence; give Stopping one, or take confidence:P")
-        chance = stopping.confidence.chance(self._depth, self._warped(logits), self._sampling.greedy)
+        children = "drawn" if self._sampling.children == "replaced" else self._sampling.children
+        chance = stopping.confidence.chance(self._depth, self._warped(logits), "greedy" if self._sampling.greedy else children)
         survival = self._down_to(chance.amax(1))
         return self._depth > 1 and not bool((survival >= stopping.threshold).any())
 

@@ -10,7 +10,8 @@ from random_targets import random_model, randomise
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.eval.loading import set_stop
-from draftsmith.inference.confidence import Confidence, features
+from draftsmith.inference.confidence import CHILDREN, Confidence, features
+from draftsmith.inference.sampler import gumbel
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.engine import confidence
@@ -23,7 +24,8 @@ KINDS = {
     "mlp": {"num_heads": 3, "inner_size": 20},
     "eagle": {"taps": [0, 1], "num_heads": 4, "steps": 3},
 }
-WEIGHTS = {"greedy": [[1.0, 0.5, -2.0], [0.3, -0.1, 0.0]], "sampled": [[0.8, 0.0, 1.0], [0.1, 0.2, 0.3]]}
+WEIGHTS = {name: [[1.0 + i, 0.5, -2.0], [0.3, -0.1 * i, 0.0]] for i, name in enumerate(CHILDREN)}
+ONES = {name: [[1.0, 1.0, 1.0]] for name in CHILDREN}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,9 @@ def test_chance_is_its_formula():
     """With −inf outside a draft vocabulary, with a certain and with an even distribution; deeper than the weights the last row counts."""
     own = Confidence.parse(WEIGHTS)
     rows = [[0.3, -1.0, 2.5, 0.0], [1.0, -math.inf, 0.0, -math.inf], [0.0] * 4, [60.0, 0.0, 0.0, 0.0]]
-    for depth, greedy, weights in ((1, True, WEIGHTS["greedy"][0]), (2, False, WEIGHTS["sampled"][1]), (7, True, WEIGHTS["greedy"][1])):
-        for logits, chance in zip(rows, own.chance(depth, torch.tensor(rows), greedy).tolist(), strict=True):
+    for depth, children, row in ((1, "greedy", 0), (2, "drawn", 1), (1, "top", 0), (2, "shared-noise", 1), (7, "greedy", 1)):
+        weights = WEIGHTS[children][row]
+        for logits, chance in zip(rows, own.chance(depth, torch.tensor(rows), children).tolist(), strict=True):
             q = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
             most = min(max(q), math.exp(-1e-6))
             z = weights[0] * math.log(most / (1 - most)) - weights[1] * sum(p * math.log(p) for p in q if p > 0) + weights[2]
@@ -88,9 +91,11 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
                 for k in range(3):
                     counted *= int(mask[root + k + 1])
                     overlap = sum(min(float(a), float(b)) for a, b in zip(p[root + k], q[k], strict=True))
-                    agree = int(p[root + k].argmax() == q[k].argmax())
-                    assert float(chains.overlap[i, k]) == pytest.approx(overlap, abs=1e-5)
-                    assert (int(chains.agree[i, k]), int(chains.counted[i, k])) == (agree, counted)
+                    agree, best = int(p[root + k].argmax() == q[k].argmax()), float(p[root + k, q[k].argmax()])
+                    noise = gumbel(0, torch.tensor(0), torch.tensor(root + k), VOCAB).double()
+                    same = int((p[root + k].log() + noise).argmax() == (q[k].log() + noise).argmax())
+                    assert chains.accepted[i, k].tolist() == pytest.approx([agree, best, same, overlap], abs=1e-5)
+                    assert int(chains.counted[i, k]) == counted
                     assert chains.features[i, k, 0].sigmoid().item() == pytest.approx(q[k].max().item(), abs=1e-5)
                     seen += counted
         assert next(actual, None) is None
@@ -100,14 +105,16 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_path, capsys):
     drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 24, 11, 21, 17] * 4, seq_len=24, vocab=VOCAB), 24)
-    with pytest.raises(ValueError, match="no `confidence_weights` in its config; train it again"):
+    with pytest.raises(ValueError, match="no `confidence_weights` in its config, which training fits for Medusa,"):
         set_stop(drafter, "survival:0.3")
     confidence.fit(drafter, target, rows)
     assert "confidence: expected calibration error of survival at depth 1 … 3: greedy 0." in capsys.readouterr().out
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target)
     weights = loaded.config.confidence_weights
-    assert weights == drafter.config.confidence_weights and len(weights["greedy"]) == 3 and weights["greedy"] != weights["sampled"]
+    assert (
+        weights == drafter.config.confidence_weights and len(weights["greedy"]) == 3 and len({str(rows) for rows in weights.values()}) == 4
+    )
     set_stop(loaded, "survival:0.3")
     assert loaded.stop.confidence == Confidence.parse(weights) and str(loaded.stop) == "survival:0.3"
 
@@ -116,13 +123,14 @@ def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_
     "weights",
     [
         {"greedy": [[1.0, 1.0, 1.0]]},
-        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0]]},
-        {"greedy": [[1.0, 1.0, 1.0]], "sampled": []},
-        {"greedy": [], "sampled": []},
+        ONES | {"drawn": [[1.0, 1.0]]},
+        ONES | {"drawn": []},
+        dict.fromkeys(CHILDREN, []),
         {},
-        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, "1"]]},
-        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, math.inf]]},
-        {"greedy": [[1.0, 1.0, 1.0]], "sampled": [[1.0, 1.0, 1.0]], "other": 1},
+        ONES | {"top": [[1.0, 1.0, "1"]]},
+        ONES | {"top": [[1.0, 1.0, math.inf]]},
+        ONES | {"other": [[1.0, 1.0, 1.0]]},
+        ONES | {"greedy": 1},
         [1],
     ],
 )

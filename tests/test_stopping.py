@@ -12,7 +12,7 @@ from planting import round_context
 from zoo import tiny
 
 from draftsmith.inference import stopping
-from draftsmith.inference.confidence import Confidence
+from draftsmith.inference.confidence import CHILDREN, Confidence
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
@@ -25,7 +25,7 @@ from draftsmith.models.target import Target
 
 NEW = 16
 STOPS = ("confidence:0.1", "svip:1.7", "adaedl:0.2", "survival:0.4", "gain")
-CONFIDENCE = Confidence([[1.0, 0.0, 3.0]] * 3, [[0.5, -0.1, 3.0]] * 3)
+CONFIDENCE = Confidence({name: [[1.0 - i / 6, -0.03 * i, 3.0]] * 3 for i, name in enumerate(CHILDREN)})
 TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
 HOWS = {"greedy": Sampling(), "sampled": SAMPLED, "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise")}
 
@@ -66,13 +66,23 @@ def test_rules_are_their_formulas(rule):
 
 
 def test_survival_multiplies_the_best_confidences_of_the_levels():
-    """Of a level the best node of each row counts; greedy and sampled rounds have weights of their own; beyond the last row it stays."""
+    """Of a level the best node of each row counts; each way to choose drafts has weights of its own; beyond the last row it stays."""
     confidence, rng, seen = (
-        Confidence([[0.9, -0.2, 0.3], [0.4, 0.1, -0.5]], [[0.2, 0.3, 0.1], [0.7, -0.4, 0.6]]),
+        Confidence({name: [[0.9 - i / 5, -0.2, 0.3], [0.4, 0.1 * i, -0.5]] for i, name in enumerate(CHILDREN)}),
         random.Random(1),
         Counter(),
     )
-    for sampling, weights in ((Sampling(), confidence.greedy), (Sampling(1.0), confidence.sampled)):
+    rules = {
+        "shared-noise": "shared-noise",
+        "target-sample": "top",
+        "typical": "top",
+        "rejection": "drawn",
+        "rejection-replacement": "drawn",
+    }
+    for sampling, weights in (
+        (Sampling(), confidence.rows["greedy"]),
+        *((Sampling(1.0, rule=rule), confidence.rows[how]) for rule, how in rules.items()),
+    ):
         for _ in range(60):
             stop, survival = Stopping("survival", rng.uniform(0.1, 0.9), confidence=confidence), [1.0, 1.0]
             draft = Draft(stop, round_context([0, 1], [1, 2], sampling=sampling))

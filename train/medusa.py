@@ -275,6 +275,7 @@ def main(arguments: list[str]) -> None:
             monitors["refresh"] = progress.update
         accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
+            model.eval()  # the adapters' dropout, where no step was left to take
             confidence.fit(drafter, target, valid)
             publish.publish_drafter(recipe, drafter, target, steps, model.adapted if isinstance(model, JointModel) else None)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.confidence import features
+from draftsmith.inference.confidence import CHILDREN, features
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.sampler import gumbel
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
 from draftsmith.train.engine.say import say
@@ -29,14 +30,12 @@ class Chains:
 
     Attributes:
         features: of q, [n,K,3] float64.
-        agree: whether p and q have the same best token, [n,K] float64.
-        overlap: 1 − ½ ‖p − q‖₁, [n,K] float64.
+        accepted: [n,K,C] float64, the probability that a draft is accepted for each of CHILDREN, a draw of it for shared noise.
         counted: whether all tokens down to this depth are supervised, [n,K] bool.
     """
 
     features: Tensor
-    agree: Tensor
-    overlap: Tensor
+    accepted: Tensor
     counted: Tensor
 
     def __len__(self) -> int:
@@ -66,17 +65,17 @@ def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
         return
     fitting, held_out = _join(halves[0]), _join(halves[1])
     weights, errors = {}, []
-    for name, accepted, judged in (("greedy", fitting.agree, held_out.agree), ("sampled", fitting.overlap, held_out.overlap)):
-        w = fit_confidence(fitting.features, accepted, fitting.counted)
+    for i, name in enumerate(CHILDREN):
+        w = fit_confidence(fitting.features, fitting.accepted[..., i], fitting.counted)
         weights[name] = w.tolist()
-        each = survival_errors((held_out.features * w).sum(-1), judged, held_out.counted, [1.0] * len(w))
+        each = survival_errors((held_out.features * w).sum(-1), held_out.accepted[..., i], held_out.counted, [1.0] * len(w))
         errors.append(f"{name} " + ", ".join(f"{error:.3f}" for error in each))
     drafter.config.confidence_weights = weights
     say(f"confidence: expected calibration error of survival at depth 1 … {drafter.depth_limit}: {'; '.join(errors)}")
 
 
 def _join(parts: list[Chains]) -> Chains:
-    return Chains(*(torch.cat([getattr(part, name) for part in parts]) for name in ("features", "agree", "overlap", "counted")))
+    return Chains(*(torch.cat([getattr(part, name) for part in parts]) for name in ("features", "accepted", "counted")))
 
 
 def _chains(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[Chains]:
@@ -96,8 +95,19 @@ def _chains(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[Cha
                 if not counted.any():
                     continue
                 logits, actual = drafter.position_logits(own, roots).float(), target.logits(along.hidden[0, drafted]).float()
-                overlap = torch.minimum(logits.softmax(-1), actual.softmax(-1)).sum(-1)
-                agree = logits.argmax(-1) == actual.argmax(-1)
-                parts.append(Chains(features(logits).double(), agree.double(), overlap.double(), counted > 0))
+                parts.append(Chains(features(logits).double(), accepted(actual, logits, drafted), counted > 0))
             if parts:
                 yield _join(parts)
+
+
+def accepted(p: Tensor, q: Tensor, index: Tensor) -> Tensor:
+    """The probability that a draft is accepted, by logits p and q [...,V]; the noise is that of `index` [...] -> [...,C] float64, by CHILDREN."""
+    best, noise = q.argmax(-1), gumbel(0, torch.zeros_like(index), index, q.shape[-1])
+    p_probs, q_probs = p.softmax(-1), q.softmax(-1)
+    chances = (
+        best == p.argmax(-1),
+        p_probs.gather(-1, best[..., None])[..., 0],
+        (p + noise).argmax(-1) == (q + noise).argmax(-1),
+        torch.minimum(p_probs, q_probs).sum(-1),
+    )
+    return torch.stack([chance.double() for chance in chances], -1)
