@@ -45,7 +45,7 @@ class DynamicTree:
     """The limits of a dynamic tree (Li et al. 2024, EAGLE-2, §4).
 
     On each level the `width` likeliest nodes get `width` children each; of all nodes the likeliest are kept. The likelihood of a node is the
-    drafter's, of the path from the root.
+    drafter's, of the path from the root. Where one forward gives all levels, `width` only bounds the nodes: see `level_heads.best_first`.
 
     Attributes:
         depth: number of levels, K.
@@ -215,6 +215,34 @@ class StaticExpansion:
         return tree, encoded_index.expand(len(tokens), -1)
 
 
+def likeliest(tokens: Tensor, parents: Tensor, scores: Tensor, on_chain: Tensor, nodes: int) -> tuple[DraftTree, Tensor]:
+    """The trees of the likeliest stored nodes.
+
+    Args:
+        tokens, parents: [B,M] int64 of the stored nodes, the root first, a parent before its children.
+        scores: [B,M], the log-probabilities of their paths; none is above its parent's.
+        on_chain: [B,M] bool, whether a node is on the leftmost chain.
+        nodes: N, the root included; all stored nodes where there are fewer.
+
+    Returns:
+        The trees, and the indices [B,N] of their nodes among the stored ones.
+    """
+    stored = tokens.shape[1]
+    nodes = min(nodes, stored)
+    # Among equal scores the earlier node wins: a parent comes before its children.
+    best = scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1] + 1
+    # The leftmost chain comes first, then the rest in stored order, level by level.
+    order = (best + stored * (~on_chain.gather(1, best))).argsort(1)
+    best = torch.cat((torch.zeros_like(best[:, :1]), best.gather(1, order)), 1)
+    new_index = torch.zeros_like(tokens).scatter_(1, best, torch.arange(nodes, device=best.device).expand_as(best))
+    parent = parents.gather(1, best)
+    parent = torch.where(parent < 0, -1, new_index.gather(1, parent.clamp(min=0)))
+    tree = DraftTree.build(tokens.gather(1, best), parent, torch.full_like(best[:, 0], nodes))
+    tree.order = torch.cat((torch.zeros_like(order[:, :1]), order + 1), 1)
+    tree.survival = scores.gather(1, best).exp()
+    return tree, best
+
+
 class DynamicExpansion:
     """Expands a dynamic tree in plain torch: the CPU path, and the reference of `FusedExpansion`.
 
@@ -277,24 +305,9 @@ class DynamicExpansion:
 
     def finish(self) -> tuple[DraftTree, Tensor]:
         """The tree of the N best nodes, and each node's index [B,N] among the encoded nodes, −1 where it was not encoded."""
-        tokens, parents, scores, on_chain, encoded_index = (
-            torch.cat(parts, 1) for parts in (self.tokens, self.parents, self.scores, self.on_chain, self.encoded_index)
-        )
-        stored = tokens.shape[1]
-        nodes = min(self.tree_spec.nodes, stored)
-        # Among equal scores the earlier node wins: a parent comes before its children.
-        best = scores[:, 1:].sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1] + 1
-        # The leftmost chain comes first, then the rest in stored order, level by level.
-        order = (best + stored * (~on_chain.gather(1, best))).argsort(1)
-        best = torch.cat((torch.zeros_like(best[:, :1]), best.gather(1, order)), 1)
-        new_index = torch.zeros_like(tokens).scatter_(1, best, torch.arange(nodes, device=best.device).expand_as(best))
-        parent = parents.gather(1, best)
-        parent = torch.where(parent < 0, -1, new_index.gather(1, parent.clamp(min=0)))
-        size = torch.full_like(best[:, 0], nodes)
-        tree = DraftTree.build(tokens.gather(1, best), parent, size)
-        tree.order = torch.cat((torch.zeros_like(order[:, :1]), order + 1), 1)
-        tree.survival = scores.gather(1, best).exp()
-        return tree, encoded_index.gather(1, best)
+        stored = (self.tokens, self.parents, self.scores, self.on_chain)
+        tree, best = likeliest(*(torch.cat(parts, 1) for parts in stored), self.tree_spec.nodes)
+        return tree, torch.cat(self.encoded_index, 1).gather(1, best)
 
 
 class FusedExpansion(DynamicExpansion):

@@ -164,7 +164,10 @@ class DraftTree:
         """Set `survival` by scores [B,N], the log-probability of each node if its parent is accepted; that of the root is not read."""
         scores = scores.float().clamp(min=-1e3, max=0.0)
         scores[:, 0] = 0.0
-        self.survival = (self.visible().float() @ scores[:, :, None])[:, :, 0].exp()
+        total, parents = scores, self.parents.expand_as(self.tokens).clamp(min=0)
+        for depth in range(2, int(self.deepest().max()) + 1):  # level by level, so that rounding lifts no child above its parent
+            total = torch.where(self.depth == depth, scores + total.gather(1, parents), total)
+        self.survival = total.exp()
 
     def only(self, mask: Tensor) -> "DraftTree":
         """This tree where mask [B] bool is set, elsewhere the root alone; all tensors keep their shapes."""

@@ -155,6 +155,22 @@ def test_a_published_folder_is_read_as_it_was_written(target, tmp_path, markov):
     assert torch.equal(*(each.head_logits(each.before_head(states, previous)) for each in (drafter, again)))
 
 
+def test_ends_in_a_folder_are_the_targets_or_refused(target, tmp_path):
+    """Engines load them; here the target's are read, so that others would draft something else."""
+    drafter = make(target, mask_token_id=3)
+    write_dflash(drafter, tmp_path, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ends = {"embed_tokens.weight": target.model.get_input_embeddings().weight.detach(), "lm_head.weight": target.head_weight.detach()}
+    rounded = {name: end.bfloat16() for name, end in ends.items()}
+    states, previous = torch.randn(2, 4, 32), torch.randint(0, VOCAB, (2, 4))
+    again = read_dflash(tmp_path, tensors | rounded, target)
+    assert torch.equal(*(each.head_logits(each.before_head(states, previous)) for each in (drafter, again)))
+    for name, end in ends.items():
+        for other in (end + 0.1, end[:-1]):
+            with pytest.raises(ValueError, match=f"{name} is not that of target"):
+                read_dflash(tmp_path, tensors | {name: other}, target)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=3, rule="target-sample"), Sampling(0.9, seed=3, rule="shared-noise")])
 def test_doubtful_chains_end_early_and_change_nothing(target, sampling):
     plain = [answer.tokens for answer in Decoder(target).generate(PROMPTS, sampling, 20, ())]

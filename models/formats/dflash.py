@@ -17,6 +17,7 @@ from draftsmith.inference.reading import field
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.drafter import CONFIG, architecture
 from draftsmith.models.dspark import DsparkConfig
+from draftsmith.models.formats.layouts import EMBEDDING
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
 from draftsmith.models.weights import WEIGHTS, assign
@@ -24,7 +25,7 @@ from draftsmith.models.weights import WEIGHTS, assign
 __all__ = ["ARCHITECTURES", "CONFIDENCE", "INNER", "read_dflash", "write_dflash"]
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-INNER = "dflash_config"
+INNER, HEAD = "dflash_config", "lm_head.weight"
 # Keys of config.json -> fields of our config.
 SIZES = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 SIZES |= {key: key for key in ("hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "vocab_size", "block_size")}
@@ -79,7 +80,7 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
 
     Raises:
         ValueError: another target's sizes, keys that need what is not computed here (DFlash2, sliding windows, a draft vocabulary, other
-            Markov heads), or tensors that are missing, unexpected or misshapen.
+            Markov heads), tensors that are missing, unexpected or misshapen, or an embedding or head that is not the target's.
     """
     source = str(folder / CONFIG)
     raw = check_config(str(folder))
@@ -113,10 +114,20 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
             drafter: DflashModel = module.Model(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    shared = {name: tensor for name, tensor in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
-    assign(str(folder), drafter, shared, target.device)
+    ends = {EMBEDDING: target.model.get_input_embeddings().get_parameter("weight"), HEAD: target.head_weight}
+    for name, theirs in ends.items():
+        own = tensors.get(name)
+        if own is not None and (own.shape != theirs.shape or not _close(own, theirs.detach())):
+            raise ValueError(f"{source}: {name} is not that of target {target.name!r}, which this drafter shares here; load its own target")
+    assign(str(folder), drafter, {name: tensor for name, tensor in tensors.items() if name not in ends}, target.device)
     config.dtype = next(iter(tensors.values())).dtype
     return drafter.attach(target).eval()
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Whether two tables of tokens are equal up to rounding to bf16 or fp16; 8,192 rows are in float32 at a time."""
+    pairs = zip(left.split(8192), right.split(8192), strict=True)
+    return all(torch.allclose(ours.float().cpu(), theirs.float().cpu(), rtol=2**-7, atol=1e-6) for ours, theirs in pairs)
 
 
 def _check_keys(raw: dict[str, Any], inner: dict[str, Any], source: str, dspark: bool) -> None:
