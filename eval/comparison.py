@@ -23,6 +23,7 @@ from draftsmith.eval.settings import label
 from draftsmith.eval.totals import columns, first_turns
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
@@ -180,6 +181,7 @@ def compare_drafters(
         else:
             answers = []
             for drafter in drafters.values():
+                forget(drafter)
                 decoder = Decoder(target, drafter, slots=settings.slots)
                 answers.append(decode_all(drafter.method, decoder, prompts, sampling, settings.max_new_tokens))
             counts = [{name: (len(each.tokens), len(each.rounds)) for name, each in zip(names, row, strict=True)} for row in answers]

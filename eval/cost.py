@@ -15,6 +15,7 @@ import torch
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.models.target import Target
@@ -57,6 +58,7 @@ def measure_drafting(target: Target, drafter: Any, prompts: list[list[int]]) -> 
             seconds[depth] = statistics.median(rounds)
     finally:
         drafter.tree_spec = saved
+        forget(drafter)
     return seconds
 
 

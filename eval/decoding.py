@@ -9,6 +9,7 @@ from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import KEYED_RULES, Divergence, RequestRecord, Round
 from draftsmith.eval.settings import Settings, label
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import RoundStats
 from draftsmith.inference.sampler import Sampling
@@ -32,6 +33,7 @@ class _Tally(Bar):
 
 def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings, store: RecordStore) -> None:
     """Answer each prompt of this rank plainly and with the drafter, unless it is recorded already, and record it."""
+    forget(drafter)
     share = ranks.share(prompts)
     sample = _sample(share, settings.timed)
     indices = {prompt.index for prompt in sample}
@@ -79,7 +81,7 @@ def _decode_timed(
     if sampling.greedy and sampling.repetition_penalty == 1.0 and not sampling.constraint and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
-        for batch, timed in interleaved.interleave(functions, batches):
+        for batch, timed in interleaved.interleave(functions, batches, [drafter]):
             divergences = _timed_divergences(target, drafter, batch, timed, sampling, settings, context)
             requests = []
             for number, (prompt, divergence) in enumerate(zip(batch, divergences, strict=True)):

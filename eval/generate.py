@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.inference.load_aware import LoadAware
 
     names = [] if chosen.drafter == "none" else [chosen.drafter]
-    target, drafters = loading.open_models(chosen.target, names, chosen.dtype, chosen.trust_remote_code)
+    target, drafters = loading.open_models(chosen.target, names, chosen.dtype, chosen.trust_remote_code, learn=True)
     drafter = drafters[0] if drafters else None
     loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)

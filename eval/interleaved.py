@@ -1,7 +1,7 @@
 """Several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows all of them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
@@ -77,9 +78,15 @@ def answer_with_transformers(
 
 
 def interleave(
-    functions: dict[str, AnswerFunction], batches: list[list[EncodedPrompt]]
+    functions: dict[str, AnswerFunction], batches: list[list[EncodedPrompt]], drafters: Sequence[Any] = (), again: int = 0
 ) -> Iterator[tuple[list[EncodedPrompt], dict[str, TimedAnswers]]]:
     """Time every function on every batch; each batch starts with the next function. All are warmed up on the first prompt.
+
+    Args:
+        functions: by name.
+        batches: of prompts.
+        drafters: those among the functions; they forget the warm-up.
+        again: after so many batches the prompts come again, and the drafters forget them; 0: never.
 
     Yields:
         A batch, and by the names of the functions their answers with times.
@@ -88,6 +95,8 @@ def interleave(
     for function in functions.values():
         function(batches[0][:1])
     for number, batch in enumerate(batches):
+        for drafter in drafters if not number or again and number % again == 0 else ():
+            forget(drafter)
         timed = {}
         start = number % len(names)
         for name in names[start:] + names[:start]:

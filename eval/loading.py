@@ -87,7 +87,7 @@ def command() -> str:
 
 
 def open_models(
-    target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False
+    target: str | None, drafters: Sequence[str], dtype: str, trust_remote_code: bool = False, *, learn: bool = False
 ) -> tuple[Target, list[AnyDrafter]]:
     """Load a target and drafters for it. Configs and tokenizers are checked before any weights are read. The adapters of a drafter of Medusa-2
     are merged into the target; drafters of the target without them are refused then.
@@ -101,6 +101,7 @@ def open_models(
             before a name puts a look-up beside it.
         dtype: a key of DTYPES, or "auto", which `decoding_dtype` chooses. Drafters take the target's.
         trust_remote_code: run the models' own code from the Hub.
+        learn: suffix:FILE writes what it learns to its file.
 
     Raises:
         ValueError: a damaged config, a drafter of another target (the message names both), a draft model that shares no token with the
@@ -146,7 +147,7 @@ def open_models(
     for drafter in drafters:
         path = _way_and_path(drafter)[1]
         if weightless(drafter):
-            opened.append(_open_weightless(drafter, loaded))
+            opened.append(_open_weightless(drafter, loaded, learn))
         elif path in entries:
             opened.append(_draft_model(ways[drafter], path, entries[path], loaded, settings))
         else:
@@ -222,7 +223,7 @@ def _layer_numbers(drafter: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation | DrafterModel:
+def _open_weightless(name: str, target: Target, learn: bool) -> HostDrafter | SelfSpeculation | DrafterModel:
     if name in WEIGHTLESS:
         return WEIGHTLESS[name]()
     if name == MTP:
@@ -234,7 +235,7 @@ def _open_weightless(name: str, target: Target) -> HostDrafter | SelfSpeculation
         return early_exit(target, numbers[0]) if kind == "early-exit" else skip_layers(target, numbers)
     file, tokenizer_hash = Path(path).expanduser(), target.identity.tokenizer_hash
     if kind == "suffix":
-        return StoredSuffix(file, target.vocab_size, tokenizer_hash)
+        return StoredSuffix(file, target.vocab_size, tokenizer_hash, write=learn)
     return Rest(Datastore.open(file, tokenizer_hash))
 
 

@@ -89,6 +89,10 @@ class DraftModel:
         return self.stop is None and self.window is None
 
     @property
+    def max_positions(self) -> int:
+        return self.model.max_positions
+
+    @property
     def max_nodes(self) -> int:
         return self.tree_spec.num_nodes
 

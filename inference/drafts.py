@@ -6,6 +6,7 @@ Letters: B rows · N tree nodes with the root · K draft depth. A continuation i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 import torch
 
@@ -123,6 +124,12 @@ def _in_order(nodes: list[tuple[int, int, bool]], score: float) -> Draft:
     return Draft([nodes[node - 1][0] for node in order], [new_index[nodes[node - 1][1]] for node in order], score)
 
 
+def forget(drafter: Any) -> None:
+    """Have a drafter that remembers requests forget those since it was opened, so that what is measured next is not its memory of it."""
+    if getattr(drafter, "remembers", False):
+        drafter.forget()
+
+
 class HostDrafter:
     """The common part of drafters that work on the host, so that `propose` cannot be captured in a graph: the text of each slot so far, and
     the tree of the slots' drafts. A subclass says what the draft of a slot is.
@@ -193,6 +200,9 @@ class HostDrafter:
     def drop(self, slots: list[int]) -> None:
         for slot in slots:
             self._texts.pop(slot, None)
+
+    def forget(self) -> None:
+        """Forget what requests taught it since it was opened."""
 
     def resumable(self, slot: int, count: int) -> int:
         return count

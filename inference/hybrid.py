@@ -39,9 +39,16 @@ class Hybrid:
         self.trained: Drafter = trained
         self.lookup = Suffix() if lookup is None else lookup
         self._lookup_depth = self.lookup.max_depth
+        self._chosen: list[float] | None = None  # scores of the look-up's drafts, where this round took them
+        self._begin()
+
+    def _begin(self) -> None:
         self._score, self._kept_score = 2 * PRIOR, PRIOR  # sums over recent look-ups: promised, accepted
         self._rounds, self._accepted = PRIOR, PRIOR  # sums over the trained drafter's recent trees, one for each row
-        self._chosen: list[float] | None = None  # scores of the look-up's drafts, where this round took them
+
+    def forget(self) -> None:
+        self._begin()
+        self.lookup.forget()
 
     @property
     def tree_spec(self) -> TreeSpec:
@@ -69,7 +76,8 @@ class Hybrid:
 
     def bind(self, target: Target, slots: int, context: int) -> Any:
         # A drafter has space for the context and K + 1 accepted tokens more; a look-up may be accepted further.
-        extra = max(0, min(self.lookup.max_depth - self.trained.max_depth, target.max_positions - context))
+        positions = min(target.max_positions, getattr(self.trained, "max_positions", target.max_positions))
+        extra = max(0, min(self.lookup.max_depth - self.trained.max_depth, positions - context))
         self._lookup_depth = min(self.lookup.max_depth, self.trained.max_depth + extra)
         self.lookup.bind(target, slots, context)
         self._chosen = None

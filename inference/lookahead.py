@@ -88,6 +88,7 @@ class Lookahead(HostDrafter):
         self._pools: dict[int, NgramPool] = {}  # by slot, as the others
         self._columns: dict[int, list[list[int]]] = {}
         self._ends: dict[int, dict[int, int]] = {}  # of the proposed tree: the node of the last token of each column that is in it
+        self._drafted_ends: dict[int, dict[int, int]] = {}  # the same of the last draft, which a hybrid may not propose
 
     @property
     def max_nodes(self) -> int:
@@ -100,7 +101,7 @@ class Lookahead(HostDrafter):
     def bind(self, target: Target, slots: int, context: int) -> None:
         super().bind(target, slots, context)
         self._target = target
-        self._pools, self._columns, self._ends = {}, {}, {}
+        self._pools, self._columns, self._ends, self._drafted_ends = {}, {}, {}, {}
 
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         super().start(slots, prompts, out)
@@ -147,14 +148,18 @@ class Lookahead(HostDrafter):
     def drop(self, slots: list[int]) -> None:
         super().drop(slots)
         for slot in slots:
-            for state in (self._pools, self._columns, self._ends):
+            for state in (self._pools, self._columns, self._ends, self._drafted_ends):
                 state.pop(slot, None)
 
     def _draft(self, slot: int, depth: int) -> Draft:
         tails = [tail[:depth] for tail in self._pools[slot].after(self._texts[slot][-1])]
         draft = merge_continuations(tails, self.tree_spec, self._paths, self.tree_spec.num_nodes - 1) if tails else Draft()
-        self._ends[slot] = _add_window(draft, self._columns[slot], depth)
+        self._drafted_ends[slot] = _add_window(draft, self._columns[slot], depth)
         return draft
+
+    def tree_of(self, round: RoundContext, drafts: list[Draft]) -> DraftTree:
+        self._ends = {slot: self._drafted_ends[slot] for slot in round.slots}
+        return super().tree_of(round, drafts)
 
 
 def _add_window(draft: Draft, columns: list[list[int]], depth: int) -> dict[int, int]:

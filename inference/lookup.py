@@ -258,7 +258,7 @@ class Suffix(_LookupDrafter):
 
     def drop(self, slots: list[int]) -> None:
         """Remember the answers of these slots, and drop old ones to make space. END counts as a token too."""
-        for slot in slots if self.memory else ():
+        for slot in self._texts.keys() & slots if self.memory else ():
             tokens = self._texts[slot]
             tokens = tokens[max(self._remember_from[slot], len(tokens) - self.memory + 1) :]
             while len(self._finished.tokens) + len(tokens) + 1 > self.memory:
@@ -266,6 +266,9 @@ class Suffix(_LookupDrafter):
             self._finished.extend(tokens)
             self._finished.close()
         super().drop(slots)
+
+    def forget(self) -> None:
+        self._finished = NgramIndex(ORDERS)
 
     def _draft_of(self, text: NgramIndex, depth: int) -> Draft:
         best = Draft()

@@ -54,6 +54,9 @@ class Recycling(HostDrafter):
             self._ids = torch.full((target.vocab_size, self.successors), -1, dtype=torch.int32)
             self._shares = torch.zeros(target.vocab_size, self.successors)
 
+    def forget(self) -> None:
+        self._ids.fill_(-1)
+
     def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
         super().start(slots, prompts, out)
         for row, prompt in enumerate(prompts):
@@ -85,5 +88,5 @@ class Recycling(HostDrafter):
         return tree_of_successors(self._texts[slot][-1], self._successors, self.tree_spec, self._paths, self.max_nodes - 1, depth)
 
     def _successors(self, token: int) -> Sequence[tuple[int, float]]:
-        ids = self._ids[token].tolist()
-        return list(zip(ids, self._shares[token].tolist(), strict=True)) if ids[0] >= 0 else []
+        pairs = zip(self._ids[token].tolist(), self._shares[token].tolist(), strict=True)
+        return [pair for pair in pairs if pair[0] >= 0]

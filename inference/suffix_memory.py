@@ -21,24 +21,32 @@ class StoredSuffix(Suffix):
     The file is replaced at once or not at all. Of two processes that write one file, the last to write wins.
 
     Args:
-        file: is created if it does not exist.
+        file: is created if it does not exist and is written to.
         vocab_size: V of the target.
         tokenizer_hash: of the target's tokenizer.
         memory: tokens to remember.
+        write: whether to write; an evaluation does not, so that it leaves no answers and finds none of its own.
 
     Raises:
-        ValueError: a link, a folder that does not exist, a file that is no memory of this tokenizer, or a damaged one.
+        ValueError: a link, a folder that does not exist or cannot be written to, a file that is no memory of this tokenizer, or a damaged one.
     """
 
-    def __init__(self, file: Path, vocab_size: int, tokenizer_hash: str, memory: int = MEMORY) -> None:
+    def __init__(self, file: Path, vocab_size: int, tokenizer_hash: str, memory: int = MEMORY, *, write: bool = True) -> None:
         super().__init__(memory=memory)
-        self.file, self._vocab, self._tokenizer_hash = file, vocab_size, tokenizer_hash
+        self.file, self._vocab, self._tokenizer_hash, self._write = file, vocab_size, tokenizer_hash, write
+        self._opened: list[int] = []  # the tokens of the file
         if file.is_symlink():
             raise ValueError(f"suffix memory {str(file)!r} is a link; expected a file of its own; give the file that it leads to")
         if not file.parent.is_dir():
             raise ValueError(f"suffix memory {str(file)!r}: there is no folder {str(file.parent)!r}; make it, or give another file")
         if file.exists():
-            self._remember(self._read())
+            self._opened = self._read()
+            self._remember(self._opened)
+        elif write:
+            try:
+                self._save()
+            except OSError as error:
+                raise ValueError(f"suffix memory {str(file)!r} cannot be written ({error.strerror}); give another file") from None
 
     def bind(self, target: Target, slots: int, context: int) -> None:
         if target.vocab_size != self._vocab:
@@ -49,8 +57,16 @@ class StoredSuffix(Suffix):
 
     def drop(self, slots: list[int]) -> None:
         super().drop(slots)
+        if self._write:
+            self._save()
+
+    def _save(self) -> None:
         facts = {"format": FORMAT, "tokenizer_hash": self._tokenizer_hash, "tokens": self._finished.tokens}
         write_text(self.file, json.dumps(facts) + "\n")
+
+    def forget(self) -> None:
+        super().forget()
+        self._remember(self._opened)
 
     def _read(self) -> list[int]:
         where = f"suffix memory {str(self.file)!r}"

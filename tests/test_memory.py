@@ -3,19 +3,23 @@
 import json
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 from decoding_cases import PROMPTS, relative, texts
 from zoo import VOCAB, tiny
 
-from draftsmith.eval import loading
+from draftsmith.eval import interleaved, loading
 from draftsmith.inference import durable
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Drafter
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import END, Suffix
+from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.suffix_memory import FORMAT, StoredSuffix
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
@@ -104,6 +108,63 @@ def test_a_write_that_fails_leaves_the_old_memory(tmp_path, target, monkeypatch)
     assert os.listdir(tmp_path) == ["memory"] and (tmp_path / "memory").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["suffix", "stored", "recycling", "hybrid"])
+def test_a_drafter_forgets_what_requests_taught_it(target, plain, tmp_path, name):
+    """The same prompts again take the rounds of the first time; before, they take fewer. An evaluation writes no file, and none is read back."""
+    (tmp_path / "memory").write_text(facts(tokens=[*plain[0], END]))
+    drafter: Any = {
+        "suffix": lambda: Suffix(memory=400),
+        "stored": lambda: StoredSuffix(tmp_path / "memory", VOCAB, "hash", memory=400, write=False),
+        "recycling": Recycling,
+        "hybrid": lambda: Hybrid(DraftModel(relative("llama", 0.05), StaticTree.chain(2)), Suffix(memory=400)),
+    }[name]()
+    before = (tmp_path / "memory").read_bytes()
+
+    def rounds() -> list[int]:
+        answers = Decoder(target, drafter).generate(PROMPTS, None, NEW, ())
+        assert texts(answers) == plain
+        return [len(answer.rounds) for answer in answers]
+
+    first, second = rounds(), rounds()
+    forget(drafter)
+    assert rounds() == first and sum(second) < sum(first)
+    assert (tmp_path / "memory").read_bytes() == before
+
+
+def test_timing_forgets_the_warm_up_and_earlier_repeats():
+    """What a drafter has learned where each batch begins."""
+
+    class Learning:
+        remembers = True
+
+        def __init__(self):
+            self.known = []
+
+        def forget(self):
+            self.known = []
+
+    drafter, seen = Learning(), []
+    batches: Any = [["a"], ["b"], ["a"], ["b"]]
+
+    def answer(batch):
+        seen.append(list(drafter.known))
+        drafter.known += batch
+        return []
+
+    assert len(list(interleaved.interleave({"drafted": answer}, batches, [drafter], again=2))) == 4
+    assert seen == [[], [], ["a"], [], ["a"]]
+
+
+def test_a_memory_that_cannot_be_written_is_refused_when_it_is_opened(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "sync", full)
+    with pytest.raises(ValueError, match="memory' cannot be written .No space left on device.; give another file"):
+        StoredSuffix(tmp_path / "memory", VOCAB, "hash")
+    assert not os.listdir(tmp_path)
+
+
 class Spy(Hybrid):
     """Counts which drafter was chosen, and checks that it was the one of which more was expected."""
 
@@ -146,6 +207,25 @@ def test_lookups_stay_within_the_targets_positions():
     assert drafter._lookup_depth == 2
     Decoder(target, drafter, context=35).generate(prompts, None, 4, ())
     assert drafter._lookup_depth == 7
+    drafter.trained.model.max_positions = 37  # a draft model may have fewer
+    Decoder(target, drafter, context=35).generate(prompts, None, 4, ())
+    assert drafter._lookup_depth == 4
+
+
+def test_a_hybrid_with_lookahead_learns_from_its_own_trees_only(target, plain):
+    drafter = Hybrid(DraftModel(relative("llama", 0.05), StaticTree.chain(2)), Lookahead())
+    answers = Decoder(target, drafter, slots=2).generate(PROMPTS, None, NEW, ())
+    assert texts(answers) == plain
+    new_tokens, taken = drafter.lookup._new_tokens, Counter()
+
+    def checked(slots, out):
+        taken[drafter.lookup._ends != {}] += 1
+        assert all(node < out.hidden.shape[1] for slot in slots for node in drafter.lookup._ends.get(slot, {}).values())
+        return new_tokens(slots, out)
+
+    drafter.lookup._new_tokens = checked
+    assert texts(Decoder(target, drafter, slots=2).generate(PROMPTS, None, NEW, ())) == plain
+    assert min(taken[True], taken[False]) >= 3
 
 
 def test_the_names_open_them(tmp_path):

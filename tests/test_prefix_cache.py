@@ -216,7 +216,10 @@ def test_texts_in_host_memory():
 
 
 @pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("name", ["plain", "draft model", "eagle", "kangaroo", "dflash", "medusa", "ngram", "hybrid", "early exit"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "draft model", "eagle", "kangaroo", "dflash", "medusa", "ngram", "suffix with memory", "lookahead", "hybrid", "early exit"],
+)
 def test_conversations_take_turns_in_one_slot(target, name, window, monkeypatch):
     """Each comes back from host memory, in its own slot or another's; answers, rounds and drafts are those of a full prefill."""
     monkeypatch.setattr(draft_window, "SPARE", 3)

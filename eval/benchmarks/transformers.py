@@ -3,7 +3,7 @@
 import os
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -101,14 +101,16 @@ def _longest(prompts: list[EncodedPrompt]) -> EncodedPrompt:
     return max(prompts, key=lambda prompt: len(prompt.ids))
 
 
-def time_contenders(functions: dict[str, AnswerFunction], prompts: list[EncodedPrompt], repeats: int) -> dict[str, Repeats]:
-    """Time all contenders on all prompts, interleaved."""
+def time_contenders(
+    functions: dict[str, AnswerFunction], drafters: Sequence[Any], prompts: list[EncodedPrompt], repeats: int
+) -> dict[str, Repeats]:
+    """Time all contenders, those with `drafters` among them, on all prompts, interleaved."""
     # The longest prompt comes first: the warm-up with it allocates all buffers and compiles all graphs.
     first = prompts.index(_longest(prompts))
     batches = [[prompt] for _ in range(repeats) for prompt in prompts[first:] + prompts[:first]]
     by_prompt: dict[str, dict[int, list[TimedAnswers]]] = {name: {prompt.index: [] for prompt in prompts} for name in functions}
     with Bar(f"{len(functions)} ways to answer", len(batches)) as bar:
-        for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches), 1):
+        for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches, drafters, len(prompts)), 1):
             for name, turn in timed.items():
                 by_prompt[name][batch[0].index].append(turn)
             bar.update(done)
@@ -149,7 +151,7 @@ def benchmark(
     """The report as it is written to JSON; the raw times in seconds are `contenders[name]["seconds"]` [repeats][prompts]."""
     with _without_warnings():
         functions, counterparts, left_out = contenders(target, drafters, _longest(prompts), max_new_tokens, adaptive_depth, sampling)
-        timed = time_contenders(functions, prompts, repeats)
+        timed = time_contenders(functions, list(drafters.values()), prompts, repeats)
     entries = {}
     for name, turns in timed.items():
         ours = name in (PLAIN, *drafters)
