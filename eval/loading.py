@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.packed_linear import pack
 from draftsmith.inference.reading import read_text
 from draftsmith.inference.recycling import Recycling
-from draftsmith.inference.retrieval import Datastore, Rest
+from draftsmith.inference.retrieval import FACTS, Datastore, Rest
 from draftsmith.inference.self_speculation import SelfSpeculation, early_exit, skip_layers
 from draftsmith.inference.shared_tokens import SharedTokens
 from draftsmith.inference.stopping import Stopping, parse_stopping
@@ -240,8 +241,13 @@ def _open_weightless(name: str, target: Target, learn: bool) -> HostDrafter | Se
 
 
 def provenance(drafter: str) -> dict[str, str]:
-    """What a report says of a drafter: the name that was given, and the hash of its weights where they are in a folder."""
-    path = _way_and_path(drafter.removeprefix(HYBRID))[1]
+    """What a report says of a drafter: the name that was given, and the hash of its weights, its datastore or its memory, where it has any."""
+    word = drafter.removeprefix(HYBRID)
+    kind, _, path = word.partition(":")
+    if word.startswith(WITH_FILE):
+        file = Path(path).expanduser() / (FACTS if kind == "rest" else "")  # a datastore's facts have its checksum
+        return {"name": drafter, "hash": sha256(file.read_bytes()).hexdigest() if file.is_file() else ""}
+    path = _way_and_path(word)[1]
     folder = "" if weightless(path) else resolve_path(path)
     return {"name": drafter, "hash": weights_hash(folder) if folder and Path(folder).is_dir() else ""}
 
@@ -298,6 +304,7 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
         stop = parse_stopping(text)
     except ValueError as error:
         raise ValueError(f"--stop: {error}") from None
+    drafter = drafter.trained if isinstance(drafter, Hybrid) else drafter  # pyright: ignore[reportAssignmentType]
     if not isinstance(drafter, DrafterModel | DraftModel | SelfSpeculation) or not drafter.can_stop:
         raise ValueError(
             f"--stop {text}: {drafter.method if drafter else 'none'} does not draft level by level; expected one that does; leave it out"
@@ -353,7 +360,7 @@ def set_draft_window(drafter: AnyDrafter | None, window: int | None) -> None:
     bounded = isinstance(drafting, DraftModel | PairDrafter) and not isinstance(drafting, SharedTokens)
     if not bounded or not getattr(drafting, "reads_context", True):
         raise ValueError(
-            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} keeps no KV of its own that can be bounded; expected a draft model "
+            f"--draft-window {window}: {getattr(drafting, 'method', 'none')} has no KV that can be bounded here; expected a draft model "
             "with the target's tokens, or a drafter such as EAGLE; leave it out"
         )
     drafting.window = window

@@ -24,6 +24,7 @@ from draftsmith.eval.intervals import Interval, of_difference, shown
 from draftsmith.eval.records import QualityRecord, Records, RequestRecord, distinct_ngrams
 from draftsmith.eval.settings import greedy, label, rule_of
 from draftsmith.eval.totals import by_setting, columns, tau, totals
+from draftsmith.inference.constraints import constrain_rows, states_along
 from draftsmith.inference.request import RoundStats
 from draftsmith.inference.rule_names import RULES
 from draftsmith.inference.sampler import Sampling, penalise, warp
@@ -146,11 +147,15 @@ def accepted_tokens(rounds: Sequence[RoundStats]) -> list[bool]:
 
 @torch.inference_mode()
 def log_probs(target: Target, prompt: list[int], answer: list[int], sampling: Sampling) -> Tensor:
-    """[2,S] float64, of the tokens of an answer: ln p at the temperature, and as plain decoding draws them, −inf outside its filters."""
+    """[2,S] float64, of the tokens of an answer: ln p at the temperature, and as plain decoding draws them, −inf outside its filters. Both within
+    the constraint, if there is one."""
     ids = torch.tensor(prompt + answer, device=target.device)
     states, parts = target.forward(ids[None]).hidden[0, len(prompt) - 1 : -1], []
+    allowed = states_along(sampling.constraint, answer[:-1]) if sampling.constraint else []
     for start in range(0, len(answer), AT_ONCE):
         logits = target.float32_logits(states[start : start + AT_ONCE])  # [64,V]
+        if allowed:
+            logits = constrain_rows(logits, allowed[start : start + AT_ONCE])
         if sampling.repetition_penalty != 1.0:
             seen = torch.zeros_like(logits, dtype=torch.bool)
             for row in range(len(seen)):

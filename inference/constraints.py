@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Constraint", "ConstraintState", "constrain", "mask_trees"]
+__all__ = ["Constraint", "ConstraintState", "constrain", "constrain_rows", "mask_trees", "states_along"]
 
 
 class ConstraintState(Protocol):
@@ -52,12 +52,28 @@ def constrain(logits: Tensor, constraint: Constraint, answer: Sequence[int]) -> 
     Raises:
         ValueError: the constraint does not allow this answer.
     """
-    state: ConstraintState | None = constraint.start()
+    states = states_along(constraint, answer)
+    return logits.masked_fill(~_unpack([states[-1].allowed()], logits)[0], -torch.inf)
+
+
+def states_along(constraint: Constraint, answer: Sequence[int]) -> list[ConstraintState]:
+    """The states before each token of an answer, and after the last one.
+
+    Raises:
+        ValueError: the constraint does not allow this answer.
+    """
+    states = [constraint.start()]
     for token in answer:
-        state = state.after(token) if state else None
-    if state is None:
-        raise ValueError(f"{constraint.name}: got an answer that it does not allow; expected one that it does; decode with it")
-    return logits.masked_fill(~_unpack([state.allowed()], logits)[0], -torch.inf)
+        state = states[-1].after(token)
+        if state is None:
+            raise ValueError(f"{constraint.name}: got an answer that it does not allow; expected one that it does; decode with it")
+        states.append(state)
+    return states
+
+
+def constrain_rows(logits: Tensor, states: Sequence[ConstraintState]) -> Tensor:
+    """logits [n,V] after n beginnings of an answer, with the states there -> the same with −inf where a token is not allowed."""
+    return logits.masked_fill(~_unpack([state.allowed() for state in states], logits), -torch.inf)
 
 
 def mask_trees(states: Sequence[ConstraintState], trees: Sequence[tuple[Sequence[int], Sequence[int]]], scores: Tensor) -> None:

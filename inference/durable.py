@@ -52,13 +52,21 @@ def replace_folder(path: Path, write: Callable[[Path], object]) -> None:
         give_usual_mode(temporary)
         for inner in (*temporary.rglob("*"), temporary):
             sync(inner)
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+            path.rename(old)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from draftsmith.inference.drafter import Drafter, NodeOutput, ResumableDrafter, 
 from draftsmith.inference.drafts import HostDrafter
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.lookup import Suffix
+from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 
@@ -57,6 +58,15 @@ class Hybrid:
     @tree_spec.setter
     def tree_spec(self, tree_spec: TreeSpec) -> None:
         self.trained.tree_spec = tree_spec  # type: ignore[attr-defined]
+
+    @property
+    def stop(self) -> Stopping | None:
+        """The rule that ends the trained drafter's drafts early."""
+        return getattr(self.trained, "stop", None)
+
+    @stop.setter
+    def stop(self, stop: Stopping | None) -> None:
+        self.trained.stop = stop  # type: ignore[attr-defined]
 
     @property
     def depth_limit(self) -> int:

@@ -67,6 +67,8 @@ class Datastore:
         if facts.get("format") != FORMAT:
             raise ValueError(f"{source}: format {facts.get('format')!r}, this Draftsmith reads {FORMAT}; build it again")
         count, vocab_size = field(facts, "tokens", int, source), field(facts, "vocab_size", int, source)
+        if vocab_size < 1:
+            raise ValueError(f"{source}: `vocab_size` is {vocab_size}; expected 1 or more; build it again")
         named, expected = field(facts, "tokenizer", str, source), field(facts, "tokenizer_hash", str, source)
         if expected != tokenizer_hash:
             raise ValueError(

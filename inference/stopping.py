@@ -52,7 +52,7 @@ class _Clock:
     sums: list[float] = field(default_factory=lambda: [0.0] * 6)
     level_s: float = 0.0  # of drafting a level, a decayed mean
     slots: list[int] = field(default_factory=list)
-    positions: int = 0
+    positions: list[int] = field(default_factory=list)
     began: float = 0.0
     depth: int = 0  # of the round since `began`
 
@@ -142,9 +142,11 @@ class Draft:
             self._begin(stopping.clock, round)
 
     def _begin(self, clock: _Clock, round: RoundContext) -> None:
-        now, positions = perf_counter(), int(round.positions.sum())
-        if clock.slots == round.slots and clock.began and positions > clock.positions:
-            clock.add(clock.depth, now - clock.began, positions - clock.positions)
+        now, positions = perf_counter(), round.positions.tolist()
+        if clock.slots == round.slots and clock.began:
+            grown = [new - old for new, old in zip(positions, clock.positions, strict=True)]
+            if all(0 < tokens <= clock.depth + 1 for tokens in grown):  # else another request has come to a slot
+                clock.add(clock.depth, now - clock.began, sum(grown))
         clock.slots, clock.positions, clock.began = list(round.slots), positions, now
         self._level_began = now
 

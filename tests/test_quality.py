@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 import pytest
@@ -166,6 +166,40 @@ def test_log_probabilities_are_those_of_a_slow_loop(target):
         if inside:
             assert measured[1, i] == pytest.approx(float(scores[token] - best.values.logsumexp(0)), abs=1e-4)
     assert 0 < int((measured[1] > -torch.inf).sum()) < len(answer)
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Even tokens and odd ones in turn, an even one first."""
+
+    name: str = "alternating"
+    index: int = 0
+
+    def start(self):
+        return self
+
+    def after(self, token):
+        return Alternating(index=self.index + 1) if (token + self.index) % 2 == 0 else None
+
+    def allowed(self):
+        return bytes([0b10101010 if self.index % 2 else 0b01010101]) * 64
+
+
+def test_log_probabilities_are_within_the_constraint(target):
+    prompt, answer = list(range(40, 60)), [2, 3, 98, 201, 40, 7] * 15
+    how = Sampling(0.7, top_k=90, rule="typical", constraint=Alternating())
+    measured = quality.log_probs(target, prompt, answer, how)
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+    for i, token in enumerate(answer):
+        scores = logits[i, i % 2 :: 2]
+        best = scores.topk(90).values
+        assert measured[0, i] == pytest.approx(float(logits[i, token] - scores.logsumexp(0)), abs=1e-4)
+        inside = float(logits[i, token] - best.logsumexp(0)) if logits[i, token] >= best[-1] else -math.inf
+        assert measured[1, i] == pytest.approx(inside, abs=1e-4)
+    assert 0 < int((measured[1] > -torch.inf).sum()) < len(answer)
+    with pytest.raises(ValueError, match="alternating: got an answer that it does not allow"):
+        quality.log_probs(target, prompt, [3, 3, 3], how)
 
 
 LENGTH = 12

@@ -243,7 +243,11 @@ def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, c
     drafted = capsys.readouterr().out
     generate.main(["--max-new-tokens", "6", "--temperature", "0", "def parse_line(line):\n    return"])
     assert drafted == capsys.readouterr().out
-    assert loading.provenance(f"rest:{tmp_path / 'store'}") == {"name": f"rest:{tmp_path / 'store'}", "hash": ""}
+    before = loading.provenance(f"rest:{tmp_path / 'store'}")
+    assert before["name"] == f"rest:{tmp_path / 'store'}" and len(before["hash"]) == 64
+    facts = json.loads((tmp_path / "store" / FACTS).read_text())
+    (tmp_path / "store" / FACTS).write_text(json.dumps(facts | {"checksum": "0" * 64}))
+    assert loading.provenance(f"rest:{tmp_path / 'store'}")["hash"] not in ("", before["hash"])
 
 
 def test_answers_of_another_tokenizer_and_missing_files_are_refused(tmp_path):

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from decoding_cases import GREEN, PROMPTS, SAMPLED, p_value, relative, texts
 from planting import round_context
 from zoo import tiny
 
+from draftsmith.eval.loading import set_stop
 from draftsmith.inference import stopping
 from draftsmith.inference.confidence import CHILDREN, Confidence
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.stopping import Draft, Stopping, parse_stopping
@@ -128,6 +132,28 @@ def test_gain_weighs_a_level_by_what_a_token_took():
         assert not draft.ends(logits), "the first level is always drafted"
         stop.clock.level_s = level_s or 1e-12
         assert draft.ends(logits) == ends
+
+
+def test_gain_counts_no_other_requests_tokens(monkeypatch):
+    """Only rounds in which every slot grew by what a round can commit."""
+    seconds = count(1)
+    monkeypatch.setattr(stopping, "perf_counter", lambda: float(next(seconds)))
+    stop, logits = Stopping("gain"), torch.tensor([[[0.0, 0.0, -9.0]]] * 2)
+    for positions in ([5, 9], [7, 10], [7, 60], [8, 61], [3, 63], [4, 66]):  # the third and the fifth have a new request, the last 3 of 2
+        draft = Draft(stop, round_context([0, 1], positions))
+        assert not draft.ends(logits)
+    assert stop.clock.sums[5] == pytest.approx(3 * stopping.DECAY + 2)
+
+
+@pytest.mark.parametrize("rule", ["confidence:0.3", "none"])
+def test_a_hybrid_stops_as_its_trained_drafter(target, rule):
+    drafter = Hybrid(make("draft model", StaticTree.chain(6), target))
+    set_stop(drafter, rule)
+    assert drafter.stop is drafter.trained.stop and (str(drafter.stop) == rule or rule == "none" and drafter.stop is None)
+    plain = texts(Decoder(target).generate(PROMPTS, None, NEW, ()))
+    assert texts(Decoder(target, drafter).generate(PROMPTS, None, NEW, ())) == plain
+    with pytest.raises(ValueError, match="--stop gain: ngram does not draft level by level"):
+        set_stop(Ngram(), "gain")
 
 
 def make(kind: str, tree, target: Target):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,25 @@ def test_weights_have_the_mode_of_the_umask(target, tmp_path, umask, mode):
     files = [tmp_path / name for name in ("drafter/model.safetensors", "student/model.safetensors", "file", "folder/file")]
     assert [file.stat().st_mode & 0o777 for file in files] == [mode] * 4
     assert os.umask(before) == before
+
+
+@pytest.mark.parametrize("fails", ["write", "rename"])
+def test_a_folder_stays_or_is_replaced(tmp_path, monkeypatch, fails):
+    """Whatever is interrupted, the old folder is there; afterwards nothing else is."""
+    folder, renamed = tmp_path / "folder", Path.rename
+    durable.replace_folder(folder, lambda part: (part / "old").write_text("old"))
+
+    def interrupted(path, *to):
+        if fails == "write" or path.name.endswith(".part"):
+            raise KeyboardInterrupt
+        return renamed(path, *to)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupted)
+        durable.replace_folder(folder, interrupted if fails == "write" else lambda part: (part / "new").write_text("new"))
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"] and [file.name for file in folder.iterdir()] == ["old"]
+    durable.replace_folder(folder, lambda part: (part / "new").write_text("new"))
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"] and [file.name for file in folder.iterdir()] == ["new"]
 
 
 def test_transformers_drafts_with_a_students_own_confidence(tmp_path):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.eval.options import new_parser
 from draftsmith.inference.errors import exit_on_error
 
 if TYPE_CHECKING:  # the commands import what they need, so that --help is quick
@@ -256,7 +257,7 @@ def _recorded_answers(path: Path, tokenizer_hash: str) -> Iterator[list[int]] | 
 
 
 def _datastore_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("draftsmith data datastore", description=run_datastore.__doc__)
+    parser = new_parser("data datastore", run_datastore.__doc__)
     parser.add_argument("out", help="folder of the datastore; one that is there is replaced when the new one is complete")
     parser.add_argument("files", nargs="+", help="texts or conversations: files, folders or Hub data sets; or folders that eval wrote into")
     parser.add_argument("--target", default="tiny", help="folder or Hub id of the target whose tokenizer is taken (default: tiny)")
@@ -265,7 +266,7 @@ def _datastore_parser() -> argparse.ArgumentParser:
 
 
 def _synthesise_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("draftsmith data synthesise", description=run_synthesise.__doc__)
+    parser = new_parser("data synthesise", run_synthesise.__doc__)
     parser.add_argument("out", help="JSONL file to write; the same command continues a run that was stopped, more --conversations a file")
     parser.add_argument("--conversations", type=int, required=True, help="rows of the file; what is dropped on the way does not count")
     parser.add_argument("--turns", type=int, default=1, help="questions of a conversation, at most (default: 1)")
@@ -291,7 +292,7 @@ def _synthesise_parser() -> argparse.ArgumentParser:
 
 
 def _regenerate_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("draftsmith data regenerate", description=run_regenerate.__doc__)
+    parser = new_parser("data regenerate", run_regenerate.__doc__)
     parser.add_argument("source", help="conversations or texts: a file, a folder or a Hub data set")
     parser.add_argument("out", help="JSONL file to write; the same command continues a run that was stopped")
     parser.add_argument("--split", default="train", help="split of a Hub data set (default: train)")
@@ -326,7 +327,7 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target
 
 def _recipe_parser(command: str, run: Callable[[list[str]], None]) -> argparse.ArgumentParser:
     """A parser of a recipe and its overrides; further options may stand among them."""
-    parser = argparse.ArgumentParser(f"draftsmith data {command}", description=run.__doc__)
+    parser = new_parser(f"data {command}", run.__doc__)
     parser.add_argument("recipe", nargs="?", help="YAML file of any method, such as recipes/medusa-tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the recipe, such as data.train=chats.jsonl")
     return parser

@@ -11,11 +11,13 @@ Times are predicted from the FLOPs counted in the objective.
 import argparse
 import json
 
+from draftsmith.eval.options import new_parser
+
 MOST = 10**9  # of any number that an option takes
 
 
 def parser() -> argparse.ArgumentParser:
-    described = argparse.ArgumentParser("draftsmith plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = new_parser("plan", __doc__)
     described.add_argument("recipe", help="YAML file, or the name of one that is shipped")
     described.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys")
     described.add_argument("--gpus", type=int, default=8, help="of each machine (default 8)")
