@@ -140,7 +140,7 @@ def test_gain_counts_no_other_requests_tokens(monkeypatch):
     monkeypatch.setattr(stopping, "perf_counter", lambda: float(next(seconds)))
     stop, logits = Stopping("gain"), torch.tensor([[[0.0, 0.0, -9.0]]] * 2)
     for positions in ([5, 9], [7, 10], [7, 60], [8, 61], [3, 63], [4, 66]):  # the third and the fifth have a new request, the last 3 of 2
-        draft = Draft(stop, round_context([0, 1], positions))
+        draft = Draft(stop, replace(round_context([0, 1], [1, 2]), positions=torch.tensor(positions)))
         assert not draft.ends(logits)
     assert stop.clock.sums[5] == pytest.approx(3 * stopping.DECAY + 2)
 
