@@ -305,8 +305,8 @@ class DynamicExpansion:
 
     def finish(self) -> tuple[DraftTree, Tensor]:
         """The tree of the N best nodes, and each node's index [B,N] among the encoded nodes, −1 where it was not encoded."""
-        stored = (self.tokens, self.parents, self.scores, self.on_chain)
-        tree, best = likeliest(*(torch.cat(parts, 1) for parts in stored), self.tree_spec.nodes)
+        tokens, parents, scores, on_chain = (torch.cat(parts, 1) for parts in (self.tokens, self.parents, self.scores, self.on_chain))
+        tree, best = likeliest(tokens, parents, scores, on_chain, self.tree_spec.nodes)
         return tree, torch.cat(self.encoded_index, 1).gather(1, best)
 
 

@@ -102,7 +102,7 @@ def best_first(last_tokens: Tensor, ids: Tensor, scores: Tensor, nodes: int) -> 
         best = total.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
         level_index, level_score = best + stored, total.gather(1, best)
         stored += len(parent)
-    return likeliest(*(torch.cat(parts, 1) for parts in (tokens, parents, totals, on_chain)), nodes)[0]
+    return likeliest(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(totals, 1), torch.cat(on_chain, 1), nodes)[0]
 
 
 @lru_cache(maxsize=64)
