@@ -112,22 +112,22 @@ def test_the_output_distribution_by_enumeration():
     torch.testing.assert_close(chances, torch.tensor([0.85, 0.15], dtype=torch.float64), atol=1e-12, rtol=0)  # the paper's numbers
 
 
-LAWS = {  # distributions over six tokens
+DISTRIBUTIONS = {  # distributions over six tokens
     "0 to 2": [1, 1, 1, 0, 0, 0], "0 or 1": [1, 1, 0, 0, 0, 0], "4 or 5": [0, 0, 0, 0, 1, 1], "3": [0, 0, 0, 1, 0, 0], "4": [0, 0, 0, 0, 1, 0],
     "5": [0, 0, 0, 0, 0, 1], "any": [1, 1, 1, 1, 1, 1],
 }  # fmt: skip
 
 
-def laws(names):
+def distributions(names):
     """[len(names),6] logits."""
-    return torch.tensor([LAWS[name] for name in names], dtype=torch.float32).log().clamp(min=-1e9)
+    return torch.tensor([DISTRIBUTIONS[name] for name in names], dtype=torch.float32).log().clamp(min=-1e9)
 
 
 def decode_round(spec, texts, keys, q, p, seconds, together, aware):
     """One round of `together` rows at a time, by rejection: each text grows by what is accepted and one token.
 
     Args:
-        q, p: name the drafter's and the target's law after row and text.
+        q, p: name the drafter's and the target's distribution after row and text.
     """
     rows, positions = torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])
     roots, sampling = torch.tensor([text[-1] for text in texts]), Sampling(1.0, seed=3, rule="rejection")
@@ -140,7 +140,7 @@ def decode_round(spec, texts, keys, q, p, seconds, together, aware):
                 zip(level.tokens.tolist(), level.parent_index.expand(len(texts), -1).tolist(), strict=True)
             ):
                 drafted[b] = [[*drafted[b][parent], token] for token, parent in zip(tokens, parents, strict=True)]
-        return laws([q(b, text) for b, nodes in enumerate(drafted) for text in nodes]).view(len(texts), -1, 6)
+        return distributions([q(b, text) for b, nodes in enumerate(drafted) for text in nodes]).view(len(texts), -1, 6)
 
     tree = draft_levels(spec, spec.max_depth, round, logits_of)
     by_width = {}
@@ -159,7 +159,7 @@ def decode_round(spec, texts, keys, q, p, seconds, together, aware):
             for node in range(1, admitted.tokens.shape[1]):
                 nodes.append([*nodes[int(admitted.parents.expand(len(group), -1)[i, node])], int(admitted.tokens[i, node])])
             names += [p(b, text) for text in nodes]
-        verdict = verify(admitted, laws(names).view(len(group), -1, 6), sampling, keys[group], positions[group], spec.max_depth)
+        verdict = verify(admitted, distributions(names).view(len(group), -1, 6), sampling, keys[group], positions[group], spec.max_depth)
         for i, b in enumerate(group):
             texts[b] += [int(admitted.tokens[i, node]) for node in verdict.path[i].tolist() if node > 0] + [int(verdict.next_token[i])]
     return Counter({width: len(group) for width, group in by_width.items()})

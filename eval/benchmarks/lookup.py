@@ -2,7 +2,7 @@
 
 python -m draftsmith.eval.benchmarks.lookup [100000 1000000 10000000]
 
-The text is made of phrases of 4 to 12 tokens that come again as often as words do (Zipf's law), in sequences of 500 tokens. Memory of the suffix
+The text is made of phrases of 4 to 12 tokens that come again as often as words do (Zipf's distribution), in sequences of 500 tokens. Memory of the suffix
 memory is what the process grows by; a datastore's is its files, which are mapped. A look-up drafts after the last tokens of a sequence.
 """
 
