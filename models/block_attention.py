@@ -36,11 +36,11 @@ class Blocks(NamedTuple):
     mask: BlockMask | None
 
 
-def blocks_at(anchor: Tensor, rows: int, document: Tensor, inclusive: bool = False) -> Blocks:
-    """Blocks of `rows` rows at anchor [B,A] of packed documents [B,S], numbered in runs; `inclusive`: they see the anchor's own key too."""
+def blocks_at(anchor: Tensor, rows: int, document: Tensor) -> Blocks:
+    """Blocks of `rows` rows at anchor [B,A] of packed documents [B,S], numbered in runs."""
     sequences, positions = document.shape
     start = document_starts(document, sequences, positions, document.device).gather(1, anchor)
-    end = torch.maximum(anchor + inclusive, start + 1)  # a document's first position sees itself rather than nothing
+    end = torch.maximum(anchor, start + 1)  # a document's first position sees itself rather than nothing
     start, end = (side.repeat_interleave(rows, 1) for side in (start, end))
     return Blocks(anchor, start, end, block_mask(start, end, positions) if document.is_cuda else None)
 

@@ -1,11 +1,11 @@
-"""Mask tokens behind many positions of a text in one forward of a language model: how a parallel draft model is trained (PARD).
+"""Mask tokens behind many positions of a text in one forward: how drafters of one forward are trained (PARD, P-EAGLE).
 
 A sequence has S rows of text and M mask rows. A mask row belongs to an anchor, a position a of the text; the row at level i, from 1, is at
 position a + i and predicts token a + 1 + i. It sees the text of its document up to a and the rows of its anchor up to its own level,
 so it computes what drafting computes after a. Rows of text see the text before them alone. All parts go through one softmax: spans of
 the text (models/span_attention.py), into which a row's few mask keys are merged. There is no table of all rows by all rows.
 
-The attention is plugged into transformers under the name "mask-rows".
+For language models the attention is plugged into transformers under the name "mask-rows".
 
 Letters: B sequences · S positions of text · M mask rows · A anchors · K − 1 levels · V vocabulary · W hidden size.
 """
@@ -25,7 +25,7 @@ from draftsmith.models.document_attention import attention_named
 from draftsmith.models.span_attention import block_mask, on_spans
 from draftsmith.models.training_time_test import document_starts
 
-__all__ = ["MaskRows", "check_attention", "hidden_with_masks", "mask_rows", "mask_rows_forward"]
+__all__ = ["MaskRows", "attend_masks", "check_attention", "hidden_with_masks", "mask_rows", "mask_rows_forward"]
 
 NAME = "mask-rows"
 
@@ -142,15 +142,34 @@ def mask_rows_forward(
         context = key[:, :, :text], value[:, :, :text]
         out, _ = on_spans(query[:, :, :text], *context, *mask_rows.text_spans, scale, blocks[0])
         if query.shape[2] > text:
-            masked = query[:, :, text:]
-            partly, lse = on_spans(masked, *context, *mask_rows.mask_spans, scale, blocks[1])
-            own = masked, key[:, :, text:], value[:, :, text:]
-            # Recomputed in the backward pass, so that the keys of each row's chain are not stored.
-            merged: Any = checkpoint(
-                _merge, *own, partly, lse, mask_rows.level, mask_rows.levels, scale, use_reentrant=False, preserve_rng_state=False
-            )
-            out = torch.cat((out, merged), 2)
+            own = key[:, :, text:], value[:, :, text:]
+            out = torch.cat((out, attend_masks(query[:, :, text:], context, own, mask_rows, scale)), 2)
     return out.transpose(1, 2).to(value.dtype), None
+
+
+def attend_masks(
+    query: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], rows: MaskRows, scale: float | None = None
+) -> Tensor:
+    """Attention of the mask rows. Softmax and sums are in fp32, in fp64 for an fp64 query.
+
+    Args:
+        query: [B,heads,M,dim].
+        context: key and value [B,kv heads,S,dim] of the text; heads is a multiple of kv heads.
+        own: key and value [B,kv heads,M,dim] of the mask rows.
+        rows: as `mask_rows` returns them.
+        scale: factor of the scores; dim^-½ by default.
+
+    Returns:
+        [B,heads,M,dim], in the dtype of the sums.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(query.device.type, enabled=False):  # it would compute the scores in bf16
+        partly, lse = on_spans(query, *context, *rows.mask_spans, scale, (rows.blocks or (None, None))[1])
+        # Recomputed in the backward pass, so that the keys of each row's chain are not stored.
+        merge: Any = checkpoint(
+            _merge, query, *own, partly, lse, rows.level, rows.levels, scale, use_reentrant=False, preserve_rng_state=False
+        )
+    return merge
 
 
 def _merge(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, level: Tensor, levels: int, scale: float) -> Tensor:

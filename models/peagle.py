@@ -5,7 +5,7 @@ embedding of `mask_token_id` for the token, and `mask_hidden`, learned, for the 
 at the next position, in one forward; a pair sees all real ones and the masks before it. So K tokens cost one forward of the network,
 and no draft reads another.
 
-Letters: B rows · S positions · A anchors · K draft steps · T taps · V target vocabulary · H the target's hidden size · W the drafter's.
+Letters: B rows · S positions · M masks of a text · K draft steps · T taps · V target vocabulary · H the target's hidden size · W the drafter's.
 """
 
 import torch
@@ -17,8 +17,8 @@ from draftsmith.inference.drafter import RoundContext, TargetOutput
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.level_heads import draft_marginals
 from draftsmith.inference.tree import DraftTree
-from draftsmith.models.block_attention import attend_blocks, blocks_at
 from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.mask_rows import MaskRows, attend_masks, mask_rows
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
 
@@ -67,19 +67,17 @@ class PeagleModel(EagleModel):
         tokens = torch.full((rows, count), self.config.mask_token_id, device=mask.device)
         return feature.expand(rows, count, -1), tokens
 
-    def states_along(self, feature: Tensor, ids: Tensor, positions: Tensor, document: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft along a text: step 0 at all positions, the others behind anchors.
+    def states_along(self, feature: Tensor, ids: Tensor, positions: Tensor, document: Tensor, rows: MaskRows) -> tuple[Tensor, Tensor]:
+        """Draft along a text: step 0 at all positions, the others at masks behind some of them.
 
         Args:
             feature: the target's features [B,S,W].
             ids, positions, document: [B,S], the numbers of documents in runs.
-            anchors: [B,A] in order: pairs that K − 1 masks follow.
+            rows: the masks behind pairs, M of a sequence.
 
         Returns:
-            Outputs [B,S,W] of the pairs, and [B,A,K−1,W] of the masks. The pair at p predicts token p + 2, mask d at anchor a token a + 2 + d,
-            d from 1.
+            Outputs [B,S,W] of the pairs, and [B,M,W] of the masks. The pair at p predicts token p + 2, its mask at level i token p + 2 + i.
         """
-        rows, steps = anchors.shape[0], self.config.steps - 1
         keys: list[tuple[Tensor, Tensor]] = []
         mask = blocks(document, len(ids), ids.shape[1], document.device)
 
@@ -88,16 +86,13 @@ class PeagleModel(EagleModel):
             return attend(query, [key], [value], document, mask=mask)
 
         first = self.step(feature, shift_left(ids, 1), positions, among_pairs)
-        if not steps:
-            return first, first.new_zeros(*anchors.shape, 0, first.shape[2])
-        masked = blocks_at(anchors, steps, document, inclusive=True)
-        at = positions.gather(1, anchors)[..., None] + torch.arange(1, steps + 1, device=anchors.device)
 
         def among_masks(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_blocks(query, keys[layer], (key, value), masked, causal=True)
+            return attend_masks(query, keys[layer], (key, value), rows).to(query.dtype)
 
-        later = self.step(*self.mask_pairs(rows, at[0].numel()), at.flatten(1), among_masks)
-        return first, later.unflatten(1, (-1, steps))
+        if not rows.levels:
+            return first, first[:, :0]
+        return first, self.step(*self.mask_pairs(*rows.level.shape), positions.gather(1, rows.anchor) + rows.level, among_masks)
 
     # Drafting
 
@@ -126,8 +121,10 @@ class PeagleModel(EagleModel):
         """ids [S] and the target's output along them [1,S,·] -> the outputs of all steps [S,K,W]."""
         with torch.inference_mode():
             every = torch.arange(len(ids), device=ids.device)[None]
-            first, later = self.states_along(self.feature_of(out), ids[None], every, torch.zeros_like(every), every)
-            return torch.cat((first[:, :, None], later), 2)[0]
+            document, masks = torch.zeros_like(every), self.config.steps - 1
+            rows = mask_rows(document, every, torch.full_like(every, masks), masks * len(ids), masks)
+            first, later = self.states_along(self.feature_of(out), ids[None], every, document, rows)
+            return torch.cat((first[0, :, None], later[0].view(len(ids), masks, -1)), 1)
 
 
 Config = PeagleConfig

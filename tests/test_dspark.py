@@ -17,6 +17,7 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.dspark import MARKOV, DsparkConfig
 from draftsmith.models.formats.dflash import read_dflash, write_dflash
 from draftsmith.models.target import Target
+from draftsmith.train import setup
 from draftsmith.train.dspark import DsparkSection, calibrate, objective
 from draftsmith.train.losses.anchors import draw_anchors, tokens_behind
 from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
@@ -153,6 +154,21 @@ def test_a_published_folder_is_read_as_it_was_written(target, tmp_path, markov):
     assert again.config.markov == markov
     states, previous = torch.randn(2, 4, 32), torch.randint(0, VOCAB, (2, 4))
     assert torch.equal(*(each.head_logits(each.before_head(states, previous)) for each in (drafter, again)))
+
+
+def test_a_warm_start_takes_a_calibrated_drafter_of_other_settings(target, tmp_path):
+    """When drafts end, and how long they are, is no size; the rank of the Markov head is one."""
+    old = make(target, confidence=0.1)
+    calibrate(
+        old, PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7] * 3, seq_len=24, vocab=VOCAB), 24), 4, target, DsparkSection(anchors=6)
+    )
+    assert old.config.temperatures
+    old.save_pretrained(tmp_path)
+    new = make(target, block_size=3)
+    setup.start_from(new, str(tmp_path), target, "dspark.start")
+    assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in old.state_dict().items())
+    with pytest.raises(ValueError, match="dspark.start=.*differs in markov_rank;"):
+        setup.start_from(make(target, markov_rank=8), str(tmp_path), target, "dspark.start")
 
 
 def test_ends_in_a_folder_are_the_targets_or_refused(target, tmp_path):

@@ -20,8 +20,8 @@ from draftsmith.models.mask_rows import check_attention, hidden_with_masks, mask
 from draftsmith.models.pard import ParallelDraftModel
 from draftsmith.models.target import Target
 from draftsmith.train import pard as train
-from draftsmith.train.losses.anchors import chain_rows, draw_chains
-from draftsmith.train.pard import PardSection, objective, retained
+from draftsmith.train.losses.anchors import chain_rows, draw_chains, retained
+from draftsmith.train.pard import PardSection, objective
 
 K, MASK = 4, 7
 
@@ -45,7 +45,7 @@ def test_the_objective_is_the_loops(name):
     model, batch = random_model(name).double().train(), packed()
     section = PardSection(steps=K, retention=0.6, least_retention=0.3)
     loss = objective(model, batch, vocab_size=67, section=section, mask_token=MASK, seed=2)
-    anchors, depths, drawn = draw_chains(batch, retained(section), 2)
+    anchors, depths, drawn = draw_chains(batch, retained(0.6, 0.3, K - 1), 2)
     total, counted = torch.zeros((), dtype=torch.float64), 0
     for b in range(len(anchors)):
         terms = []
@@ -78,9 +78,8 @@ def test_the_objective_is_the_loops(name):
 def test_what_is_retained():
     """Each level has its share of the positions that can have it; draws follow the sample, not its place in a batch; rows are padded."""
     batch = packed()
-    section = PardSection(steps=5, retention=0.5, least_retention=0.2)
-    shares = retained(section)
-    assert shares == [0.5, 0.25, 0.2, 0.2] and retained(PardSection(steps=3, retention=1.0)) == [1.0, 1.0]
+    shares = retained(0.5, 0.2, 4)
+    assert shares == [0.5, 0.25, 0.2, 0.2] and retained(1.0, 0.2, 2) == [1.0, 1.0]
     anchors, depths, drawn = draw_chains(batch, shares, 0)
     mask, document = batch["loss_mask"], batch["document"]
     for b in range(len(mask)):

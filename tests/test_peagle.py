@@ -1,6 +1,7 @@
 """P-EAGLE: the objective against one forward for each anchor with tables of scores in float64, what a mask sees, training from a store."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from random_targets import random_model, randomise
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models import vocab
-from draftsmith.models.drafter import new_drafter
+from draftsmith.models.drafter import load_drafter, new_drafter
+from draftsmith.models.mask_rows import mask_rows
 from draftsmith.models.peagle import PeagleConfig
 from draftsmith.models.target import Target
 from draftsmith.train import peagle as train
-from draftsmith.train.losses.anchors import draw_anchors
+from draftsmith.train.eagle import begin_with
+from draftsmith.train.losses.anchors import draw_chains, retained
 from draftsmith.train.peagle import PeagleSection, objective
 
 VOCAB = 67
@@ -57,9 +60,10 @@ def alone(drafter, ids, feature, pair):
 def test_the_objective_is_the_loops(size):
     target = Target.wrap(random_model("llama").double())
     drafter, batch = make(target, torch.float64, draft_vocab_size=size, fc_norm=True).train(), packed()
-    section = PeagleSection(anchors=3, decay=0.7, loss="0.5 kl + 0.5 tv", steps=4)
+    section = PeagleSection(retention=0.7, least_retention=0.4, decay=0.7, loss="0.5 kl + 0.5 tv", steps=4)
     loss = objective(drafter, batch, target=target, section=section, seed=2)
-    anchors, drawn = draw_anchors(batch, 3, 2)
+    pairs, depths, drawn = draw_chains(batch, retained(0.7, 0.4, 3), 2, ahead=2)
+    assert {int(depth) for depth in depths[drawn]} == {1, 2, 3}
     kept, total, counted = drafter.vocabulary.targets, torch.zeros((), dtype=torch.float64), 0
 
     def each(p, logits):
@@ -68,7 +72,7 @@ def test_the_objective_is_the_loops(size):
         kl = (part * (part.log() - q)).sum() if known else 0.0
         return 0.5 * kl + 0.5 * (1 - torch.minimum(p[kept], q.exp()).sum())
 
-    for b in range(len(anchors)):
+    for b in range(len(pairs)):
         terms = []
         for number in range(int(batch["document"][b].max()) + 1):
             span = (batch["document"][b] == number).nonzero().flatten()
@@ -80,16 +84,16 @@ def test_the_objective_is_the_loops(size):
             for pair in range(len(ids) - 2):
                 if mask[pair + 2]:
                     total = total + each(p[pair + 1], alone(drafter, ids, feature, pair)[0])
-            for anchor in anchors[b][drawn[b]].tolist():
-                if not first <= anchor < first + len(ids):
+            for at, depth in zip(pairs[b][drawn[b]].tolist(), depths[b][drawn[b]].tolist(), strict=True):
+                if not first <= at < first + len(ids):
                     continue
-                root = anchor - first
-                logits = alone(drafter, ids, feature, root - 1)
-                for j in range(4):
-                    if root + 1 + j >= len(ids) or not mask[root + 1 + j]:
+                pair = at - first
+                logits = alone(drafter, ids, feature, pair)
+                for i in range(depth + 1):
+                    if pair + 2 + i >= len(ids) or not mask[pair + 2 + i]:
                         break
-                    if j:
-                        terms.append(0.7**j * each(p[root + j], logits[j]))
+                    if i:
+                        terms.append(0.7**i * each(p[pair + 1 + i], logits[i]))
         counted += len(terms)
         if terms:
             total = total + batch["loss_mask"][b].sum() * sum(terms) / len(terms)
@@ -106,20 +110,19 @@ def test_a_mask_sees_its_pairs_and_the_masks_before_it():
     ids, positions, document = (batch[name][:1] for name in ("input_ids", "position_ids", "document"))
     feature = torch.randn(1, 24, drafter.config.draft_size, generator=torch.Generator().manual_seed(0), requires_grad=True)
     pair = int((positions[0] > 2).nonzero()[0])
-    _, later = drafter.states_along(feature, ids, positions, document, torch.tensor([[pair]]))
+    rows = mask_rows(document, torch.tensor([[pair]]), torch.tensor([[3]]), 3, 3)
+    _, later = drafter.states_along(feature, ids, positions, document, rows)
     (gradient,) = torch.autograd.grad(later.sum(), feature)
     reached = set(gradient.abs().sum(-1)[0].nonzero().flatten().tolist())
     assert reached == {p for p in range(pair + 1) if document[0, p] == document[0, pair]} and len(reached) == 4
-    (gradient,) = torch.autograd.grad(
-        drafter.states_along(feature, ids, positions, document, torch.tensor([[pair]]))[1][0, 0, 0].sum(), drafter.mask_hidden
-    )
+    (gradient,) = torch.autograd.grad(drafter.states_along(feature, ids, positions, document, rows)[1][0, 0].sum(), drafter.mask_hidden)
     assert gradient.any()
 
 
 def test_it_trains_from_a_store_as_with_the_target(target_folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
-    own = [f"peagle.{key}" for key in ("taps=[0,1]", "layers=1", "anchors=6", "steps=3", "vocab_size=64")]
+    own = [f"peagle.{key}" for key in ("taps=[0,1]", "layers=1", "steps=3", "vocab_size=64")]
     data = [f"data.{key}" for key in (f"train={text}", "valid=null", f"cache={tmp_path}", "seq_len=32", "num_proc=1", "template=null")]
     steps = [f"train.{key}" for key in ("steps=6", "batch_size=2", "warmup_steps=0", "eval_batches=2", "eval_every=3", "log_every=1")]
     words = ["peagle-tiny", f"target.path={target_folder}", "data.near_duplicate=1.0", *own, *data, *steps]
@@ -139,3 +142,28 @@ def test_sizes_that_do_not_fit_are_refused(settings, said):
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "taps": [0, 1], "num_heads": 4}
     with pytest.raises(ValueError, match=said):
         PeagleConfig(**sizes | settings)
+
+
+def test_a_warm_start_is_re_indexed_to_the_new_draft_vocabulary(tmp_path):
+    """Each token's row of the head comes from the same token's; what is saved drafts as what was trained."""
+    target = Target.wrap(random_model("llama"))
+
+    def drafter(seed: int):
+        new = make(target, draft_vocab_size=20)
+        new.take(vocab.choose(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)) + 1, 20, []))
+        return new
+
+    old, new = randomise(drafter(0), 0.4), drafter(1)
+    old.save_pretrained(tmp_path / "old")
+    fresh = new.lm_head.weight.detach().clone()
+    begin_with(new, str(tmp_path / "old"), target, "peagle.start")
+    there = {token: row for row, token in enumerate(old.vocabulary.targets.tolist())}
+    seen = Counter(token in there for token in new.vocabulary.targets.tolist())
+    for row, token in enumerate(new.vocabulary.targets.tolist()):
+        assert torch.equal(new.lm_head.weight[row], old.lm_head.weight[there[token]] if token in there else fresh[row])
+    assert min(seen[True], seen[False]) >= 3 and torch.equal(new.mask_hidden, old.mask_hidden)
+    new.save_pretrained(tmp_path / "new")
+    again, ids, roots = load_drafter(tmp_path / "new", target), torch.arange(12) * 5 % VOCAB, torch.arange(2, 9)
+    out = target.forward(ids[None], taps=(0, 1))
+    drafts = [each.eval().position_logits(each.position_features(ids, out), roots) for each in (new, again)]
+    torch.testing.assert_close(*drafts)

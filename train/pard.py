@@ -59,7 +59,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, tokens_behind
+from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, retained, tokens_behind
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -74,7 +74,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     sequence b, by whose sum the loop divides. All terms weigh the same, as in the authors' code.
     """
     ids, document, size = batch["input_ids"], batch["document"], section.steps
-    shares = retained(section)
+    shares = retained(section.retention, section.least_retention, size - 1)
     anchors, depths, drawn = draw_chains(batch, shares, seed)
     _, tokens, supervised = tokens_behind(batch, anchors, drawn, size)  # [B,A,K]
     rows = mask_rows(document, anchors, depths, chain_rows(shares, ids.shape[1]), size - 1)
@@ -90,11 +90,6 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     chains = supervised & (torch.arange(size, device=ids.device) <= depths[..., None])
     weight = supervised_tokens(batch)
     return Loss(losses.sum, weight, survival_metrics(along.flatten(0, 1).T, chains.flatten(0, 1).T, weight))
-
-
-def retained(section: PardSection) -> list[float]:
-    """The share of positions that have a mask at level 1 … K − 1."""
-    return [max(section.retention**level, section.least_retention) for level in range(1, section.steps)]
 
 
 def check(recipe: PardRecipe) -> None:

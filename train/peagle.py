@@ -31,10 +31,11 @@ class PeagleSection(Section):
     intermediate_size: int | None = Field(default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's")
     fc_norm: bool = Field(default=True, description="normalise each tap before fc, as EAGLE-3.1 does")
     mask_token: int = Field(default=0, ge=0, description="token of the target that stands for one that is not there yet")
-    steps: int = Field(default=6, ge=1, le=64, description="K, tokens of one forward")
-    anchors: int = Field(
-        default=128, ge=1, le=2**16, description="A, pairs of each sequence that K − 1 masks follow; they are drawn anew in every epoch"
+    steps: int = Field(default=6, ge=2, le=64, description="K, tokens of one forward")
+    retention: float = Field(
+        default=0.8, gt=0, le=1, description="r: masks at level i are trained behind a share r^i of the positions (the paper: 0.8)"
     )
+    least_retention: float = Field(default=0.2, ge=0, le=1, description="that share is at least this (the paper: 0.2)")
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
     loss: str = Field(
         default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
@@ -60,6 +61,7 @@ import torch
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models import vocab
 from draftsmith.models.drafter import new_drafter
+from draftsmith.models.mask_rows import mask_rows
 from draftsmith.models.peagle import PeagleModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import layer_sizes
@@ -67,54 +69,60 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.eagle import begin_with
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
+from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, retained, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: PeagleSection, seed: int = 0) -> Loss:
-    """Σ_t loss(p_{t+1}, q_0(t)) + Σ_b n_b · Σ_{a,j≥1} decay^j · loss(p_{a+j}, q_{a,j}) / (number of a, j).
+    """Σ_t loss(p_{t+1}, q_0(t)) + Σ_b n_b · Σ_{a,i} decay^i · loss(p_{a+1+i}, q_{a,i}) / (number of a, i).
 
-    q_0(t) [D] is the pair's distribution of token t + 2, at all positions whose token is supervised and of the same document. q_{a,j} is that
-    of mask j behind the pair before a drawn position a of sequence b, of token a + 1 + j; it counts while all tokens from a + 1 on are supervised
-    and of a's document. p_s [V] is the target's distribution of the token after position s. n_b are the supervised tokens of the sequence. The loop
-    divides by Σ_b n_b.
+    q_0(t) [D] is the pair's distribution of token t + 2, at all positions whose token is supervised and of the same document. q_{a,i} is that
+    of mask i behind the pair at a drawn position a of sequence b, of token a + 2 + i; it counts while all tokens from a + 2 on are supervised
+    and of a's document. Which positions have a mask at level i, COD draws: a share max(r^i, least_retention) of those that can, among those
+    that have masks up to level i − 1. p_s [V] is the target's distribution of the token after position s. n_b are the supervised tokens of
+    the sequence. The loop divides by Σ_b n_b.
     """
-    ids, document = batch["input_ids"], batch["document"]
-    anchors, drawn = draw_anchors(batch, section.anchors, seed)
-    at, tokens, supervised = tokens_behind(batch, anchors, drawn, section.steps)
+    ids, document, size = batch["input_ids"], batch["document"], section.steps
+    shares = retained(section.retention, section.least_retention, size - 1)
+    pairs, depths, drawn = draw_chains(batch, shares, seed, ahead=2)
+    at, tokens, supervised = tokens_behind(batch, pairs + 1, drawn, size)  # [B,A,K]; the pair at a reads token a + 1
+    rows = mask_rows(document, pairs, depths, chain_rows(shares, ids.shape[1]), size - 1)
     out = target.features(batch, drafter.taps)
-    pairs = (anchors - 1).clamp(min=0)  # the pair before a has token a
-    first, later = drafter.states_along(drafter.feature_of(out), ids, batch["position_ids"], document, pairs)
+    first, later = drafter.states_along(drafter.feature_of(out), ids, batch["position_ids"], document, rows)
     targets = drafter.vocabulary.targets if drafter.vocabulary.size < drafter.vocabulary.vocab_size else None
     weights = shift_left(batch["loss_mask"], 2, document).flatten()[None].float()
-    shared = (target.logits, weights, [1], targets, section.loss)
     of_pairs = chunked_draft_loss(
         drafter.before_head(first).flatten(0, 1)[None],
         drafter.head(),
         out.hidden.flatten(0, 1),
-        *shared,
+        target.logits,
+        weights,
+        [1],
+        targets,
+        section.loss,
         tokens=shift_left(ids, 1, document).flatten(),
     )
-    masked = supervised[..., 1:]
-    decay = section.decay ** torch.arange(1, section.steps, device=ids.device)
-    rows = (at[..., 1:] - 1).flatten(1)[..., None].expand(-1, -1, out.hidden.shape[2])
+    entry = rows.anchor_index * size + rows.level
+    counted = supervised.flatten(1).gather(1, entry)
+    before = (at.flatten(1).gather(1, entry) - 1)[..., None].expand(-1, -1, out.hidden.shape[2])
     of_masks = chunked_draft_loss(
-        drafter.before_head(later).flatten(0, 2)[None],
+        drafter.before_head(later).flatten(0, 1)[None],
         drafter.head(),
-        out.hidden.gather(1, rows).flatten(0, 1),
+        out.hidden.gather(1, before).flatten(0, 1),
         target.logits,
-        (per_sequence(masked.float(), batch) * decay).flatten()[None],
+        (per_sequence(counted[:, None].float(), batch)[:, 0] * section.decay**rows.level).flatten()[None],
         [0],
         targets,
         section.loss,
-        tokens=tokens[..., 1:].flatten(),
+        tokens=tokens.flatten(1).gather(1, entry).flatten(),
     )
-    at_anchors = of_pairs.hits.view(ids.shape).gather(1, pairs)[..., None]
-    hits = torch.cat((at_anchors, of_masks.hits.view(masked.shape)), -1).flatten(0, 1).T
+    hits = torch.zeros_like(supervised).flatten(1).scatter(1, entry, of_masks.hits.view(entry.shape)).view(supervised.shape)
+    hits[..., 0] = of_pairs.hits.view(ids.shape).gather(1, pairs)
+    chains = supervised & (torch.arange(size, device=ids.device) <= depths[..., None])
     weight = supervised_tokens(batch)
-    return Loss(of_pairs.sum + of_masks.sum, weight, survival_metrics(hits, supervised.flatten(0, 1).T, weight))
+    return Loss(of_pairs.sum + of_masks.sum, weight, survival_metrics(hits.flatten(0, 1).T, chains.flatten(0, 1).T, weight))
 
 
 def architecture(section: PeagleSection, target: Target) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
 from draftsmith.train.recipe import Recipe, check_complete_sequences
 
-__all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_sequence", "tokens_behind"]
+__all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_sequence", "retained", "tokens_behind"]
 
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
@@ -51,8 +51,10 @@ def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return anchors, drawn
 
 
-def draw_chains(batch: Batch, shares: list[float], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw positions whose next two tokens are supervised, and how many masks follow each: those with i masks have i − 1 too (PARD's COD).
+def draw_chains(batch: Batch, shares: list[float], seed: int, ahead: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw positions that masks follow, and how many: those with i masks have i − 1 too (COD, of PARD and P-EAGLE).
+
+    A position can have masks where the token that it predicts itself and that of its first mask are supervised.
 
     The depths of a sequence add up to as many rows as all its positions would have, whatever is supervised: the last position is repeated,
     not drawn, with what is missing.
@@ -61,13 +63,15 @@ def draw_chains(batch: Batch, shares: list[float], seed: int) -> tuple[Tensor, T
         batch: as for `draw_anchors`.
         shares: of these positions, how many have a mask at level 1, 2, …, at least one; they never rise.
         seed: of the run.
+        ahead: a position predicts the token so far after it.
 
     Returns:
         anchors [B,A] int64 in order, depths [B,A] int64, and drawn [B,A] bool, False for repeated ones.
     """
     mask, document = batch["loss_mask"].bool(), batch["document"]
     fits = torch.zeros_like(mask)
-    fits[:, :-2] = mask[:, 1:-1] & mask[:, 2:] & (document[:, 2:] == document[:, :-2])
+    reach = ahead + 1
+    fits[:, :-reach] = mask[:, ahead:-1] & mask[:, reach:] & (document[:, reach:] == document[:, :-reach])
     positions, levels = mask.shape[1], len(shares)
     rows = chain_rows(shares, positions)
     anchors, drawn, order = _draw(batch, fits, max(1, int(positions * shares[0])), seed)
@@ -78,6 +82,11 @@ def draw_chains(batch: Batch, shares: list[float], seed: int) -> tuple[Tensor, T
     missing = (rows - depths.sum(1, keepdim=True) - levels * repeats).clamp(min=0, max=levels)
     anchors = torch.cat((anchors, anchors[:, -1:].expand_as(missing)), 1)
     return anchors, torch.cat((depths, missing), 1), torch.cat((drawn & (depths > 0), torch.zeros_like(missing, dtype=torch.bool)), 1)
+
+
+def retained(retention: float, least: float, levels: int) -> list[float]:
+    """COD's share of positions that have a mask at level 1 … K − 1: r^i, and at least `least`."""
+    return [max(retention**level, least) for level in range(1, levels + 1)]
 
 
 def chain_rows(shares: list[float], positions: int) -> int:
