@@ -53,7 +53,8 @@ def draft_levels(
 def draft_marginals(tree_spec: TreeSpec, logits: Tensor, round: RoundContext) -> DraftTree:
     """A round's trees, whose level k + 1 is drawn or ranked from logits [B,K,V] at k. All paths have the same candidates.
 
-    A dynamic tree has the likeliest nodes of all, however wide that makes a level: they cost the drafter nothing.
+    A dynamic tree has the likeliest nodes of all, however wide that makes a level: they cost the drafter nothing. With shared noise q does not
+    say how likely a candidate is, and the best under the noise, as many as the tree's width, are expanded.
 
     Args:
         tree_spec: at least one level deep.
@@ -62,12 +63,21 @@ def draft_marginals(tree_spec: TreeSpec, logits: Tensor, round: RoundContext) ->
     """
     expansion, depth = expand(tree_spec, round), logits.shape[1]
     index = round.positions[:, None] + 1 + torch.arange(depth, device=logits.device)
-    if isinstance(expansion, DynamicExpansion):
+    if isinstance(expansion, DynamicExpansion) and round.sampling.children == "top":
         nodes = expansion.tree_spec.num_nodes
         ids, scores, _ = choose(logits, nodes - 1, round, index, True)
         assert scores is not None
         return best_first(round.last_tokens, ids, scores, nodes)
-    ids, scores, q_logits = choose(logits, expansion.tree_spec.width, round, index, expansion.scored)
+    width = expansion.count if isinstance(expansion, DynamicExpansion) else expansion.tree_spec.width
+    ids, scores, q_logits = choose(logits, width, round, index, expansion.scored)
+    if isinstance(expansion, DynamicExpansion):
+        assert scores is not None
+        nodes = 1
+        for k in range(depth):
+            shape = (-1, nodes, -1)
+            level = expansion.add_level(ids[:, k : k + 1].expand(shape), scores[:, k : k + 1].expand(shape))
+            nodes = level.tokens.shape[1] if level else 0
+        return expansion.finish()[0]
     tree = expansion.tree_spec.tree(round.last_tokens, ids)
     if q_logits is not None:  # leaves have no children, so that any distribution will do for them
         tree.q_logits, tree.replacement = q_logits[:, expansion.tree_spec.depth.clamp(max=depth - 1)], expansion.replacement
@@ -85,7 +95,7 @@ def best_first(last_tokens: Tensor, ids: Tensor, scores: Tensor, nodes: int) -> 
 
     Args:
         last_tokens: [B], the roots.
-        ids, scores: [B,K,R], the likeliest tokens of each level, best first, and their log-probabilities.
+        ids, scores: [B,K,R], the likeliest tokens of each level, the likeliest first, and their log-probabilities.
         nodes: N, the root included; R is N − 1 at least, or the vocabulary.
     """
     root = last_tokens[:, None]

@@ -258,7 +258,7 @@ def test_an_answer_that_is_not_plain_decodings_is_reported_and_fails(folder, tar
 def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, monkeypatch):
     seen = []
 
-    def interrupted(functions, batches):
+    def interrupted(functions, batches, *_):
         seen.append((list(functions), len(batches), len(batches[0][0].ids), logging.get_verbosity()))
         raise KeyboardInterrupt
 

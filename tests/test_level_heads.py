@@ -55,3 +55,15 @@ def test_a_dynamic_tree_has_the_likeliest_nodes_of_all(nodes, depth, vocab):
             assert all(tree.survival[row, a] >= tree.survival[row, b] for a, b in zip(order, order[1:], strict=False))
             widest = max(widest, int(tree.depth[row].bincount().max()))
     assert widest > 8 or nodes <= 16 and widest > 1 or nodes == 2
+
+
+def test_trees_of_noisy_candidates_are_trees():
+    """With shared noise the candidates are not in the order of their probabilities."""
+    at, sizes = torch.arange(2), set()
+    for seed in range(10):
+        logits = torch.randn(2, 3, 30, generator=torch.Generator().manual_seed(seed)) * 3
+        sampling = Sampling(0.9, seed=seed, rule="shared-noise")
+        tree = draft_marginals(DynamicTree(3, 3, 12), logits, RoundContext([0, 1], at, at, at, at, sampling, 3))
+        tree.validate()
+        sizes |= set(tree.depth.flatten().tolist())
+    assert sizes == {0, 1, 2, 3}
