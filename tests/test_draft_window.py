@@ -310,7 +310,7 @@ def test_the_option_is_for_drafters_with_kv_of_their_own(target):
     assert draft_model.window is None
     heads = new_drafter("medusa", target, num_heads=2)
     for drafter in (heads, Ngram(), early_exit(target, 1), None, new_drafter("hydra", target, num_heads=2)):
-        with pytest.raises(ValueError, match=r"--draft-window 32: .* keeps no KV of its own that can be bounded; expected a draft model"):
+        with pytest.raises(ValueError, match=r"--draft-window 32: .* has no KV that can be bounded here; expected a draft model"):
             loading.set_draft_window(drafter, 32)
 
 
