@@ -162,12 +162,12 @@ def attend_masks(
     Returns:
         [B,heads,M,dim], in the dtype of the sums.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):  # it would compute the scores in bf16
-        partly, lse = on_spans(query, *context, *rows.mask_spans, scale, (rows.blocks or (None, None))[1])
+        partly, lse = on_spans(query, *context, *rows.mask_spans, factor, (rows.blocks or (None, None))[1])
         # Recomputed in the backward pass, so that the keys of each row's chain are not stored.
         merge: Any = checkpoint(
-            _merge, query, *own, partly, lse, rows.level, rows.levels, scale, use_reentrant=False, preserve_rng_state=False
+            _merge, query, *own, partly, lse, rows.level, rows.levels, factor, use_reentrant=False, preserve_rng_state=False
         )
     return merge
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.models.target import Target
-from draftsmith.train import eagle, hydra, medusa, mlp, recipe
+from draftsmith.train import eagle, hydra, medusa, mlp, mtp, recipe
 from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.plan import report
 
@@ -57,7 +57,8 @@ def test_value_and_gradient(shared, small):
     assert hits.any() and not hits.all()
 
 
-METHODS = {"medusa": (medusa, "medusa-tiny"), "hydra": (hydra, "hydra-tiny"), "mlp": (mlp, "mlp-tiny"), "eagle": (eagle, "eagle3-tiny")}
+METHODS = {name: (module, f"{name}-tiny") for name, module in {"medusa": medusa, "hydra": hydra, "mlp": mlp, "mtp": mtp}.items()}
+METHODS["eagle"] = (eagle, "eagle3-tiny")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ KINDS = {
     "hydra": {"num_heads": 3, "prefix": True, "attention_heads": 4},
     "mlp": {"num_heads": 3, "inner_size": 20},
     "eagle": {"taps": [0, 1], "num_heads": 4, "steps": 3},
+    "mtp": {"layer": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}, "steps": 3},
+    "kangaroo": {"exit_layer": 1, "num_heads": 4},
 }
 WEIGHTS = {name: [[1.0 + i, 0.5, -2.0], [0.3, -0.1 * i, 0.0]] for i, name in enumerate(CHILDREN)}
 ONES = {name: [[1.0, 1.0, 1.0]] for name in CHILDREN}
@@ -68,18 +70,18 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
     """α and agreement from the target's and the drafter's distributions of each document alone; a token that is no answer's ends the count."""
     monkeypatch.setattr(confidence, "AT_ONCE", 5)
     drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
-    seen = 0
+    depth, seen = drafter.depth_limit, 0
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))
         actual = iter(list(confidence._chains(drafter, target, batch)))
         for document in range(int(batch["document"].max()) + 1):
             at = batch["document"][0] == document
             ids, mask = batch["input_ids"][0, at], batch["loss_mask"][0, at]
-            if len(ids) < 5:
+            if len(ids) < depth + 2:
                 continue
             out = target.forward(ids[None], taps=drafter.taps)
             own, p = drafter.position_features(ids, out), target.logits(out.hidden[0]).double().softmax(-1)
-            kept = [root for root in range(1, len(ids) - 3)]
+            kept = [root for root in range(1, len(ids) - depth)]
             blocks = [kept[i : i + 5] for i in range(0, len(kept), 5)]
             kept = [root for block in blocks if any(mask[root + 1] for root in block) for root in block]
             if not kept:
@@ -88,7 +90,7 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
             assert len(chains) == len(kept)
             for i, root in enumerate(kept):
                 q, counted = drafter.position_logits(own, torch.tensor([root]))[0].detach().double().softmax(-1), 1
-                for k in range(3):
+                for k in range(depth):
                     counted *= int(mask[root + k + 1])
                     overlap = sum(min(float(a), float(b)) for a, b in zip(p[root + k], q[k], strict=True))
                     agree, best = int(p[root + k].argmax() == q[k].argmax()), float(p[root + k, q[k].argmax()])
@@ -108,12 +110,14 @@ def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_
     with pytest.raises(ValueError, match="no `confidence_weights` in its config, which training fits for Medusa,"):
         set_stop(drafter, "survival:0.3")
     confidence.fit(drafter, target, rows)
-    assert "confidence: expected calibration error of survival at depth 1 … 3: greedy 0." in capsys.readouterr().out
+    assert f"confidence: expected calibration error of survival at depth 1 … {drafter.depth_limit}: greedy 0." in capsys.readouterr().out
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target)
     weights = loaded.config.confidence_weights
     assert (
-        weights == drafter.config.confidence_weights and len(weights["greedy"]) == 3 and len({str(rows) for rows in weights.values()}) == 4
+        weights == drafter.config.confidence_weights
+        and len(weights["greedy"]) == drafter.depth_limit
+        and len({str(rows) for rows in weights.values()}) == 4
     )
     set_stop(loaded, "survival:0.3")
     assert loaded.stop.confidence == Confidence.parse(weights) and str(loaded.stop) == "survival:0.3"

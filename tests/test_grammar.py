@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from commands import failing
@@ -15,6 +16,7 @@ from planted import Planted, seen_in
 from planting import PlantingDrafter
 from zoo import VOCAB, tiny
 
+from draftsmith.data.datastore import sort_suffixes
 from draftsmith.eval import acceptance, generate, settings
 from draftsmith.inference import constraints, processors, rules
 from draftsmith.inference.adaptive import AdaptiveDepth
@@ -29,10 +31,11 @@ from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.recycling import Recycling
+from draftsmith.inference.retrieval import Datastore, Rest
 from draftsmith.inference.sampler import RULES, Sampling, penalise, sample
 from draftsmith.inference.self_speculation import early_exit, skip_layers
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models.drafter import new_drafter
+from draftsmith.models.drafter import architecture, new_drafter
 from draftsmith.models.target import Target
 
 pytest.importorskip("llguidance")
@@ -186,13 +189,28 @@ def constrained(sampling: Sampling, constraint) -> Sampling:
     return replace(sampling, constraint=constraint)
 
 
+TRAINED = ("medusa", "hydra", "eagle", "mtp", "kangaroo", "dflash")
+
+
+def store() -> Rest:
+    """Looks up in random texts."""
+    tokens = np.array([*torch.randint(1, VOCAB + 1, (20_000,), generator=torch.Generator().manual_seed(1)), 0], dtype=np.uint16)
+    suffixes, spare = np.empty((2, len(tokens)), dtype=np.uint32)
+    sort_suffixes(tokens, suffixes, spare, VOCAB + 1)
+    return Rest(Datastore(tokens, suffixes, VOCAB))
+
+
 def make(kind: str, tree, target: Target):
+    if kind in TRAINED:
+        drafter = new_drafter(kind, target, **next(iter(architecture(kind).Config.tiny_settings().values())))
+        drafter.tree_spec = tree
+        return drafter
     makers = {
-        "medusa": lambda: new_drafter("medusa", target, num_heads=3),
         "draft model": lambda: DraftModel(relative("llama", 0.005), tree),
         "ngram": Ngram,
         "suffix": lambda: Suffix(memory=500),
         "recycling": Recycling,
+        "rest": store,
         "lookahead": lambda: Lookahead(window=4),
         "early-exit": lambda: early_exit(target, 1),
         "skip": lambda: skip_layers(target, [0]),
@@ -204,7 +222,9 @@ def make(kind: str, tree, target: Target):
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["medusa", "draft model", "ngram", "suffix", "recycling", "lookahead", "early-exit", "skip", "hybrid"])
+@pytest.mark.parametrize(
+    "kind", [*TRAINED, "draft model", "ngram", "suffix", "recycling", "rest", "lookahead", "early-exit", "skip", "hybrid"]
+)
 def test_output_is_that_of_constrained_plain_decoding(target, kind, tree):
     """Rows of different lengths, which end at different rounds; true tokens are planted into the trees of most drafters."""
     grammar = compile_grammar("json_schema", json.dumps(LIST | COMPACT), tokenizer(), VOCAB, [STOP])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loss_cases import likeliest
 from packed_data import corpus_of
 from planting import round_context
 from random_targets import random_model, randomise
@@ -20,6 +21,7 @@ from draftsmith.train import hydra as train
 from draftsmith.train import recipe, setup
 from draftsmith.train.hydra import HydraSection, objective
 from draftsmith.train.losses import blocks
+from draftsmith.train.losses.noise import document_lengths, embedding_noise
 from draftsmith.train.medusa import MedusaSection
 from draftsmith.train.medusa import objective as medusa_objective
 from draftsmith.train.plan import trace
@@ -209,7 +211,7 @@ def slow_objective(drafter, target, batch, section):
                     there = t + 2 + k
                     if there in inside and mask[b, there]:
                         log_q = logits_by_hand(drafter, k, states[i], ids[b, t + 1 : t + 2 + k].tolist()).log_softmax(-1)
-                        log_p = target.logits(hidden[b, there - 1]).log_softmax(-1)
+                        log_p = likeliest(target.logits(hidden[b, there - 1]), section.top_k).log_softmax(-1)
                         divergence = (log_p.exp() * (log_p - log_q)).sum()
                         losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
                 if losses:
@@ -223,12 +225,14 @@ def gradients(drafter, loss) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "distill"), [("own", 0.0), ("own", 0.4), ("shared", 1.0), ("++", 0.4), ("++", 1.0)])
-def test_the_objective_is_the_slow_form(name, distill, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "distill", "top_k"), [("own", 0.0, 0), ("own", 0.4, 0), ("shared", 1.0, 0), ("shared", 1.0, 3), ("++", 0.4, 5), ("++", 1.0, 0)]
+)
+def test_the_objective_is_the_slow_form(name, distill, top_k, monkeypatch):
     """Value and gradient in float64, in one block and in many."""
     target = Target.wrap(random_model("llama").double())
     drafter = make(target, name, torch.float64)
-    section, batch = HydraSection(heads=3, distill=distill, decay=0.7), packed()
+    section, batch = HydraSection(heads=3, distill=distill, top_k=top_k, decay=0.7), packed()
     wanted = slow_objective(drafter, target, batch, section)
     slow = gradients(drafter, wanted)
     for rows in (1000, 7):
@@ -313,7 +317,7 @@ def test_memory_is_flat_in_the_number_of_heads(monkeypatch):
 
 
 def test_noise_is_for_training_alone(target):
-    drafter, batch, section = make(target), packed(), HydraSection(heads=3, noise=0.2)
+    drafter, batch, section = make(target), packed(), HydraSection(heads=3, noise=20)
     quiet = HydraSection(heads=3)
 
     def total(section, seed=0):
@@ -323,6 +327,26 @@ def test_noise_is_for_training_alone(target):
     assert total(section) == total(section) != total(quiet) != total(section, 1) != total(section)
     drafter.eval()
     assert total(section) == total(quiet)
+
+
+@pytest.mark.parametrize("name", ["own", "++"])
+def test_noise_is_on_the_embeddings(target, name, monkeypatch):
+    """One token has one noise, whichever heads read it, in ± alpha / √(length · H): the loss is that of embeddings with it, in any blocks."""
+    drafter, batch, alpha = make(target, name).train(), {key: value[:2] for key, value in packed().items()}, 20.0
+    batch["input_ids"] = torch.arange(48).view(2, 24)  # each token once: a token's noise is that of its position
+    size = target.config.hidden_size
+    noise = embedding_noise(batch, size, alpha, 3)
+    bound = alpha / (document_lengths(batch["document"]) * size).sqrt()[..., None]
+    inside = (batch["document"] >= 0)[..., None]
+    assert (noise.abs() <= bound).logical_or(~inside).all() and noise[inside.expand_as(noise)].abs().mean() > 0.4 * bound[inside].mean()
+    clean, of_token = target.embed, noise.flatten(0, 1)
+    for rows in (1000, 7):
+        monkeypatch.setattr(blocks, "BUDGET", rows * drafter.activations)
+        got = objective(drafter, batch, target=target, section=HydraSection(heads=3, noise=alpha), seed=3).sum
+        with monkeypatch.context() as noisy:
+            noisy.setattr(target, "embed", lambda ids: clean(ids) + of_token[ids])
+            expected = objective(drafter, batch, target=target, section=HydraSection(heads=3)).sum
+        torch.testing.assert_close(got, expected)
 
 
 def test_it_starts_from_other_heads(target, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loss_cases import likeliest
 from packed_data import corpus_of
 from planting import round_context
 from random_targets import random_model, randomise
@@ -139,7 +140,7 @@ def slow_objective(drafter, target, batch, section):
                     there = t + 2 + k
                     if there in inside and mask[b, there]:
                         log_q = drafter.logits_of(k, hidden[b, t]).double().log_softmax(-1)
-                        log_p = target.logits(hidden[b, there - 1]).double().log_softmax(-1)
+                        log_p = likeliest(target.logits(hidden[b, there - 1]), section.top_k).double().log_softmax(-1)
                         divergence = (log_p.exp() * (log_p - log_q)).sum()
                         losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
                 if losses:
@@ -147,10 +148,10 @@ def slow_objective(drafter, target, batch, section):
     return total, tokens
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
-def test_each_head_is_divided_by_its_own_count(target, distill):
+@pytest.mark.parametrize(("distill", "top_k"), [(0.0, 0), (0.4, 0), (0.4, 3), (1.0, 0), (1.0, 5)])
+def test_each_head_is_divided_by_its_own_count(target, distill, top_k):
     drafter = randomise(new_drafter("medusa", target, num_heads=3))
-    section = MedusaSection(heads=3, distill=distill)
+    section = MedusaSection(heads=3, distill=distill, top_k=top_k)
     rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21], seq_len=24, vocab=VOCAB), 24)
     batch = rows.batch(torch.arange(len(rows)))
     batch["loss_mask"] = batch["loss_mask"] & (torch.rand(batch["loss_mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.8)

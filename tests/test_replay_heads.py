@@ -16,16 +16,17 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train import eagle, hydra, medusa, mlp
+from draftsmith.train import eagle, hydra, medusa, mlp, mtp
 from draftsmith.train.engine import replay
 from draftsmith.train.engine.replay import corrected
 from draftsmith.train.plan import command
 
 DEPTH, NEW = 3, 12
-METHODS = {"medusa": medusa, "hydra": hydra, "mlp": mlp, "eagle": eagle}
+METHODS = {"medusa": medusa, "hydra": hydra, "mlp": mlp, "mtp": mtp, "eagle": eagle}
 RECIPES = {name: "eagle3-tiny" if name == "eagle" else f"{name}-tiny" for name in METHODS}
 SIZES = {name: [f"{name}.heads={DEPTH}"] for name in METHODS} | {
-    "eagle": ["eagle.taps=[0,1]", f"eagle.steps={DEPTH}", f"tree.depth={DEPTH}"]
+    "mtp": [f"mtp.steps={DEPTH}", "tree.width=2"],
+    "eagle": ["eagle.taps=[0,1]", f"eagle.steps={DEPTH}", f"tree.depth={DEPTH}"],
 }
 
 

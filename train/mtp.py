@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, check_complete_sequences, load
 
 
 class MtpSection(Section):
@@ -22,6 +22,9 @@ class MtpSection(Section):
         description="of the text's tokens: nll (the paper, whose texts are the target's answers), or against the target's distribution: kl, "
         "ce, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 nll`",
     )
+    end_to_end: bool = Field(
+        default=False, description="train for the expected accepted length of the chain instead: loss and beta do not count"
+    )
     checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(
         default=None,
@@ -32,6 +35,7 @@ class MtpSection(Section):
 
 class MtpRecipe(Recipe):
     mtp: MtpSection = MtpSection()
+    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -49,7 +53,8 @@ from draftsmith.models.mtp import KINDS, MtpModel, layer_of
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import confidence, output
+from draftsmith.train.engine import confidence, output, replay
+from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -60,7 +65,8 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
 
     q_k(t) [V] is the layer's distribution of token t + 2 + k in step k at position t, which reads token t + 1 + k and its own output of the
     step before (training-time test: as when drafting). p_s [V] is the target's distribution of the token after position s, x_s the text's
-    token. A step counts where that token is supervised and of t's document. The loop divides by the number of supervised tokens.
+    token. A step counts where that token is supervised and of t's document. The loop divides by the number of supervised tokens. With
+    end_to_end the sum over k is the part of a chain of K tokens that is not accepted (`acceptance_loss`).
     """
     ids, document = batch["input_ids"], batch["document"]
     out = target.features(batch)
@@ -68,11 +74,15 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
     outputs = drafter.training_time_test(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing)
     states = torch.stack([drafter.before_head(output).flatten(0, 1) for output in outputs])  # [K,M,H]
     weights = torch.stack([shift_left(batch["loss_mask"], k + 2, document).flatten() for k in range(section.steps)])  # [K,M]
+    actual, weight = out.hidden.flatten(0, 1), supervised_tokens(batch)
+    if section.end_to_end:
+        total, hits = acceptance_loss(states.unbind(), [target.logits], actual, target.logits, weights, weights[0].float())
+        return Loss(total, weight, survival_metrics(hits, weights, weight))
     shares = torch.tensor([section.beta**k for k in range(section.steps)])
     losses = chunked_draft_loss(
         states,
         target.logits,
-        out.hidden.flatten(0, 1),
+        actual,
         target.logits,
         weights.float(),
         range(1, section.steps + 1),
@@ -81,7 +91,6 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
         (shares / shares.sum()).tolist(),
         tokens=shift_left(ids, 1, document).flatten(),
     )
-    weight = supervised_tokens(batch)
     return Loss(losses.sum, weight, survival_metrics(losses.hits, weights, weight))
 
 
@@ -89,6 +98,7 @@ def check(recipe: MtpRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.mtp.loss, "mtp.loss")
     check_complete_sequences(recipe)
+    replay.check_heads(recipe, recipe.replay, "mtp")
 
 
 def architecture(section: MtpSection, target: Target) -> dict[str, Any]:
@@ -128,6 +138,7 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "mtp.start")
         fingerprint = setup.fingerprint(target, train)
         monitors = setup.monitors(recipe, target, drafter)
+        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
