@@ -7,8 +7,8 @@ forgotten, and the accepted ones are encoded anew from the target's features.
 
 A subclass adds its modules, `feature_of` and `step`; of a `FeatureDrafter` also `recurring`, `logits_of`, `vocabulary` and `num_layers`.
 
-Letters: B rows of a round · R starting slots · S positions · K draft steps · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size ·
-W the drafter's.
+Letters: B rows of a round · R starting slots · S positions · n pairs of a forward · K draft steps · J levels that a pair's forward
+drafts · N tree nodes · V target vocabulary · D draft vocabulary · H the target's hidden size · W the drafter's.
 """
 
 import warnings
@@ -43,7 +43,7 @@ class PairState:
     """What the drafter keeps between rounds.
 
     Attributes:
-        last_output: the output at the last pair of each slot, [slots,W].
+        last_output: the outputs at the last pair of each slot, [slots,J,W].
         ready_slots: the slots that have a pair, on the host.
         ready: the same on the device, [slots] bool.
         cache: keys and values of the pairs.
@@ -59,6 +59,11 @@ class PairState:
     tree_spec: TreeSpec
     bound_spec: TreeSpec
     resumable_slots: set[int] = field(default_factory=set)
+
+
+def at_last(output: Tensor, counts: Tensor) -> Tensor:
+    """output [B,n,W] -> [B,1,W] at position counts[b] − 1."""
+    return output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))
 
 
 class PairDrafter(DrafterModel):
@@ -83,6 +88,23 @@ class PairDrafter(DrafterModel):
     def encode(self, feature: Tensor, tokens: Tensor, attention: TreeAttention) -> Tensor:
         """Write the keys and values of pairs into the cache, after the selected rows: feature [B,n,·], tokens [B,n] -> output [B,n,W]."""
         return self.step(feature, tokens, attention.positions(), self._cached(attention))
+
+    def levels_at_once(self, tree_spec: TreeSpec) -> int:
+        """J, the levels of a tree whose outputs come with the last pair: the first."""
+        return 1
+
+    def last_outputs(self, feature: Tensor, tokens: Tensor, counts: Tensor, complete: bool) -> Tensor:
+        """Write the keys and values of pairs into the cache, as `encode`, for the outputs at the last pair of each row.
+
+        Args:
+            feature, tokens: [B,n,·] and [B,n], of which the first counts[b] are pairs of row b; the rest is padding.
+            counts: [B]; of a row without a pair the outputs are meaningless.
+            complete: the host knows that nothing is padding.
+
+        Returns:
+            [B,J,W].
+        """
+        return at_last(self.encode(feature, tokens, TreeAttention.causal(self._state.cache, tokens.shape[1])), counts)
 
     @property
     def reads_context(self) -> bool:
@@ -110,7 +132,7 @@ class PairDrafter(DrafterModel):
         tree_spec = self.tree_spec.to(target.device)
         # A graph lets a slot run one round past its end.
         scratch = tree_spec.max_depth + 1 + max(self.drafted_positions(tree_spec), tree_spec.max_depth + 1)
-        output = torch.zeros(slots, self.config.draft_size, dtype=self.dtype, device=target.device)
+        output = torch.zeros(slots, self.levels_at_once(tree_spec), self.config.draft_size, dtype=self.dtype, device=target.device)
         state = self._state
         fit = state and state.bound_spec is self.tree_spec and fits(state.cache, context, scratch, self.window)
         if fit and same_layout(state.last_output, output):
@@ -189,27 +211,25 @@ class PairDrafter(DrafterModel):
 
     def _encode_all(self, round: RoundContext, feature: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """`_encode` in a static shape: counts [B] are on the device."""
-        state, width = self._state, tokens.shape[1]
+        state = self._state
         state.cache.static_shape = True  # prompts may have been encoded since, and nothing proposed
         state.cache.select(round.slots)
-        attention = TreeAttention.causal(state.cache, width)
-        output = self.encode(feature, tokens, attention)
-        state.cache.keep(attention.depth, counts, in_place=True)
-        last = output.gather(1, (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[2]))[:, 0]
-        state.last_output[round.slot_index] = torch.where(counts[:, None] > 0, last, state.last_output[round.slot_index])
+        output = self.last_outputs(feature, tokens, counts, False)
+        index = torch.arange(tokens.shape[1], device=counts.device).expand(tokens.shape)
+        state.cache.keep(index, counts, in_place=True)
+        state.last_output[round.slot_index] = torch.where(counts[:, None, None] > 0, output, state.last_output[round.slot_index])
         state.ready[round.slot_index] |= counts > 0
 
     def _encode(self, slots: list[int], feature: Tensor, tokens: Tensor, counts: list[int]) -> None:
         """Append counts[r] pairs to each of the R slots; the rest of feature [R,n,·] and tokens [R,n] is padding."""
         state = self._state
         state.cache.select(slots)
-        attention = TreeAttention.causal(state.cache, tokens.shape[1])
-        output = self.encode(feature, tokens, attention)
+        output = self.last_outputs(feature, tokens, index_tensor(counts, tokens.device), min(counts) == tokens.shape[1])
         state.cache.advance(counts)
         rows = [row for row, count in enumerate(counts) if count]
         if rows:
-            row, pair, slot = torch.tensor([[row, counts[row] - 1, slots[row]] for row in rows], device=output.device).T
-            state.last_output[slot] = output[row, pair]
+            row, slot = torch.tensor([[row, slots[row]] for row in rows], device=output.device).T
+            state.last_output[slot] = output[row]
             state.ready[slot] = True
             state.ready_slots.update(slots[row] for row in rows)
 
@@ -278,7 +298,7 @@ class FeatureDrafter(PairDrafter):
         state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
         expansion, draft = expand(state.tree_spec, round), Draft(self.stop, round)
-        output, index = state.last_output[round.slot_index][:, None], round.positions[:, None] + 1
+        output, index = state.last_output[round.slot_index], round.positions[:, None] + 1
         while True:
             token_index = index.expand(-1, output.shape[1])
             logits = self.logits_of(output)

@@ -231,7 +231,7 @@ class HydraModel(PairDrafter):
     @torch.no_grad()
     def propose(self, round: RoundContext) -> DraftTree:
         """One head per level of the tree, on the tokens of each node's path; the root alone where a slot has no hidden state."""
-        root = self._state.last_output[round.slot_index][:, None]
+        root = self._state.last_output[round.slot_index]
         path = self.target.embed(round.last_tokens)[:, None, None]  # [B,F,k+1,H], the embeddings from the root to each node
 
         def logits_of(k: int, level: CurrentLevel | None) -> Tensor:

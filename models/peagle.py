@@ -5,7 +5,8 @@ embedding of `mask_token_id` for the token, and `mask_hidden`, learned, for the 
 at the next position, in one forward; a pair sees all real ones and the masks before it. So K tokens cost one forward of the network,
 and no draft reads another.
 
-Letters: B rows · S positions · M masks of a text · K draft steps · T taps · V target vocabulary · H the target's hidden size · W the drafter's.
+Letters: B rows · S positions · n pairs of a forward · M masks of a text · K draft steps · T taps · V target
+vocabulary · H the target's hidden size · W the drafter's.
 """
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from draftsmith.inference.attention import TreeAttention
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import RoundContext, TargetOutput
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.level_heads import draft_marginals
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.feature_drafter import at_last
 from draftsmith.models.mask_rows import MaskRows, attend_masks, mask_rows
 from draftsmith.models.training_time_test import attend, blocks, shift_left
 
@@ -99,20 +102,30 @@ class PeagleModel(EagleModel):
     def drafted_positions(self, tree_spec: TreeSpec) -> int:
         return self.config.steps
 
+    def levels_at_once(self, tree_spec: TreeSpec) -> int:
+        """All levels of the tree."""
+        return max(1, min(tree_spec.max_depth, self.config.steps))
+
+    def last_outputs(self, feature: Tensor, tokens: Tensor, counts: Tensor, complete: bool) -> Tensor:
+        """As the base class: pairs, and masks behind each row's last one, in one forward. The masks' keys and values are overwritten."""
+        (rows, width), masks = tokens.shape, self.levels_at_once(self._state.tree_spec) - 1
+        if not masks:
+            return super().last_outputs(feature, tokens, counts, complete)
+        mask_feature, mask_tokens = self.mask_pairs(rows, masks)
+        cache = self._state.cache
+        attention = TreeAttention.causal(cache, width + masks) if complete else pairs_then_masks(cache, width, masks, counts)
+        read = torch.cat((feature, mask_feature), 1), torch.cat((tokens, mask_tokens), 1)
+        output = self.encode(*read, attention)
+        return torch.cat((at_last(output, counts), output[:, width:]), 1)
+
     @torch.no_grad()
     def propose(self, round: RoundContext) -> DraftTree:
-        """All levels of the tree from one forward over masks; the root alone where a slot has no pair yet."""
+        """All levels of the tree, from what the forward of the last pair gave; the root alone where a slot has no pair yet."""
         state, tree_spec = self._state, self._state.tree_spec
         depth = min(round.depth, tree_spec.max_depth)
         if depth == 0:
             return DraftTree.root(round.last_tokens)
-        output = state.last_output[round.slot_index][:, None]
-        if depth > 1:
-            state.cache.static_shape = round.static_shape
-            state.cache.select(round.slots)
-            attention = TreeAttention.causal(state.cache, depth - 1)
-            feature, tokens = self.mask_pairs(len(output), depth - 1)
-            output = torch.cat((output, self.step(feature, tokens, attention.positions(), self._cached(attention))), 1)
+        output = state.last_output[round.slot_index][:, :depth]
         return self._ready(draft_marginals(tree_spec, self.spread(self.logits_of(output)), round), round)
 
     # Position records
@@ -125,6 +138,15 @@ class PeagleModel(EagleModel):
             rows = mask_rows(document, every, torch.full_like(every, masks), masks * len(ids), masks)
             first, later = self.states_along(self.feature_of(out), ids[None], every, document, rows)
             return torch.cat((first[0, :, None], later[0].view(len(ids), masks, -1)), 1)
+
+
+def pairs_then_masks(cache: TreeCache, width: int, masks: int, counts: Tensor) -> TreeAttention:
+    """Causal attention of n pairs, of which counts[b] are row b's, and of masks that follow the last of them: padding is between, unseen."""
+    index = torch.arange(width + masks, device=counts.device)
+    depth = torch.where(index < width, index, index - width + counts[:, None])  # [B,n+masks]
+    seen = (index >= width) | (index < counts[:, None])  # of the masks
+    visible = (index <= index[:, None]) & (seen[:, None, :] | (index < width)[:, None])
+    return TreeAttention(cache, depth, visible)
 
 
 Config = PeagleConfig
