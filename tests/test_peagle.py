@@ -1,4 +1,5 @@
-"""P-EAGLE: the objective against one forward for each anchor with tables of scores in float64, what a mask sees, training from a store."""
+"""P-EAGLE: the objective against one forward for each anchor with tables of scores in float64, what a mask sees, decoding against such forwards,
+training from a store."""
 
 import json
 from collections import Counter
@@ -6,10 +7,13 @@ from collections import Counter
 import pytest
 import torch
 from packed_data import corpus_of
+from planted import Planted
 from random_targets import random_model, randomise
 
 from draftsmith.data.packing import PackedDataset
+from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models import vocab
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.mask_rows import mask_rows
@@ -117,6 +121,46 @@ def test_a_mask_sees_its_pairs_and_the_masks_before_it():
     assert reached == {p for p in range(pair + 1) if document[0, p] == document[0, pair]} and len(reached) == 4
     (gradient,) = torch.autograd.grad(drafter.states_along(feature, ids, positions, document, rows)[1][0, 0].sum(), drafter.mask_hidden)
     assert gradient.any()
+
+
+@pytest.mark.parametrize("slots, depth", [(1, 4), (3, 4), (3, 2)])
+def test_decoding_drafts_what_training_does(slots, depth):
+    """Prompts in chunks, rows that accept different counts: each slot's outputs are those of one forward over its pairs and masks."""
+    target = Target.wrap(random_model("llama"))
+    drafter, prompts = make(target).eval(), [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 11, 30], [8, 3], [4] * 9, [60, 2, 2]]
+    answers = [answer.tokens for answer in Decoder(target).generate(prompts, max_new_tokens=18, stop_ids=())]
+    lines = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    features = [drafter.feature_of(target.forward(line[None], taps=drafter.taps)).detach() for line in lines]
+    drafter.chunk, drafter.tree_spec = 3, StaticTree.chain(depth)
+    start, propose, accept = drafter.start, drafter.propose, drafter.accept
+    texts: dict[int, list[int]] = {}
+    seen: Counter[object] = Counter()
+
+    def note_start(chosen, given, out):
+        texts.update({slot: list(prompt) for slot, prompt in zip(chosen, given, strict=True)})
+        start(chosen, given, out)
+
+    def compare(round):
+        for slot in round.slots:
+            ids = torch.tensor(texts[slot])
+            if len(ids) > 1:
+                feature = next(each for each, line in zip(features, lines, strict=True) if torch.equal(line[: len(ids)], ids))
+                expected = alone(drafter, ids, feature, len(ids) - 2)[:depth]
+                torch.testing.assert_close(drafter.logits_of(drafter._state.last_output[slot]), expected, rtol=1e-4, atol=1e-4)
+                seen["compared"] += 1
+        return propose(round)
+
+    def note_accept(round, tree, verdict, out):
+        counts = [len(result.tokens) for result in verdict.on_host(tree)]
+        seen["ragged"] += len(set(counts)) > 1
+        for slot, result in zip(round.slots, verdict.on_host(tree), strict=True):
+            texts[slot] += result.tokens
+        accept(round, tree, verdict, out)
+
+    drafter.start, drafter.accept = note_start, note_accept
+    drafter.propose = Planted(compare, prompts, answers, VOCAB)
+    assert [answer.tokens for answer in Decoder(target, drafter, slots=slots).generate(prompts, max_new_tokens=18, stop_ids=())] == answers
+    assert seen["compared"] >= 40 and (slots == 1 or seen["ragged"] >= 5), seen
 
 
 def test_it_trains_from_a_store_as_with_the_target(target_folder, tmp_path):
