@@ -78,8 +78,7 @@ def test_it_is_a_drafter(target, method, name):
     assert 1 <= drafter.max_depth <= drafter.depth_limit and drafter.max_nodes > drafter.max_depth
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("way", ["eager", "replayed"])
+@pytest.mark.parametrize("way, tree", [*(("eager", tree) for tree in TREES), ("replayed", "static"), ("replayed", "dynamic")])
 @pytest.mark.parametrize("method, name", LOSSLESS)
 def test_output_is_plain_decodings(target, answers, method, name, way, tree, monkeypatch):
     """Alone and in batches with replaced slots; every accepted length; with adaptive depth; round by round, and as graphs."""

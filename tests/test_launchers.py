@@ -69,7 +69,7 @@ def same(actual, expected, tolerance=1e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.deepspeed] * kind.startswith("zero")) for kind in KINDS])
 def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_path, target_folder):
     """Two ranks × two micro-batches of two sequences equal one of eight; two ranks end what one began, and vice versa; for the methods of `methods_of`."""
     if kind.startswith("zero") and (reason := deepspeed_missing()):

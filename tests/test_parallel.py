@@ -87,7 +87,12 @@ def test_each_rank_holds_half_of_the_layers_and_complete_ends(laid_out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "config"), [("shard", "accelerate-cpu-2"), ("tensor", "accelerate-cpu-2"), ("shard", "accelerate-zero3-cpu")]
+    ("kind", "config"),
+    [
+        ("shard", "accelerate-cpu-2"),
+        ("tensor", "accelerate-cpu-2"),
+        pytest.param("shard", "accelerate-zero3-cpu", marks=pytest.mark.deepspeed),
+    ],
 )
 def test_training_on_two_ranks_equals_the_complete_target_s(target_folder, tmp_path, kind, config):
     """τ is measured too, which all ranks decode together; of three held-out batches the last is one rank's alone."""
