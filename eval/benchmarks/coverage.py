@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftsmith.eval.intervals import FEWEST, of_ratio, of_share
+from draftsmith.eval.intervals import FEWEST, of_ratio, of_share, t_quantile
 
 DEPTH, ROUNDS, DEEP = 4, 140, 2
-T_QUANTILES = {6: 2.571, 8: 2.365, 12: 2.201, 24: 2.069, 48: 2.012, 95: 1.986}  # 97.5 % of Student's t with P − 1 degrees of freedom
+PROMPTS = (6, 8, 12, 24, 48, 95)
 
 
 def lengths(count: int) -> Tensor:
@@ -57,7 +57,7 @@ def percentile(tokens: Tensor, rounds: Tensor, _: Tensor) -> tuple[float, float]
 
 def jackknife(tokens: Tensor, rounds: Tensor, _: Tensor) -> tuple[float, float]:
     without = ((tokens.sum() - tokens) / (rounds.sum() - rounds)).log()
-    half = T_QUANTILES[len(tokens)] * ((len(tokens) - 1) * without.var(correction=0)).sqrt()
+    half = t_quantile(len(tokens) - 1) * ((len(tokens) - 1) * without.var(correction=0)).sqrt()
     log_tau = (tokens.sum() / rounds.sum()).log()
     return float((log_tau - half).exp()), float((log_tau + half).exp())
 
@@ -89,7 +89,7 @@ def main() -> None:
     )
     for kind in KINDS:
         tau, share = true_values(kind)
-        for prompts in T_QUANTILES:
+        for prompts in PROMPTS:
             cells = [
                 f"{coverage(kind, prompts, trials, value, method):.3f}"
                 if prompts >= FEWEST or method in (jackknife, percentile)

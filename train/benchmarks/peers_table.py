@@ -31,7 +31,6 @@ MEASURES = {
     for temperature in (0, 1)
 }
 NEW_TOKENS = 64
-T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # 97.5 % of Student's t with M − 1 degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def difference(first: Tensor, second: Tensor) -> Interval:
         return Interval(delta, None, None)
     half = over_prompts.estimate - over_prompts.low
     if len(deltas) > 1:
-        half = math.hypot(half, T_QUANTILES.get(len(deltas), 2.0) * float(deltas.std()) / len(deltas) ** 0.5)
+        half = math.hypot(half, intervals.t_quantile(len(deltas) - 1) * float(deltas.std()) / len(deltas) ** 0.5)
     return Interval(delta, delta - half, delta + half)
 
 

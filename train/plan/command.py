@@ -5,7 +5,7 @@
     draftsmith plan recipes/medusa-tiny.yaml --cpu
 
 Recipe keys can follow as key=value. Memory is what PyTorch allocates in a step (train/plan/memory.py); 7 % of a GPU are left for CUDA, NCCL and gaps.
-Times are predicted from the FLOPs counted in the objective.
+Times are predicted from the FLOPs counted in the objective, τ from runs of other lengths on small targets, where the method has them.
 """
 
 import argparse

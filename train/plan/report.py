@@ -1,7 +1,7 @@
 """The report of `draftsmith plan`: memory and time that a recipe needs. Of the target only the config is read.
 
 Memory is what PyTorch allocates in a step (train/plan/memory.py); 7 % of a GPU are left for CUDA, NCCL and gaps. Times are predicted from the
-FLOPs counted in the objective.
+FLOPs counted in the objective, τ from measured runs of the method (train/plan/scaling.py).
 """
 
 import importlib
@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data import corpus
+from draftsmith.eval import intervals
 from draftsmith.models.model_files import read_tokenizer
 from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import recipe_file
+from draftsmith.train.plan import scaling
 from draftsmith.train.plan.memory import GIB, USABLE, Machine, PlannedRun, fitting
 from draftsmith.train.recipe import Recipe
 
@@ -180,6 +182,7 @@ def report(path: str, overrides: list[str], machine: Machine, tflops: float | No
             "predicted_hours": rate and tokens / rate / 3600,
             "wanted_tokens_per_s": wanted,
         },
+        "tau": {target: tau._asdict() for target, tau in scaling.expected(method.__name__.rpartition(".")[2], recipe, tokens).items()},
         "features": _features(recipe, run, tokens, wanted or rate),
     }
 
@@ -233,6 +236,11 @@ def show(plan: dict[str, Any]) -> None:
     console.print(_table(plan))
     _show_advice(plan, console)
     _show_work(plan, console)
+    for target, tau in plan["tau"].items():
+        interval = "" if tau["low"] is None else f" ({intervals.shown(tau['low'], tau['high'], '.1f')})"
+        console.print(
+            f"τ        predicted {tau['estimate']:.1f}{interval} for a greedy chain of 4, by runs on {target}; another target or other data differ"
+        )
     if plan["features"]:
         _show_features(plan["features"], console)
 

@@ -1,0 +1,194 @@
+"""How τ rises with training tokens and time: runs of several lengths of each recipe, lines through them, and where one overtakes another.
+
+python -m draftsmith.train.benchmarks.scaling runs/scaling medusa:medusa-tiny eagle:eagle1-tiny eagle:eagle3-tiny distill:distill-tiny
+python -m draftsmith.train.benchmarks.scaling runs/scaling-smollm2 eagle:eagle3-smollm2-135m target.path=FOLDER data.train=answers.jsonl
+
+Every run is a `draftsmith train` with its complete learning-rate schedule, and the warm-up in proportion. Its last evaluation decodes the shipped
+prompts greedily with a chain of 4. FOLDER gets scaling.md, scaling.png and scaling.json, which `draftsmith plan` reads as train/plan/scaling.json.
+The same command goes on where an earlier one stopped, and lengths, seeds and recipes may be added. Keys for every recipe follow as key=value.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+
+from draftsmith.eval.intervals import shown
+from draftsmith.inference import durable
+from draftsmith.inference.claim import claim
+from draftsmith.inference.errors import exit_on_error
+from draftsmith.inference.progress import Bar
+from draftsmith.inference.reading import read_json
+from draftsmith.train import recipe as recipes
+from draftsmith.train.plan.report import schema_of
+from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
+from draftsmith.train.sweep import trial
+from draftsmith.train.sweep.plan import as_words
+from draftsmith.train.sweep.trial import Result, Run
+
+RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
+MEASURE = ("tree.width=1", "tree.depth=4", "tree.nodes=null", "train.tau_prompts=4", "train.tau_tokens=64")  # keys that are given come after these
+AXES = {"tokens": "training tokens", "seconds": "seconds of training"}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run, with its method and target for the table."""
+
+    run: Run
+    method: str
+    target: str
+
+
+def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: Iterable[int], seeds: Sequence[int]) -> list[Trained]:
+    """All runs, the shortest first.
+
+    Args:
+        folder: of all that is written.
+        names: `script:recipe` each.
+        keys: recipe keys of every run, as key=value.
+        budgets: training tokens.
+        seeds: of the weights and of the order of samples.
+
+    Raises:
+        ValueError: a word that is not `script:recipe`, or a recipe that refuses a key.
+    """
+    runs = []
+    for name in names:
+        script, colon, recipe = name.partition(":")
+        if not colon:
+            raise ValueError(f"{name!r} is not of the form script:recipe, for example eagle:eagle3-tiny")
+        schema = schema_of(importlib.import_module(f"draftsmith.train.{script}"))
+        base = recipes.load(schema, recipe, [*MEASURE, *keys])
+        size = base.train.batch_size * base.data.seq_len
+        for tokens in budgets:
+            steps = max(1, tokens // size)
+            own = [f"train.steps={steps}", f"train.warmup_steps={-(-base.train.warmup_steps * steps // base.train.steps)}"]
+            own += [f"train.eval_every={steps}"]
+            for seed in seeds:
+                output = folder / "runs" / f"{Path(recipe).stem}-{steps * size}-{seed}"
+                every = (*MEASURE, *keys, *own, f"train.seed={seed}", f"train.output={output}")
+                words = as_words(dict(word.split("=", 1) for word in every))
+                run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, recipe)
+                runs.append(Trained(run, method_name(script, base), Path(base.target.path).name))
+    return sorted(runs, key=lambda trained: trained.run.tokens)
+
+
+def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> list[Point]:
+    """Train what has no result yet -> all points. Raises ValueError where a run failed."""
+    file = folder / RESULTS
+    results: dict[str, Result] = {name: Result(**entry) for name, entry in read_json(file).items()} if file.is_file() else {}
+    devices, total = trial.gpus(), sum(each.run.steps for each in trained)
+
+    def recorded() -> int:
+        return sum(each.run.steps for each in trained if each.run.name in results)
+
+    with Bar("scaling", total, recorded()) as bar:
+
+        def record(run: Run, result: Result) -> None:
+            if result.measure is None:
+                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.folder.with_suffix('.log')}")
+            results[run.name] = result
+            trial.remove_weights(run)
+            durable.write_text(file, json.dumps({name: asdict(each) for name, each in results.items()}, indent=1) + "\n")
+            bar.update(recorded(), f"{run.name}: τ {result.measure:.3f}")
+
+        todo = [each.run for each in trained if each.run.name not in results]
+        trial.run_all(todo, devices, jobs or len(devices) or trial.cores(), record, lambda share: None)
+        bar.update(total)
+    return [
+        Point(each.method, each.target, each.run.tokens, results[each.run.name].seconds, results[each.run.name].measure or 0.0)
+        for each in trained
+    ]
+
+
+def lines(points: Sequence[Point], axis: str) -> dict[str, Line]:
+    """The line of each method over `tokens` or `seconds`."""
+    return {
+        method: fit([getattr(point, axis) for point in own], [point.tau for point in own])
+        for method in dict.fromkeys(point.method for point in points)
+        if (own := [point for point in points if point.method == method])
+    }
+
+
+def table(points: Sequence[Point]) -> str:
+    """The runs, the lines, and where one overtakes another, as Markdown."""
+    methods = list(dict.fromkeys(point.method for point in points))
+    budgets = sorted({point.tokens for point in points})
+    text = [f"| τ after | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    for tokens in budgets:
+        cells = []
+        for method in methods:
+            own = [point for point in points if (point.method, point.tokens) == (method, tokens)]
+            cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
+        text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
+    by_tokens = lines(points, "tokens")
+    text.append(f"| τ − 1 rises as | {' | '.join(f'n^{by_tokens[method].exponent:.2f}' for method in methods)} |")
+    ahead = {method: predict(line, 10 * budgets[-1]) for method, line in by_tokens.items()}
+    cells = (f"{tau.estimate:.2f} ({shown(tau.low, tau.high)})" if tau.low else f"{tau.estimate:.2f}" for tau in ahead.values())
+    text += [f"| predicted, {10 * budgets[-1]:,} tokens | {' | '.join(cells)} |", ""]
+    for axis, title in AXES.items():
+        fitted = lines(points, axis)
+        for first, second in combinations(methods, 2):
+            at = crossing(fitted[first], fitted[second])
+            if at:
+                later = first if fitted[first].exponent > fitted[second].exponent else second
+                text.append(f"- By {title}, {later} overtakes {second if later == first else first} at about {at:,.0f}.")
+    return "\n".join(text) + "\n"
+
+
+def draw(points: Sequence[Point], picture: Path) -> None:
+    """τ − 1 over tokens and over time, both in logarithms: dots are runs, lines are fits."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 4.2), dpi=130, layout="constrained")
+    for number, (axis, title) in enumerate(AXES.items(), 1):
+        axes = figure.add_subplot(1, 2, number)
+        for color, (method, line) in zip(colormaps["tab10"].colors, lines(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
+            own = [point for point in points if point.method == method]
+            ends = (line.least, line.most)
+            axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color)
+            axes.plot(
+                ends, [predict(line, end).estimate - 1 for end in ends], lw=1.2, color=color, label=f"{method}, n^{line.exponent:.2f}"
+            )
+        axes.set(xscale="log", yscale="log", xlabel=title)
+        axes.set_title("τ − 1, greedy chain of 4" if number == 1 else "", loc="left", fontsize=10, fontweight="bold")
+        axes.grid(alpha=0.25, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(fontsize=8, frameon=False)
+    durable.replace(picture, lambda part: figure.savefig(part, format="png"))
+
+
+def parser() -> argparse.ArgumentParser:
+    described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described.add_argument("folder", type=Path, help="for all that is written")
+    described.add_argument("words", nargs="+", metavar="script:recipe", help="recipes, and key=value for all of them")
+    described.add_argument("--tokens", default="90000,180000,360000,720000", help="training tokens of the runs")
+    described.add_argument("--seeds", default="0", help="train every length with each of these")
+    described.add_argument("--jobs", type=int, help="runs at a time (default: one for each GPU, without GPUs one for each core)")
+    return described
+
+
+def main(arguments: list[str]) -> None:
+    chosen = parser().parse_args(arguments)
+    words, keys = [word for word in chosen.words if "=" not in word], [word for word in chosen.words if "=" in word]
+    budgets, seeds = ([int(part) for part in text.split(",")] for text in (chosen.tokens, chosen.seeds))
+    if len(set(budgets)) < 2:
+        raise ValueError(f"--tokens {chosen.tokens}: expected two lengths at least, for a line")
+    trained = runs_of(chosen.folder, words, keys, budgets, seeds)
+    with claim(chosen.folder, "scaling of τ", (RESULTS, TABLE, PICTURE, POINTS, "runs"), "folder"):
+        points = train_all(chosen.folder, trained, chosen.jobs)
+        text = table(points)
+        durable.write_text(chosen.folder / TABLE, text)
+        durable.write_text(chosen.folder / POINTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
+        draw(points, chosen.folder / PICTURE)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    exit_on_error(main, sys.argv[1:])
