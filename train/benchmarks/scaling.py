@@ -31,7 +31,13 @@ from draftsmith.train.sweep.plan import as_words
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
-MEASURE = ("tree.width=1", "tree.depth=4", "tree.nodes=null", "train.tau_prompts=4", "train.tau_tokens=64")  # keys that are given come after these
+MEASURE = (
+    "tree.width=1",
+    "tree.depth=4",
+    "tree.nodes=null",
+    "train.tau_prompts=4",
+    "train.tau_tokens=64",
+)  # keys that are given come after these
 AXES = {"tokens": "training tokens", "seconds": "seconds of training"}
 
 
