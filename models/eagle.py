@@ -15,10 +15,8 @@ drafter's · n positions of a step.
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -30,7 +28,6 @@ from draftsmith.models.drafter import DrafterConfig, default_paths
 from draftsmith.models.feature_drafter import Attend, FeatureDrafter
 from draftsmith.models.target import Target
 
-READING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # in the first layer they read embedding and feature
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # settings of version 3
 
 
@@ -212,44 +209,6 @@ class EagleModel(FeatureDrafter):
         if self.config.version == 3 and self.config.draft_size == self.target.hidden_size:
             rows = self.target.head_weight[self._vocabulary.targets.to(self.target.head_weight.device)]
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.device)).mul_(self.target.head_scale)
-
-    @torch.no_grad()
-    def copy_layer(self, layer: nn.Module, norm: nn.Module, scale: float) -> None:
-        """Start as a decoder layer of the target that reads the last tap: its weights, and an `fc` that passes this tap on.
-
-        The half of queries, keys and values that reads embeddings stays fresh. Where it is zero and the taps are not normed, the output at a
-        position is that of the target's layer there.
-
-        Args:
-            layer: of a Llama, with as many heads and as large an MLP as the drafter's.
-            norm: the target's norm before its head.
-            scale: of what `fc_norm` or `norm_before_fc` divides by, so that the layer's residual is as large as in the target.
-
-        Raises:
-            ValueError: the layer has other parts or sizes, or the drafter has no such residual.
-        """
-        size, first = self.config.hidden_size, cast(Layer, self.layers[0])
-        if not first.wide or self.config.draft_size != size or self.config.norm_before_residual:
-            raise ValueError(
-                "a drafter starts from a layer of the target with version 3, the target's hidden size, and without norm_before_residual"
-            )
-        theirs = dict(layer.named_parameters())
-        ours = {name: parameter for name, parameter in first.named_parameters() if name != "input_layernorm.weight"}
-        ours["input_layernorm.weight"] = ours.pop("hidden_norm.weight")
-        parts = {name: part[:, size:] if name.startswith(READING) else part for name, part in ours.items()}
-        if wrong := sorted(parts.keys() ^ theirs.keys()) or [name for name, part in parts.items() if part.shape != theirs[name].shape]:
-            raise ValueError(f"the target's layer differs from the drafter's in {', '.join(wrong)}")
-        probe = torch.linspace(-1, 1, size, device=norm.get_parameter("weight").device, dtype=norm.get_parameter("weight").dtype)
-        if not torch.allclose(norm(probe), F.rms_norm(probe, (size,), norm.get_parameter("weight"), self.config.rms_norm_eps), rtol=0.05):
-            raise ValueError("the target's norms are not Llama's")
-        for name, part in parts.items():
-            part.copy_(theirs[name])
-        self.norm.weight.copy_(norm.get_parameter("weight"))
-        self.fc.weight[:, -size:] = torch.eye(size)
-        if self.config.fc_norm:
-            cast(LlamaRMSNorm, self.fc_norm[-1]).weight.fill_(scale)
-        elif self.config.norm_before_fc:
-            self.input_norm.weight[-size:].fill_(scale)
 
     def attach(self, target: Target) -> "EagleModel":
         """As the base class; also raises ValueError for a tap that is none of the target's layers."""

@@ -24,41 +24,6 @@ def target():
     return Target.wrap(tiny("llama"), name="small")
 
 
-def test_a_drafter_started_as_a_layer_of_the_target_is_that_layer():
-    target = Target.wrap(tiny("llama"))
-    config, size, before_last = target.config, target.hidden_size, target.num_layers - 2
-    sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads, "rms_norm_eps": config.rms_norm_eps}
-    sizes |= {"intermediate_size": config.intermediate_size, "rope_theta": config.rope_parameters["rope_theta"], "taps": [before_last]}
-    drafter = new_drafter("eagle", target, **sizes)
-    drafter.copy_layer(target.layers[-1], target.decoder.norm, 1.0)
-    embedding_halves = [drafter.layers[0].self_attn.get_parameter(f"{x}_proj.weight")[:, :size] for x in "qkv"]
-    assert all(half.std() > 0 for half in embedding_halves)
-    with torch.no_grad():
-        for half in embedding_halves:
-            half.zero_()
-    ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
-    out, positions = target.forward(ids, taps=[before_last]), torch.arange(11).expand(2, -1)
-    output = drafter.training_time_test(drafter.feature_of(out), ids, positions, torch.zeros_like(ids), 1)[0]
-    torch.testing.assert_close(drafter.logits_of(output), target.logits(out.hidden), rtol=1e-4, atol=1e-4)
-    normed = new_drafter("eagle", target, fc_norm=True, **sizes)
-    normed.copy_layer(target.layers[-1], target.decoder.norm, 7.5)
-    assert set(normed.fc_norm[-1].weight.tolist()) == {7.5}
-    refused = {
-        "version 3": {"version": 1, "taps": None},
-        "mlp.down_proj": {"intermediate_size": 8},
-        "norm_before_residual": {"norm_before_residual": True},
-    }
-    for match, other in refused.items():
-        with pytest.raises(ValueError, match=match):
-            new_drafter("eagle", target, **(sizes | other)).copy_layer(target.layers[-1], target.decoder.norm, 1.0)
-    for family in ("gemma2", "qwen3"):
-        other = Target.wrap(tiny(family))
-        own = {"num_heads": other.config.num_attention_heads, "num_kv_heads": other.config.num_key_value_heads, "taps": [0]}
-        with pytest.raises(ValueError, match="the target's"):
-            drafter = new_drafter("eagle", other, intermediate_size=other.config.intermediate_size, **own)
-            drafter.copy_layer(other.layers[-1], other.decoder.norm, 1.0)
-
-
 def test_wrong_taps_sizes_and_versions_are_refused(target):
     for taps, wrong in (([0, 2], r"layers 0\.\.1: \[2\]"), ([-1, 1], r"\[-1\]")):
         with pytest.raises(ValueError, match=wrong):

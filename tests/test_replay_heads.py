@@ -35,7 +35,14 @@ def words(tmp_path, target_folder):
     text = tmp_path / "text.txt"
     text.write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
     shared = [f"target.path={target_folder}", f"data.train={text}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=32"]
-    shared += ["train.steps=10", "train.warmup_steps=1", "train.eval_batches=1", "train.eval_every=0", "train.save_every=3"]
+    shared += [
+        "train.steps=10",
+        "train.batch_size=4",
+        "train.warmup_steps=1",
+        "train.eval_batches=1",
+        "train.eval_every=0",
+        "train.save_every=3",
+    ]
     return [*shared, "replay.refresh_every=4", "replay.prompts=20", f"replay.new_tokens={NEW}", "replay.rejections=1.0"]
 
 

@@ -113,9 +113,9 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
         {"method": "medusa", "target": "tiny", "tokens": tokens, "seconds": tokens / 4096, "tau": 1 + tokens / 1e6}
         for tokens in (49_152, 99_328)
     ]
-    with pytest.raises(ValueError, match="eagle3-tiny-49152-0 failed: out of memory"):
-        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "eagle:eagle3-tiny", "--tokens", "50000,100000"])
-    assert asked[2:] == ["eagle3-tiny-49152-0"]
+    with pytest.raises(ValueError, match="eagle1-tiny-49152-0 failed: out of memory"):
+        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "eagle:eagle1-tiny", "--tokens", "50000,100000"])
+    assert asked[2:] == ["eagle1-tiny-49152-0"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_plan_predicts_from_the_shipped_runs(monkeypatch, tmp_path):
     ]
     file.write_text(json.dumps([asdict(point) for point in measured]))
     monkeypatch.setattr(scaling, "SHIPPED", file)
-    plan = report("eagle3-tiny", ["train.steps=400"], Machine(1, 1, 80 * GIB, cpu=True))
+    plan = report("eagle3-tiny", ["train.steps=800"], Machine(1, 1, 80 * GIB, cpu=True))
     assert list(plan["tau"]) == ["tiny"]  # 409,600 tokens are more than 30 times those of `large`
     assert plan["tau"]["tiny"]["estimate"] == pytest.approx(1 + 0.1 * 4.096**0.5)
     assert report("medusa-tiny", [], Machine(1, 1, 80 * GIB, cpu=True))["tau"] == {}

@@ -76,18 +76,13 @@ class EagleSection(Section):
     checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(
         default=None,
-        description="folder or Hub id of an EAGLE drafter whose weights to start from, its head re-indexed; `target`: version 3 starts as the "
-        "target's last layer; unset: fresh weights",
+        description="folder or Hub id of an EAGLE drafter whose weights to start from, its head re-indexed; unset: fresh weights",
     )
 
 
 class EagleRecipe(Recipe):
     eagle: EagleSection = EagleSection()
     replay: ReplaySection = ReplaySection()
-
-    @property
-    def needs_target_layers(self) -> bool:
-        return super().needs_target_layers or self.eagle.start == "target"
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -291,20 +286,6 @@ def begin_with(drafter: EagleModel, path: str, target: Target, key: str) -> None
     drafter.load_state_dict(weights, strict=False)
 
 
-def begin_with_target(drafter: EagleModel, target: Target, batch: Batch) -> None:
-    """Start as the target's last decoder layer, at the scale that the taps have in `batch`. Raises ValueError where the layers do not fit."""
-    batch = {name: tensor.to(target.device) for name, tensor in batch.items()}
-    taps = cast(Tensor, target.features(batch, drafter.taps).taps)[batch["document"] >= 0].float()  # [n,T,H]
-    normed = taps if drafter.config.norm_before_fc else taps[:, -1]
-    norm = getattr(target.decoder, "norm", None)
-    if norm is None:
-        raise ValueError("eagle.start=target: the target's decoder has no `norm` as Llama's has; leave it out")
-    try:
-        drafter.copy_layer(target.layers[-1], norm, float(normed.square().mean().sqrt()))
-    except ValueError as error:
-        raise ValueError(f"eagle.start=target: {error}; leave it out") from None
-
-
 def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
     """Leave the head as it is, if the recipe says so. Raises ValueError where it is not the target's."""
     if section.train_head or section.version == 1:
@@ -320,12 +301,8 @@ def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
-    if recipe.eagle.start == "target" and recipe.eagle.version == 1:
-        raise ValueError("eagle.start=target is for version 3; leave out one of them")
     if recipe.eagle.end_to_end and recipe.eagle.version == 1:
         raise ValueError("eagle.end_to_end is for version 3: version 1 trains one step, of no chain; leave out one of them")
-    if recipe.eagle.start == "target" and recipe.target.parallel != "none":
-        raise ValueError(f"eagle.start=target reads a complete layer; got target.parallel={recipe.target.parallel}; leave out one of them")
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel
     if length % ranks:
         raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")
@@ -366,9 +343,7 @@ def main(arguments: list[str]) -> None:
         assert isinstance(drafter, EagleModel)
         if sizes.get("draft_vocab_size", target.vocab_size) < target.vocab_size:
             drafter.take(setup.frequent_tokens(train, target, sizes["draft_vocab_size"]))
-        if section.start == "target":
-            begin_with_target(drafter, target, train.batch(torch.arange(1)))
-        elif section.start:
+        if section.start:
             begin_with(drafter, section.start, target, "eagle.start")
         freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
