@@ -27,7 +27,7 @@ from draftsmith.train import cli
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = "eagle3-smollm2-135m"
-CONVERSATIONS = 800
+CONVERSATIONS = 1400
 STEPS = 600
 WEIGHTLESS = ("suffix", "ngram")
 DONE = "stages.json"
