@@ -55,7 +55,7 @@ def words(method, folder, output):
     """What a recipe of this repository becomes for a few steps on a tiny random target."""
     _, recipe, own = METHODS[method]
     train = ["batch_size=4", "micro_batch_size=2", "warmup_steps=0", "eval_batches=1", "log_every=1", "precision=fp32", "schedule=constant"]
-    train += [f"output={output / method}", "eval_every=0", "lr=1e-3", f"tau_file={folder / 'asked.jsonl'}"]
+    train += [f"output={output / method}", "eval_every=0", "lr=1e-3", "optimizer=adamw", f"tau_file={folder / 'asked.jsonl'}"]
     data = [f"train={folder / 'text.txt'}", "valid=null", f"cache={output / 'cache'}", "seq_len=32", "num_proc=1", "template=null"]
     keys = [f"target.path={folder / 'target'}", *[f"train.{word}" for word in train], *[f"data.{word}" for word in data]]
     return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
