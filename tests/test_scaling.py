@@ -17,15 +17,22 @@ from draftsmith.train.plan.scaling import Point
 from draftsmith.train.sweep.trial import Result
 
 
+def tau_of(odds):
+    """τ of a chain of 4 where the accepted share of it has these odds."""
+    return 1 + 4 * odds / (1 + odds)
+
+
 def test_the_line_is_numpys_least_squares():
     generator = np.random.default_rng(0)
     tokens = generator.integers(10_000, 10_000_000, 9).tolist()
-    taus = (1 + 0.01 * np.array(tokens) ** 0.27 * np.exp(generator.normal(0, 0.1, 9))).tolist()
+    odds = 0.01 * np.array(tokens) ** 0.27 * np.exp(generator.normal(0, 0.1, 9))
+    taus = tau_of(odds).tolist()
     line = scaling.fit(tokens, taus)
-    (slope, offset), covariance = np.polyfit(np.log(tokens), np.log(np.array(taus) - 1), 1, cov=True)
+    (slope, offset), covariance = np.polyfit(np.log(tokens), np.log(odds), 1, cov=True)
     assert line.exponent == pytest.approx(slope, abs=1e-9) and line.level - line.exponent * line.center == pytest.approx(offset, abs=1e-9)
     assert line.spread is not None and line.spread**2 / line.width == pytest.approx(covariance[0, 0], rel=1e-9)
-    assert scaling.predict(line, 5e6).estimate == pytest.approx(1 + math.exp(slope * math.log(5e6) + offset))
+    assert scaling.predict(line, 5e6).estimate == pytest.approx(tau_of(math.exp(slope * math.log(5e6) + offset)))
+    assert 4.8 < scaling.predict(line, 1e12).estimate < 5
 
 
 @pytest.mark.parametrize("runs", [3, 5, 14])
@@ -34,7 +41,7 @@ def test_intervals_contain_a_further_run(runs):
     tokens = np.geomspace(50_000, 800_000, runs)
 
     def taus(amounts):
-        return 1 + 0.02 * amounts**0.25 * np.exp(generator.normal(0, 0.05, np.shape(amounts)))
+        return tau_of(0.02 * amounts**0.25 * np.exp(generator.normal(0, 0.05, np.shape(amounts))))
 
     for _ in range(2000):
         tau = scaling.predict(scaling.fit(tokens.tolist(), taus(tokens).tolist()), 2e6)
@@ -43,10 +50,11 @@ def test_intervals_contain_a_further_run(runs):
 
 
 def test_two_runs_have_no_interval_and_one_has_no_line():
-    assert scaling.predict(scaling.fit([1e5, 4e5], [1.2, 1.4]), 1.6e6) == (pytest.approx(1.8), None, None)
+    assert scaling.predict(scaling.fit([1e5, 4e5], [tau_of(0.1), tau_of(0.2)]), 1.6e6) == (pytest.approx(tau_of(0.4)), None, None)
     with pytest.raises(ValueError, match="two lengths at least; got 1"):
         scaling.fit([1e5, 1e5], [1.2, 1.4])
     scaling.fit([1e5, 4e5], [1.0, 1.4])  # no draft accepted
+    scaling.fit([1e5, 4e5], [1.4, 5.0])  # all
 
 
 def test_students_quantiles_fall_to_the_normals():
@@ -64,7 +72,7 @@ def test_where_one_overtakes_another():
 
 def points(slopes):
     return [
-        Point(method, "tiny", tokens, tokens / 1000, 1 + 0.1 * (tokens / 1e5) ** slope)
+        Point(method, "tiny", tokens, tokens / 1000, tau_of(0.1 * (tokens / 1e5) ** slope))
         for method, slope in slopes.items()
         for tokens in (50_000, 100_000, 200_000)
     ]
@@ -73,7 +81,7 @@ def points(slopes):
 def test_the_table_and_the_picture(tmp_path):
     measured = points({"eagle-1": 0.3, "eagle-3": 0.5})
     text = benchmark.table(measured)
-    assert "| 100,000 tokens | 1.10 (100 s) | 1.10 (100 s) |" in text and "| τ − 1 rises as | n^0.30 | n^0.50 |" in text
+    assert "| 100,000 tokens | 1.36 (100 s) | 1.36 (100 s) |" in text and "| (τ − 1) / (5 − τ) rises as | n^0.30 | n^0.50 |" in text
     assert (
         "- By training tokens, eagle-3 overtakes eagle-1 at about 100,000.\n- By seconds of training, eagle-3 overtakes eagle-1 at about 100.\n"
         in text
@@ -107,7 +115,7 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(benchmark.trial, "run_all", run_all)
     benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000"])
-    assert "| τ − 1 rises as | n^1.00 |" in capsys.readouterr().out and len(asked) == 2
+    assert "| (τ − 1) / (5 − τ) rises as | n^1.02 |" in capsys.readouterr().out and len(asked) == 2
     written = [Point(**entry) for entry in json.loads((tmp_path / "out" / "scaling.json").read_text())]
     assert [asdict(point) for point in written] == [
         {"method": "medusa", "target": "tiny", "tokens": tokens, "seconds": tokens / 4096, "tau": 1 + tokens / 1e6}
@@ -143,7 +151,7 @@ def test_a_plan_predicts_from_the_shipped_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(scaling, "SHIPPED", file)
     plan = report("eagle3-tiny", ["train.steps=800"], Machine(1, 1, 80 * GIB, cpu=True))
     assert list(plan["tau"]) == ["tiny"]  # 409,600 tokens are more than 30 times those of `large`
-    assert plan["tau"]["tiny"]["estimate"] == pytest.approx(1 + 0.1 * 4.096**0.5)
+    assert plan["tau"]["tiny"]["estimate"] == pytest.approx(tau_of(0.1 * 4.096**0.5))
     assert report("medusa-tiny", [], Machine(1, 1, 80 * GIB, cpu=True))["tau"] == {}
 
 

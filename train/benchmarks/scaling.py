@@ -124,16 +124,18 @@ def lines(points: Sequence[Point], axis: str) -> dict[str, Line]:
 def table(points: Sequence[Point]) -> str:
     """The runs, the lines, and where one overtakes another, as Markdown."""
     methods = list(dict.fromkeys(point.method for point in points))
-    budgets = sorted({point.tokens for point in points})
+    budgets: list[int] = []  # lengths up to 5 % apart share a row: recipes differ in the tokens of a step
+    for tokens in sorted(point.tokens for point in points):
+        budgets += [tokens] if not budgets or tokens > 1.05 * budgets[-1] else []
     text = [f"| τ after | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for tokens in budgets:
         cells = []
         for method in methods:
-            own = [point for point in points if (point.method, point.tokens) == (method, tokens)]
+            own = [point for point in points if point.method == method and tokens <= point.tokens <= 1.05 * tokens]
             cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
         text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
     by_tokens = lines(points, "tokens")
-    text.append(f"| τ − 1 rises as | {' | '.join(f'n^{by_tokens[method].exponent:.2f}' for method in methods)} |")
+    text.append(f"| (τ − 1) / (5 − τ) rises as | {' | '.join(f'n^{by_tokens[method].exponent:.2f}' for method in methods)} |")
     ahead = {method: predict(line, 10 * budgets[-1]) for method, line in by_tokens.items()}
     cells = (f"{tau.estimate:.2f} ({shown(tau.low, tau.high)})" if tau.low else f"{tau.estimate:.2f}" for tau in ahead.values())
     text += [f"| predicted, {10 * budgets[-1]:,} tokens | {' | '.join(cells)} |", ""]
@@ -157,11 +159,10 @@ def draw(points: Sequence[Point], picture: Path) -> None:
         axes = figure.add_subplot(1, 2, number)
         for color, (method, line) in zip(colormaps["tab10"].colors, lines(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
             own = [point for point in points if point.method == method]
-            ends = (line.least, line.most)
+            along = [line.least * (line.most / line.least) ** (part / 32) for part in range(33)]
             axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color)
-            axes.plot(
-                ends, [predict(line, end).estimate - 1 for end in ends], lw=1.2, color=color, label=f"{method}, n^{line.exponent:.2f}"
-            )
+            label = f"{method}, n^{line.exponent:.2f}"
+            axes.plot(along, [predict(line, amount).estimate - 1 for amount in along], lw=1.2, color=color, label=label)
         axes.set(xscale="log", yscale="log", xlabel=title)
         axes.set_title("τ − 1, greedy chain of 4" if number == 1 else "", loc="left", fontsize=10, fontweight="bold")
         axes.grid(alpha=0.25, which="both")

@@ -1,9 +1,10 @@
 """How τ rises with training: a power of the training tokens, fitted to measured runs, and what it predicts for a recipe.
 
-τ − 1 = C nᵝ is a line in logarithms, fitted by least squares. A prediction's interval is Student's, with the spread of the runs about the line.
-The line has no ceiling, and τ has one: far above the lengths measured it predicts too much. scaling.json holds the runs that ship (train/benchmarks/scaling.py writes such a file).
+s = (τ − 1) / K is the share of a chain of K that is accepted. s / (1 − s) = C nᵝ is a line in logarithms, fitted by least squares: far below the
+ceiling τ = 1 + K the rise of τ − 1 is a power, and τ never passes the ceiling. A prediction's interval is Student's, with the spread of the runs
+about the line. scaling.json holds the runs that ship (train/benchmarks/scaling.py writes such a file).
 
-Letters: n training tokens, m runs.
+Letters: n training tokens, m runs, K draft depth.
 """
 
 import json
@@ -17,7 +18,8 @@ from draftsmith.eval.intervals import Interval, t_quantile
 from draftsmith.train.recipe import Recipe
 
 SHIPPED = Path(__file__).with_name("scaling.json")
-LEAST = 1e-3  # of τ − 1: a run whose drafts are all rejected has no logarithm
+DEPTH = 4  # K of the runs
+LEAST = 1e-3  # of s and of 1 − s: a run whose drafts are all rejected, or all accepted, has no logarithm
 FURTHEST = 30  # times above the longest or below the shortest run: no prediction there
 
 
@@ -42,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """ln(τ − 1) = level + exponent · (ln n − center).
+    """ln(s / (1 − s)) = level + exponent · (ln n − center).
 
     Attributes:
         spread: standard deviation of the runs about the line; None with two runs.
@@ -79,7 +81,8 @@ def fit(amounts: Sequence[float], taus: Sequence[float]) -> Line:
     """
     if len(set(amounts)) < 2:
         raise ValueError(f"a line needs runs of two lengths at least; got {len(set(amounts))}")
-    x, y = [math.log(n) for n in amounts], [math.log(max(tau - 1, LEAST)) for tau in taus]
+    shares = [min(max((tau - 1) / DEPTH, LEAST), 1 - LEAST) for tau in taus]
+    x, y = [math.log(n) for n in amounts], [math.log(share / (1 - share)) for share in shares]
     center, level = statistics.fmean(x), statistics.fmean(y)
     width = sum((a - center) ** 2 for a in x)
     exponent = sum((a - center) * (b - level) for a, b in zip(x, y, strict=True)) / width
@@ -93,9 +96,13 @@ def predict(line: Line, amount: float) -> Interval:
     away = math.log(amount) - line.center
     middle = line.level + line.exponent * away
     if line.spread is None:
-        return Interval(1 + math.exp(middle), None, None)
+        return Interval(_tau(middle), None, None)
     half = t_quantile(line.runs - 2) * line.spread * math.sqrt(1 + 1 / line.runs + away * away / line.width)
-    return Interval(*(1 + math.exp(value) for value in (middle, middle - half, middle + half)))
+    return Interval(*map(_tau, (middle, middle - half, middle + half)))
+
+
+def _tau(log_odds: float) -> float:
+    return 1 + DEPTH / (1 + math.exp(-log_odds))
 
 
 def crossing(first: Line, second: Line) -> float | None:
