@@ -51,7 +51,13 @@ def words(target_folder, tmp_path_factory):
     ]
     common += ["train.log_every=1", "train.precision=fp32", "train.lr=0.02", f"train.tau_file={asked}", "train.tau_tokens=10"]
     common += ["eagle.taps=[0,1]", "eagle.vocab_size=40", "eagle.steps=3", "train.tau_prompts=2", "tree.depth=3"]
-    common += ["eagle.fc_norm=false", "eagle.norm_output=false", "eagle.regression=0", "train.optimizer=adamw"]
+    common += [
+        "eagle.fc_norm=false",
+        "eagle.norm_output=false",
+        "eagle.norm_before_residual=false",
+        "eagle.regression=0",
+        "train.optimizer=adamw",
+    ]
 
     def line(output: Path, *more: str) -> list[str]:
         return [*common, f"train.output={output}", *more]
