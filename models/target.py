@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
+from inspect import signature
 from os.path import isdir
 from typing import Any
 
@@ -81,6 +82,8 @@ class Target:
         self.has_layers = has_layers
         self.config: PretrainedConfig = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
+        # transformers 5.24 renames the argument; models outside its library may keep the name before
+        self._cache_name = "cache" if "cache" in signature(self.decoder.forward).parameters else "past_key_values"
         self._head = Head(model)
         self.head: nn.Module = self._head.module
         self.layers = decoder_layers(model)
@@ -261,7 +264,7 @@ class Target:
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=attention_mask,
-                past_key_values=cache,
+                **{self._cache_name: cache},
                 use_cache=cache is not None,
                 **extra,
             )

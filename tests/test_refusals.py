@@ -15,7 +15,6 @@ from draftsmith.models.target import Target
 
 REFUSED = {
     "falcon": ({}, "attention interface"),
-    "gptj": ({}, "attention interface"),
     "bloom": ({}, "attention interface"),
     "llama4": ({}, "chunked_attention"),
     "llama4_text": ({}, "chunked_attention"),
@@ -60,11 +59,11 @@ def test_supported_architectures_pass():
     check_supported(AutoConfig.for_model("llama", rope_parameters=yarn))
 
 
-@pytest.mark.parametrize("name", ["falcon", "gptj"])
+@pytest.mark.parametrize("name", ["falcon", "bloom"])
 def test_models_that_ignore_the_setting_are_refused_and_left_alone(name):
     size = (
-        {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
-        if name == "gptj"
+        {"hidden_size": 32, "n_layer": 1, "n_head": 4}
+        if name == "bloom"
         else {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     )
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **size))

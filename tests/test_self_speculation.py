@@ -23,12 +23,12 @@ def reference_logits(target, skipped, text, path):
     """All layers over text[:-1], then the others alone over its last token and a path, with transformers' own cache -> logits at the end."""
     cache = DynamicCache(config=target.model.config)
     if len(text) > 1:
-        target.model(torch.tensor([text[:-1]]), past_key_values=cache)
+        target(torch.tensor([text[:-1]]), cache=cache)
     drafted = torch.tensor([[text[-1], *path]])
     positions = torch.arange(len(text) - 1, len(text) + len(path))[None]
     hidden = torch.nn.functional.embedding(drafted, target.model.get_input_embeddings().weight)
     with target.without(skipped):
-        hidden = target.decoder(input_ids=drafted, past_key_values=cache, position_ids=positions, attention_mask=None).last_hidden_state
+        hidden = target(drafted, cache=cache, position_ids=positions).hidden
     return target.logits(hidden)[0, -1]
 
 
