@@ -22,8 +22,8 @@ FOREIGN_WARNINGS = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # PEFT imports bitsandbytes wherever it is installed
     "DeepSpeed": "Setting accelerator to CPU",  # Accelerate imports DeepSpeed wherever it is installed, whatever the launcher
 }
-# The same of Python's own warnings: PEFT asks transformers for an attribute by its old name.
-FOREIGN_DEPRECATION = "`is_gradient_checkpointing` is deprecated"
+# The same of Python's own warnings: PEFT and `train/distill.py` use names that transformers replaced and keeps until 6.
+FOREIGN_DEPRECATION = "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated"
 # Errors of libraries that a user can correct, by module. A module that is not loaded has raised nothing.
 LIBRARY_ERRORS = {"torch": "OutOfMemoryError", "safetensors": "SafetensorError", "jinja2": "TemplateError"}
 # What torch says where sizes do not fit in the memory of the machine: plain RuntimeErrors.

@@ -37,7 +37,7 @@ from draftsmith.models.model_files import (
 )
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
 from draftsmith.models.quantised import quantisation, quantised_as
-from draftsmith.models.turn_end import stop_token
+from draftsmith.models.turn_end import stop_ids
 from draftsmith.models.weights import Header, check_finite, check_folder, check_loaded, headers, weights_hash, without_mtp
 
 __all__ = ["SHIPPED", "TOKENIZER_FILES", "Target", "TargetIdentity", "apart", "check_folder", "check_loaded", "check_same", "resolve_path"]
@@ -441,13 +441,3 @@ def _read_ends(
     if quantization_config is not None:
         model.config.quantization_config = quantization_config  # the identity names how the target of the features is quantised
     return model
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The tokens at which an answer ends: those that the generation config and the tokenizer name, and the chat template's end of turn."""
-    generation = model.generation_config
-    ids: Any = generation.eos_token_id if generation is not None else None
-    stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
-    if tokenizer is not None:
-        stops.update((tokenizer.eos_token_id, stop_token(tokenizer)))
-    return frozenset(int(stop) for stop in stops if stop is not None)

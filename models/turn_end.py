@@ -1,4 +1,4 @@
-"""How a chat template ends an assistant's turn, read from what it writes; and the token at which decoding stops for it."""
+"""How a chat template ends an assistant's turn, read from what it writes; and the tokens at which decoding stops."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.rendering import render
 
@@ -159,3 +159,13 @@ def stop_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except ValueError:  # a template's fault matters only where somebody asks for the template
         return None
     return cast(dict[str, int], tokenizer.added_tokens_encoder).get(stop)
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The tokens at which an answer ends: those that the generation config and the tokenizer name, and the chat template's end of turn."""
+    generation = model.generation_config
+    ids: Any = generation.eos_token_id if generation is not None else None
+    stops: set[Any] = set(ids) if isinstance(ids, (list, tuple)) else {ids}
+    if tokenizer is not None:
+        stops.update((tokenizer.eos_token_id, stop_token(tokenizer)))
+    return frozenset(int(stop) for stop in stops if stop is not None)
