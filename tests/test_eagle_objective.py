@@ -19,6 +19,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import eagle as train
 from draftsmith.train.eagle import EagleSection, objective1, objective3
 from draftsmith.train.losses.noise import document_lengths
+from draftsmith.train.objective import Progress
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,19 @@ def test_prompts_are_supervised_in_training_alone(target):
 def test_the_regression_reaches_the_objective():
     agrees("3", "kl", 3, decay=0.7, regression=0.4)
     agrees("3, norms of speculators", "tv", 2, packed=False, regression=2.0)
+
+
+def test_the_regression_falls_to_zero_over_the_run(target):
+    drafter = make(target)
+    rows = PackedDataset(corpus_of(LENGTHS), 32)
+    batch = rows.batch(torch.arange(len(rows)))
+
+    def total(regression, steps):
+        section, progress = EagleSection(steps=2, regression=regression), Progress(steps, 8)
+        return float(objective3(drafter, batch, target=target, section=section, progress=progress).sum.detach())
+
+    assert total(4.0, 2) == pytest.approx(total(3.0, 0)) != pytest.approx(total(4.0, 0))
+    assert total(4.0, 8) == total(0.0, 0)
 
 
 def noise_of(target, drafter, batch, section, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,8 +23,8 @@ from draftsmith.models.target import Target
 from draftsmith.train import medusa
 from draftsmith.train.engine import optimizer
 from draftsmith.train.exchange.export import open_source
-from draftsmith.train.medusa import JointModel, MedusaRecipe, Progress, heads_weight, joint_objective
-from draftsmith.train.objective import supervised_tokens
+from draftsmith.train.medusa import JointModel, MedusaRecipe, heads_weight, joint_objective
+from draftsmith.train.objective import Progress, supervised_tokens
 
 peft = pytest.importorskip("peft")
 
@@ -119,7 +119,7 @@ def test_at_first_the_heads_are_trained_alone():
     loss.sum.backward()
     assert all((parameter.grad == 0).all() for parameter in model.adapters())
     assert all(parameter.grad.abs().max() > 0 for name, parameter in heads.named_parameters() if not name.endswith("bias"))
-    progress.update(10, None, None)
+    progress.steps = 10
     assert objective(model, batch(48)).sum.isfinite()
     assert all(parameter.grad is not None for parameter in model.adapters())
 

@@ -51,7 +51,7 @@ class EagleSection(Section):
         default=0.0,
         ge=0,
         le=1000,
-        description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state",
+        description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state; it falls to 0 over the run",
     )
     prompts: bool = Field(
         default=False,
@@ -112,13 +112,21 @@ from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, feature_loss, mix
 from draftsmith.train.losses.noise import feature_noise
 from draftsmith.train.losses.survival import survival_metrics
-from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
+from draftsmith.train.objective import Batch, Loss, Objective, Progress, supervised_tokens
 
 
-def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: EagleSection, context: ContextParallel = SINGLE_RANK) -> Loss:
-    """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test.
+def objective3(
+    drafter: EagleModel,
+    batch: Batch,
+    *,
+    target: Target,
+    section: EagleSection,
+    context: ContextParallel = SINGLE_RANK,
+    progress: Progress | None = None,
+) -> Loss:
+    """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + (1 − n/N) · regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test.
 
-    Each step reads its own output of the step before.
+    Each step reads its own output of the step before. n of the run's N steps are done (`progress`; none: n = 0).
 
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
@@ -148,9 +156,10 @@ def objective3(drafter: EagleModel, batch: Batch, *, target: Target, section: Ea
         )
         total, hits = losses.sum, losses.hits
     if section.regression:  # against the hidden states of the very distributions that the steps are compared with
+        regression = section.regression * (1 - progress.steps / progress.total if progress else 1)
         for j in range(section.steps):
             hidden = shift_left(out.hidden[:, read], j + 1, document[:, read]).flatten(0, 1)
-            total = total + section.regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
+            total = total + regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
     tokens = supervised_tokens(batch, own)
     return Loss(total, tokens, survival_metrics(hits, weights, tokens, context))
 
@@ -312,11 +321,13 @@ def check(recipe: EagleRecipe) -> None:
         raise ValueError(f"{unfit[0]} does not go with replay.rejections={recipe.replay.rejections}; leave out one of them")
 
 
-def choose_objective(recipe: EagleRecipe, target: Target, context: ContextParallel = SINGLE_RANK) -> Objective:
-    """The objective of the recipe's version."""
+def choose_objective(
+    recipe: EagleRecipe, target: Target, context: ContextParallel = SINGLE_RANK, progress: Progress | None = None
+) -> Objective:
+    """The objective of the recipe's version; `progress` is that of the run."""
     if recipe.eagle.version == 1:
         return partial(objective1, target=target, section=recipe.eagle, seed=recipe.train.seed, context=context)
-    return partial(objective3, target=target, section=recipe.eagle, context=context)
+    return partial(objective3, target=target, section=recipe.eagle, context=context, progress=progress)
 
 
 def build_untrained(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Objective]:
@@ -349,7 +360,8 @@ def main(arguments: list[str]) -> None:
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
-        measure = choose_objective(recipe, target, context)
+        monitors["progress"] = progress = Progress()
+        measure = choose_objective(recipe, target, context, progress)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             confidence.fit(drafter, target, valid)

@@ -24,7 +24,7 @@ from draftsmith.train.engine.profiler import Profile
 from draftsmith.train.engine.resume import start_or_resume
 from draftsmith.train.engine.sharded import ShardedModel
 from draftsmith.train.engine.watchdog import NonFiniteCounter, Signals, Watchdog, translate_errors
-from draftsmith.train.objective import Batch, Loss, Objective, SequenceDataset
+from draftsmith.train.objective import Batch, Loss, Objective, Progress, SequenceDataset
 from draftsmith.train.recipe import Recipe, TrainSection
 
 # (steps done, whether to stop early, context in which the model has complete weights) -> None
@@ -43,6 +43,7 @@ def fit(
     measure_tau: Callable[[], float] | None = None,
     collective: bool = False,
     refresh: Refresh | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Accelerator, int]:
     """Train `model` in place as the recipe says, and write checkpoints and metrics.jsonl to `train.output`.
 
@@ -60,10 +61,10 @@ def fit(
         measure_tau: measures τ at each evaluation, on the main process. `model` ends with the weights that had the best τ, and the run ends
             after train.patience evaluations without a better one.
         collective: call `measure_tau` on all ranks, since the target's forward needs all of them.
-        refresh: makes on-policy samples, or notes the steps taken, where the objective depends on them. It is called on all ranks before the
-            first step and after each step, with the number of steps taken, a function that says whether a signal asks the run to stop, and a
-            context, entered by all ranks, in which `model` has complete weights. Samples that it had no time for are asked for again when the
-            run continues.
+        refresh: makes on-policy samples. It is called on all ranks before the first step and after each step, with the number of steps
+            taken, a function that says whether a signal asks the run to stop, and a context, entered by all ranks, in which `model` has
+            complete weights. Samples that it had no time for are asked for again when the run continues.
+        progress: shows the steps taken to an objective that depends on them.
 
     Returns:
         The Accelerator, and the step whose weights `model` has on the main process, in fp32 also where train.weights is bfloat16.
@@ -87,7 +88,7 @@ def fit(
             make_step=lambda trained: _Step(trained, objective),
         )
         best = BestWeights(folder, sharded, state["best"], measure_tau, collective)
-        run = _Run(recipe, sharded, state, best, train, valid, watchdog, target_forward)
+        run = _Run(recipe, sharded, state, best, train, valid, watchdog, target_forward, progress or Progress())
         with Signals() as signals:
             stopped_by = run.train_steps(signals, refresh)
             if stopped_by:
@@ -135,6 +136,7 @@ class _Run:
         valid: SequenceDataset,
         watchdog: Watchdog,
         target_forward: Callable[[Batch], object] | None,
+        progress: Progress,
     ) -> None:
         section, accelerator = recipe.train, sharded.accelerator
         self.section, self.sharded, self.state, self.best, self.watchdog = section, sharded, state, best, watchdog
@@ -143,6 +145,8 @@ class _Run:
         self.groups, self.group = processes.data_parallel(section.context_parallel)
         self.done: int = state["step"]
         self.saved = self.done
+        self.progress = progress
+        progress.steps, progress.total = self.done, section.steps
         self.log = Log(recipe, accelerator, self.done, target_forward)
         self.nonfinite = NonFiniteCounter(Path(section.output), section.max_nonfinite_steps, state["left_out"], accelerator.process_index)
         self.steps = range(self.done, self.done if best.is_stale(section.patience) else section.steps)
@@ -216,7 +220,7 @@ class _Run:
                     optimizer.step()
                 optimizer.zero_grad()
             self.log.add(loss)
-        self.done = step + 1
+        self.done = self.progress.steps = step + 1
         self.nonfinite.after(self.done, applied, seen)
         self.profile.step()
         if self._is_due(self.section.log_every):

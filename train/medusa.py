@@ -71,7 +71,6 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,7 +87,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output, processes, replay
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
-from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
+from draftsmith.train.objective import Batch, Loss, Objective, Progress, supervised_tokens
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -137,16 +136,6 @@ class JointModel(nn.Module):
 
     def adapters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]
-
-
-@dataclass
-class Progress:
-    """The steps taken so far, on which λ depends; the loop calls `update` before the first step and after each."""
-
-    steps: int = 0
-
-    def update(self, done: int, *_: Any) -> None:
-        self.steps = done
 
 
 def heads_weight(joint: JointSection, done: int, steps: int) -> float:
@@ -272,7 +261,7 @@ def main(arguments: list[str]) -> None:
             fingerprint["target's weights"] = replay.digest(target.model, trained=False)  # the checkpoints hold the adapters alone
             progress = Progress()
             model, measure = with_adapters(recipe, cast(MedusaModel, drafter), target, progress)
-            monitors["refresh"] = progress.update
+            monitors["progress"] = progress
         accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             model.eval()  # the adapters' dropout, where no step was left to take

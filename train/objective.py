@@ -57,6 +57,19 @@ class SequenceDataset(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far a run is, for an objective that changes on the way; the loop writes it.
+
+    Attributes:
+        steps: steps taken.
+        total: steps of the run.
+    """
+
+    steps: int = 0
+    total: int = 1
+
+
 Objective = Callable[[Any, Batch], Loss]  # (the model that is trained, a batch) -> its loss
 
 
