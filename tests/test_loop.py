@@ -184,7 +184,12 @@ def test_order_covers_every_row_once_an_epoch_and_does_not_depend_on_the_cut():
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232]), ("wsd", [0.5, 1, 1, 1, 1, 1])],
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("wsd", [0.5, 1, 1, 1, 1, 1]),
+    ],
 )
 def test_schedules(schedule, expected):
     section = new_recipe("x", steps=6, lr=1.0, schedule=schedule, min_lr=0.1 if schedule == "cosine" else 0.0).train

@@ -273,6 +273,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
     factor = {
         "constant": 1.0,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
         "wsd": min(1.0, 4 * (1 - progress)),
     }[train.schedule]
     return train.lr * (train.min_lr + (1 - train.min_lr) * factor)

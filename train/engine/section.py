@@ -71,8 +71,8 @@ class TrainSection(Section):
     head_lr: float | None = Field(
         default=None, gt=0, le=1, description="highest learning rate of matrices with a row for each token: heads, embeddings; unset: lr"
     )
-    schedule: Literal["cosine", "constant", "wsd"] = Field(
-        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear decay over the last quarter"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine", description="learning rate after the warm-up, down to min_lr; wsd: constant, then linear over the last quarter"
     )
     warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, le=1, description="the last learning rate, as a fraction of lr")
