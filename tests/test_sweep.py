@@ -1,5 +1,6 @@
 """`draftsmith sweep`: who goes on, what runs, what is refused, and what a kill leaves. A stub stands in for the trainer but in one test."""
 
+import importlib
 import json
 import multiprocessing
 import random
@@ -15,7 +16,9 @@ from commands import failing
 
 from draftsmith.inference.claim import claim, is_claimed
 from draftsmith.train import cli
+from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import output
+from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import command, search, trial
 from draftsmith.train.sweep.plan import make_plan
 from draftsmith.train.sweep.run import FILES, KIND, run_sweep
@@ -174,7 +177,9 @@ def test_the_best_third_survives_whatever_fails_or_ties():
         ([f"k{n}=1,2,3,4" for n in range(5)], "the grid has 1,024 trials; expected at most 512"),
         ([FOUR, "train.output=x"], "the folder of the sweep is --output"),
         ([FOUR, "data.valid=a,b"], "data.valid must be equal for all trials"),
+        (["data.train=a,b"], "each trial would be measured on a part of its own data; give data.valid"),
         ([FOUR, "train.profile='20:40'"], "recipe key 'train.profile': step 40 is past train.steps=30"),
+        (["train.profile=null,'2:40'", "--rungs", "30,90"], "(a run of the first rung has 30 steps; --rungs gives others)"),
         ([FOUR, "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
         ([FOUR, "--seeds", "0,1", "train.seed=3"], "give one of them"),
         ([FOUR, "--rungs", "30,60"], "end with the recipe's train.steps=90"),
@@ -204,6 +209,10 @@ def test_trials_of_a_rung_see_equally_many_tokens(stub):
         assert {run.steps for run in runs} == {tokens // batch // length for batch in (4, 8) for length in (64, 128)}
         for run in runs:  # a tenth of the steps is warm-up, as in the recipe
             assert f"train.steps={run.steps}" in run.words and f"train.warmup_steps={run.steps // 10}" in run.words
+            schema = schema_of(importlib.import_module("draftsmith.train.eagle"))
+            recipe = recipes.load(schema, run.words[1], list(run.words[2:]))
+            held_out = recipe.train.eval_batches * recipe.train.batch_size * recipe.data.seq_len
+            assert held_out == plan.base.train.eval_batches * 4 * 256
     assert len({run.folder for number in range(8) for rung in (0, 1) for run in plan.runs(number, rung)}) == 16
 
 
@@ -243,7 +252,9 @@ def test_failures_rank_last_with_their_reason_and_run_again(stub, capsys):
     table = (stub / "sweep" / "table.md").read_text()
     ranks = re.findall(r"^\| (\d) +\| (0\.\d)", table, re.M)
     assert ranks == [("1", "0.2"), ("2", "0.1"), ("3", "0.3"), ("4", "0.4")]
-    assert re.search(r"0\.4 .*failed .*the loss is \\\| not finite", table) and re.search(r"0\.3 .*failed .*not finite; see metrics", table)
+    assert re.search(r"0\.4 .*failed .*the loss is \\\| not finite", table) and re.search(
+        r"0\.3 .*failed .*evaluation that is finite; see metrics", table
+    )
     (stub / "faults.json").write_text("{}")
     sweep(stub, FOUR)
     assert calls(stub) == ["0.3@90", "0.4@30", "0.4@90"]  # 0.3 has lost its place in the last rung to none: 0.4 and it are the best
@@ -356,6 +367,15 @@ def test_a_method_without_a_measure_ends_the_sweep(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 9, "valid_loss": 1.0, "valid_top1_head1": 0.5}\n')
     with pytest.raises(ValueError, match=r"medusa has no simulated τ on held-out data; measure τ itself: train.tau_prompts=4"):
         result_of(run, 0)
+
+
+def test_simulated_chains_of_several_depths_are_not_compared(stub, capsys):
+    (stub / "stub.py").write_text(
+        STUB.replace('"valid_sim_tau": tau', '"valid_sim_tau": tau, **{f"valid_survival_{k}": 0 for k in range(steps // 10)}')
+    )
+    assert "the depth of their simulated chains: 1, 3; measure τ itself" in failing(
+        capsys, command.main, words(stub, FOUR, "--rungs", "10,30,90")
+    )
 
 
 def test_gpus_are_shared_out(stub, monkeypatch):

@@ -61,12 +61,15 @@ class Plan:
         return own | {key: value for key, value in recipes.by_key(self.base).items() if key not in OWN_KEYS}
 
     def words(self, trial: int, rung: int) -> list[str]:
-        """The overrides of a trial, with the steps that give it the tokens of the rung, and the warm-up in proportion."""
+        """The overrides of a trial, with the steps and evaluation batches that give it the tokens of the rung, and the warm-up in proportion."""
         train = self.recipes[trial].train
         steps = self.steps(trial, rung)
         warmup = -(-train.warmup_steps * steps // self.base.train.steps)
         values = {key: values[0] for key, values in self.grid.items()} | self.trials[trial]
         values |= {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+        own, base = _evaluated_tokens(self.recipes[trial]), _evaluated_tokens(self.base)
+        if own != base:  # all trials are measured on as much text
+            values["train.eval_batches"] = str(max(1, round(train.eval_batches * base / own)))
         return as_words(values)
 
     def steps(self, trial: int, rung: int) -> int:
@@ -100,8 +103,7 @@ def make_plan(options: Namespace) -> Plan:
         raise ValueError(f"no method {options.method!r} trains a drafter; expected one of {', '.join(methods)}")
     if not 2 <= options.eta <= 512:
         raise ValueError(f"--eta {options.eta}: expected 2 to 512")
-    if options.jobs is not None and not 1 <= options.jobs <= 512:
-        raise ValueError(f"--jobs {options.jobs}: expected 1 to 512")
+    check_jobs(options.jobs)
     grid = read_grid(options.words)
     fixed, trials = _checked_grid(grid, options.seeds)
     module = importlib.import_module(f"draftsmith.train.{options.method}")
@@ -114,18 +116,27 @@ def make_plan(options: Namespace) -> Plan:
 
     base = load(as_words(fixed))
     steps = base.train.steps
-    rungs = _integers("--rungs", options.rungs) if options.rungs else rung_steps(steps, len(trials), options.eta)
+    rungs = integers("--rungs", options.rungs) if options.rungs else rung_steps(steps, len(trials), options.eta)
     if rungs != sorted(rungs) or rungs[0] < 1 or rungs[-1] != steps:
         raise ValueError(
             f"--rungs {options.rungs}: expected rising steps from 1 that end with the recipe's train.steps={steps}; change either"
         )
-    seeds: list[int | None] = list(_integers("--seeds", options.seeds)) if options.seeds else [None]
+    seeds: list[int | None] = list(integers("--seeds", options.seeds)) if options.seeds else [None]
     folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
     of_trials = [load(as_words(fixed | trial)) for trial in trials]
     plan = Plan(options.method, options.recipe, folder, grid, trials, base, of_trials, rungs, seeds, options.eta)
-    for run in plan.runs(0, 0):
-        load(run.words[2:])  # the seeds, and keys that do not go with few steps
+    for run in [run for trial in range(len(trials)) for run in plan.runs(trial, 0)]:
+        try:
+            load(run.words[2:])  # the seeds, and keys that do not go with few steps
+        except ValueError as error:
+            raise ValueError(f"{error} (a run of the first rung has {run.steps} steps; --rungs gives others)") from None
     return plan
+
+
+def check_jobs(jobs: int | None) -> None:
+    """Raises ValueError for a number of processes that is out of range."""
+    if jobs is not None and not 1 <= jobs <= 512:
+        raise ValueError(f"--jobs {jobs}: expected 1 to 512")
 
 
 def _checked_grid(grid: dict[str, list[str]], seeds: str | None) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -136,6 +147,8 @@ def _checked_grid(grid: dict[str, list[str]], seeds: str | None) -> tuple[dict[s
     for key in EQUAL_KEYS:
         if len(grid.get(key, [])) > 1:
             raise ValueError(f"{key} must be equal for all trials, or they cannot be compared; give a single value")
+    if len(grid.get("data.train", [])) > 1 and "data.valid" not in grid:
+        raise ValueError("several data.train and no data.valid: each trial would be measured on a part of its own data; give data.valid")
     if seeds and "train.seed" in grid:
         raise ValueError("train.seed and --seeds: give one of them; with --seeds a trial is ranked by its mean")
     trials = trials_of({key: values for key, values in grid.items() if len(values) > 1})
@@ -152,7 +165,12 @@ def _step_tokens(recipe: Recipe) -> int:
     return recipe.train.batch_size * recipe.data.seq_len
 
 
-def _integers(option: str, text: str) -> list[int]:
+def _evaluated_tokens(recipe: Recipe) -> int:
+    """Tokens that an evaluation on held-out data reads."""
+    return recipe.train.eval_batches * (recipe.train.micro_batch_size or recipe.train.batch_size) * recipe.data.seq_len
+
+
+def integers(option: str, text: str) -> list[int]:
     """The numbers of an option such as `0,1,2`. Raises ValueError for anything else, and for a number that is given twice."""
     words = text.split(",")
     if not all(re.fullmatch(r"\d{1,10}", word) for word in words) or len(set(map(int, words))) < len(words):

@@ -50,7 +50,7 @@ def table(standings: Sequence[Standing], measure: str) -> str:
 
     Args:
         standings: the best first, those that failed last.
-        measure: heading of the column with the measure.
+        measure: heading of the column with the measure. After ± is its standard deviation over seeds.
     """
     rows = [["rank", *standings[0].values, "steps", "tokens", measure, "seconds", ""]]
     for rank, standing in enumerate(standings, 1):

@@ -58,6 +58,7 @@ def _run_rungs(plan: Plan, results: dict[str, Result], standings: list[Standing]
             def record(run: Run, result: Result, last: bool = rung == len(plan.rungs) - 1) -> None:
                 results[run.name] = result
                 _write(plan, results)
+                _check_depths(results)
                 if result.measure is not None and not last:
                     trial.remove_weights(run)
 
@@ -75,6 +76,16 @@ def _run_rungs(plan: Plan, results: dict[str, Result], standings: list[Standing]
             if not trials:
                 return
         bar.update(sum(budgets))
+
+
+def _check_depths(results: dict[str, Result]) -> None:
+    """Raises ValueError for simulated τ of chains of several depths: a deeper chain of an equally good drafter has the larger one."""
+    depths = sorted({result.depth for result in results.values() if result.depth})
+    if len(depths) > 1:
+        raise ValueError(
+            f"trials differ in the depth of their simulated chains: {', '.join(map(str, depths))}; measure τ itself: train.tau_prompts=4 "
+            "(prompts of each domain), and give tree.depth"
+        )
 
 
 def _point(runs: list[Run], results: dict[str, Result]) -> Point:

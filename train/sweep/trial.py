@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         name: within the sweep.
-        folder: train.output. The log of the process is beside it.
+        folder: train.output. The log of its last process is beside it.
         words: what follows `draftsmith train`.
         steps: train.steps.
         tokens: positions of all its sequences.
@@ -54,11 +54,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run gave: τ, or None and why; and the seconds of its training steps, without start and evaluations."""
+    """What a run gave.
+
+    Attributes:
+        measure: τ; None where the run failed.
+        seconds: of its training steps, without start and evaluations.
+        error: why it failed.
+        depth: of the chain whose simulated τ `measure` is; 0 where it is a decoded one.
+    """
 
     measure: float | None
     seconds: float = 0.0
     error: str = ""
+    depth: int = 0
 
 
 def run_all(
@@ -127,7 +135,7 @@ def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Po
     shared = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))}
     if devices:  # with fewer runs at a time than GPUs each has several, which target.parallel=layers can use
         shared = {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs]) or devices[slot % len(devices)]}
-    log = os.open(run.folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    log = os.open(run.folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         return subprocess.Popen(
             [*TRAIN, *run.words],
@@ -176,18 +184,18 @@ def result_of(run: Run, status: int) -> Result:
     if status:
         return Result(None, seconds, _reason(run, status))
     evaluations = [row for row in rows if any(name.startswith("valid_") for name in row)]
+    last, depth = evaluations[-1] if evaluations else {}, 0
     if run.measures_tau:
         measure = max((row["valid_tau"] for row in evaluations if "valid_tau" in row), default=None)
     else:
-        last = evaluations[-1] if evaluations else {}
-        measure = last.get("valid_sim_tau")
+        measure, depth = last.get("valid_sim_tau"), sum(name.startswith("valid_survival_") for name in last)
         if measure is None and "valid_loss" in last:
             raise ValueError(
                 f"{run.words[0]} has no simulated τ on held-out data; measure τ itself: train.tau_prompts=4 (prompts of each domain)"
             )
     if measure is None or not math.isfinite(measure):
-        return Result(None, seconds, "its last evaluation is not finite; see metrics.jsonl")
-    return Result(measure, seconds)
+        return Result(None, seconds, "it has no last evaluation that is finite; see metrics.jsonl")
+    return Result(measure, seconds, depth=depth)
 
 
 def _reason(run: Run, status: int) -> str:
