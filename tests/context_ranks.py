@@ -65,7 +65,7 @@ def train(output: Path, rank: int, seq_len: int = 32, fault: Callable[[], None] 
 
     architecture.attend = attend
     target = Target.wrap(tiny("llama"), name="small")
-    name, shape = SHAPES[recipe.eagle.version]
+    name, shape = SHAPES[recipe.eagle.version] if not recipe.eagle.regression else ("3, norms of speculators", {})
     drafter = make(target, name, steps=recipe.eagle.steps, **shape)
     rows = PackedDataset(corpus_of([min(length, seq_len) for length in LENGTHS], seq_len=seq_len), seq_len)
     loop.fit(recipe, drafter, eagle.choose_objective(recipe, target, context), rows, rows, {})
@@ -146,6 +146,7 @@ def sharded() -> None:
 
 TWO = {"context_parallel": 2}
 NARROW = {"seq_len": 8, "batch_size": 2}
+MORE = {"eagle": {"regression": 2.0, "prompts": True}}
 # Ranks, what to do, and how.
 JOBS: dict[str, tuple[int, Callable, dict]] = {
     "one": (1, train, {}),
@@ -158,6 +159,8 @@ JOBS: dict[str, tuple[int, Callable, dict]] = {
     "narrow": (4, train, NARROW | {"context_parallel": 4}),
     "first, one": (1, train, {"eagle": {"version": 1, "steps": 1}}),
     "first": (2, train, TWO | {"eagle": {"version": 1, "steps": 1}}),
+    "more, one": (1, train, MORE),
+    "more": (2, train, TWO | MORE),
     "half by two": (2, train, TWO | {"steps": 2}),
     "half by one": (1, train, {"steps": 2}),
     "odd": (3, train, TWO),

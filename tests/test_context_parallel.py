@@ -173,6 +173,7 @@ def apart(folder: Path, name: str, other: str) -> tuple[float, float]:
         ("four", "apart"),  # two groups of two ranks are two ranks with rows of their own
         ("narrow", "narrow, one"),  # fewer positions a rank than steps
         ("first", "first, one"),
+        ("more", "more, one"),  # the regression and the prompts
     ],
 )
 def test_rows_that_are_shared_train_the_same(folder, name, reference):

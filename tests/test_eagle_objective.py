@@ -60,7 +60,9 @@ def test_prompts_are_supervised_in_training_alone(target):
     assert batch["loss_mask"].sum() < everything["loss_mask"].sum()
 
     def total(data, prompts):
-        return float(objective3(drafter, data, target=target, section=EagleSection(steps=3, prompts=prompts)).sum.detach())
+        loss = objective3(drafter, data, target=target, section=EagleSection(steps=3, prompts=prompts))
+        assert loss.weight == (everything if prompts and drafter.training else data)["loss_mask"].sum()
+        return float(loss.sum.detach())
 
     assert total(batch, True) == total(everything, False) > 1.2 * total(batch, False)
     drafter.eval()

@@ -168,6 +168,17 @@ def test_a_run_stops_and_goes_on_to_the_last_bit(words, tmp_path, monkeypatch, n
     assert timeless[0] == timeless[1]
 
 
+def test_the_regression_falls_in_a_run_and_is_no_part_of_the_held_out_loss(words, tmp_path):
+    for weight in (0, 1000):
+        train.main(words(tmp_path / str(weight), "train.tau_prompts=0", "train.lr=1e-9", f"eagle.regression={weight}"))
+    plain, more = (metrics(tmp_path / weight) for weight in ("0", "1000"))
+    added = [row["loss"] - before["loss"] for before, row in zip(plain, more, strict=True) if "loss" in row]
+    assert len(added) == 4 and all(later < earlier for earlier, later in zip(added, added[1:], strict=False))
+    assert added[3] == pytest.approx(added[0] / 4, rel=0.3) != pytest.approx(0.0, abs=1.0)
+    held_out = [[row["valid_loss"] for row in rows if "valid_loss" in row] for rows in (plain, more)]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
+
+
 def test_a_head_that_is_not_trained_is_the_targets(words, tmp_path, target_folder):
     for kept in ("true", "false"):
         train.main(words(tmp_path / kept, f"eagle.train_head={kept}", "train.tau_prompts=0"))
@@ -205,6 +216,7 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.norm_output=true"], "EAGLE-1 has no norm"),
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
+        (["eagle.prompts=true"], "add train.normalise=all"),
         (["eagle.regression=1", "eagle.hidden_size=16", "eagle.heads=2"], "eagle.regression compares"),
     ],
 )

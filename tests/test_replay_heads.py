@@ -212,7 +212,7 @@ REFUSED = [
     [(name, [word.replace("{name}", name) for word in more], says.replace("{name}", name)) for name in METHODS for more, says in REFUSED]
     + [
         ("medusa", ["joint.rank=2"], r"replay\.rejections=1\.0: Medusa-2 changes the target.* joint\.rank=0"),
-        ("eagle", ["eagle.prompts=true"], r"eagle\.prompts=true does not go with replay\.rejections=1\.0"),
+        ("eagle", ["eagle.prompts=true", "train.normalise=all"], r"eagle\.prompts=true does not go with replay\.rejections=1\.0"),
         ("eagle", ["train.context_parallel=2"], r"train\.context_parallel=2 does not go with replay\.rejections=1\.0"),
     ],
 )

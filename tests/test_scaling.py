@@ -67,7 +67,7 @@ def test_where_one_overtakes_another():
     steep, flat = scaling.fit([1e5, 1e6], [1.1, 1.4]), scaling.fit([1e5, 1e6], [1.2, 1.4])
     assert scaling.crossing(steep, flat) == pytest.approx(1e6) and scaling.crossing(flat, steep) == pytest.approx(1e6)
     assert scaling.crossing(steep, steep) is None
-    assert scaling.crossing(scaling.fit([1e5, 1e6], [1.100, 1.41]), scaling.fit([1e5, 1e6], [1.5, 3.0])) is None  # parallel, or nearly
+    assert scaling.crossing(scaling.fit([1e5, 1e6], [1.100, 1.41]), scaling.fit([1e5, 1e6], [1.5, 3.0])) is None  # far beyond both
 
 
 def points(slopes):

@@ -45,18 +45,20 @@ class EagleSection(Section):
     norm_before_fc: bool = Field(default=False, description="as in speculators: normalise all taps together before fc")
     norm_before_residual: bool = Field(default=False, description="as in speculators: the first layer's residual is the normalised feature")
     train_head: bool = Field(
-        default=True, description="version 3: train the head; false: it stays the target's rows, and a step is cheaper"
+        default=True,
+        description="version 3: train the head; false: it stays as it starts, the target's rows without eagle.start, and a step is cheaper",
     )
     regression: float = Field(
         default=0.0,
         ge=0,
         le=1000,
-        description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state; it falls to 0 over the run",
+        description="version 3: weight of the SmoothL1 of the output after its norm to the target's hidden state; it falls to 0 over the run, and is not part "
+        "of the held-out loss",
     )
     prompts: bool = Field(
         default=False,
         description="version 3: train on the prompts' tokens too, which the target's distribution supervises as well as answers; held-out loss "
-        "and simulated τ stay those of answers",
+        "and simulated τ stay those of answers. It needs train.normalise=all",
     )
     steps: int = Field(
         default=7, ge=1, le=64, description="K, steps of the training-time test; in version 1 how deep the drafter may draft"
@@ -67,7 +69,7 @@ class EagleSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="version 3: train for the expected accepted length of the chain instead: loss and decay do not count",
+        description="version 3: train for the expected accepted length of the chain instead: loss does not count, and decay for the regression alone",
     )
     noise: float = Field(default=0.2, ge=0, le=1000, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(
@@ -155,12 +157,12 @@ def objective3(
             states, drafter.head(), actual, target.logits, weights.float(), shifts, target_ids, section.loss, decay, tokens=tokens
         )
         total, hits = losses.sum, losses.hits
-    if section.regression:  # against the hidden states of the very distributions that the steps are compared with
+    if section.regression and drafter.training:  # against the hidden states of the very distributions that the steps are compared with
         regression = section.regression * (1 - progress.steps / progress.total if progress else 1)
         for j in range(section.steps):
             hidden = shift_left(out.hidden[:, read], j + 1, document[:, read]).flatten(0, 1)
             total = total + regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
-    tokens = supervised_tokens(batch, own)
+    tokens = supervised_tokens(batch | {"loss_mask": mask}, own)
     return Loss(total, tokens, survival_metrics(hits, weights, tokens, context))
 
 
@@ -312,6 +314,11 @@ def check(recipe: EagleRecipe) -> None:
     mix(recipe.eagle.loss, "eagle.loss")
     if recipe.eagle.end_to_end and recipe.eagle.version == 1:
         raise ValueError("eagle.end_to_end is for version 3: version 1 trains one step, of no chain; leave out one of them")
+    if recipe.eagle.prompts and recipe.train.normalise != "all":
+        raise ValueError(
+            "eagle.prompts=true trains on all tokens, and train.normalise=supervised would divide their loss by the answers' alone; add "
+            "train.normalise=all"
+        )
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel
     if length % ranks:
         raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")

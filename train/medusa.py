@@ -152,8 +152,8 @@ def joint_objective(model: JointModel, batch: Batch, *, target: Target, recipe: 
     base = Σ_t KL(p_t ‖ a_t), or with joint.base=ce Σ_t CE(a_t, x_{t+1}).
 
     p_t and a_t [V] are the target's distributions of the supervised token t+1 without and with adapters. In `objective` too the target's
-    distribution is the adapted one, which verifies. The heads' gradient is not multiplied by λ: AdamW would undo it, but for its state of the
-    steps before, when λ was another. While the heads are trained alone, the adapters change nothing, and base is 0.
+    distribution is the adapted one, which verifies. The heads' gradient is not multiplied by λ: AdamW divides a constant factor
+    out, and a changing one would only disturb its means. While the heads are trained alone, the adapters change nothing, and base is 0.
     """
     section, joint = recipe.medusa, recipe.joint
     weight = heads_weight(joint, progress.steps, recipe.train.steps)

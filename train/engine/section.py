@@ -76,8 +76,8 @@ class TrainSection(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
     min_lr: float = Field(default=0.0, ge=0, le=1, description="the last learning rate, as a fraction of lr")
-    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="AdamW's weight decay, of matrices only")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the gradient's mean and square")
+    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="weight decay, of matrices only")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="decay rates of the gradient's mean, Muon's too, and of its square")
     clip: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="precision of the forward pass; auto: bf16 where it proves faster on this machine"
