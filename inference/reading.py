@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from draftsmith.inference.terminal import printable
+
 KINDS = {
     dict: "an object",
     list: "a list",
@@ -84,6 +86,25 @@ def field(content: dict[str, Any], key: str, kinds: type | tuple[type, ...], sou
     expected = " or ".join(KINDS[kind] for kind in kinds)
     got = describe(value) if key in content else "nothing"
     raise ValueError(f"{source}: `{key}` should be {expected}, got {got}; correct it or restore the file")
+
+
+def require_same(before: dict[str, Any], now: dict[str, Any], what: str, advice: str) -> None:
+    """Compare settings with those that a file was begun with.
+
+    Args:
+        before: as they were read.
+        now: their present values.
+        what: the file and what it is of, for the error.
+        advice: what to do, for the error.
+
+    Raises:
+        ValueError: a setting differs. It names the first.
+    """
+    now = json.loads(json.dumps(now))
+    for key in sorted(now.keys() | before.keys()):
+        if now.get(key) != before.get(key):
+            was, given = (printable(json.dumps(values.get(key)), "")[:200] for values in (before, now))
+            raise ValueError(f"{what} with {printable(key, '')} {was}, now {given}; {advice}")
 
 
 def describe(value: object) -> str:

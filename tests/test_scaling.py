@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,6 +125,16 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="eagle1-tiny-49152-0 failed: out of memory"):
         benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "eagle:eagle1-tiny", "--tokens", "50000,100000"])
     assert asked[2:] == ["eagle1-tiny-49152-0"]
+    with pytest.raises(ValueError, match=r"has runs of medusa-tiny with train.lr 0.006, now 0.001; give the same, or another folder"):
+        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000", "train.lr=1e-3"])
+    assert len(asked) == 3
+
+
+def test_recipes_of_one_method_have_lines_of_their_own(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text((Path(recipe.__file__).parents[1] / "recipes" / "medusa-tiny.yaml").read_text())
+    trained = benchmark.runs_of(tmp_path, ["medusa:medusa-tiny", f"medusa:{own}", "eagle:eagle3-tiny"], [], [50_000], [0])
+    assert {each.method for each in trained} == {"medusa, medusa-tiny", "medusa, own", "eagle-3"}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +142,11 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
     [
         (["eagle3-tiny"], "'eagle3-tiny' is not of the form script:recipe"),
         (["eagle:eagle3-tiny", "--tokens", "50000"], "expected two lengths at least"),
+        (["eagle:eagle3-tiny", "--tokens", "50000,52000"], "50,000 and 52,000 tokens are too close for a line"),
+        (["eagle:eagle3-tiny", "--tokens", "50000,5e5"], "--tokens 50000,5e5: expected distinct integers"),
+        (["eagle:eagle3-tiny", "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
+        (["eagle:eagle3-tiny", "--jobs", "-1"], "--jobs -1: expected 1 to 512"),
+        (["eagle:eagle3-tiny", "eagle:eagle3-tiny"], "recipes eagle3-tiny, eagle3-tiny: the runs of two would share a name"),
         (["eagle:eagle3-tiny", "eagle.stpes=3"], "stpes"),
     ],
 )

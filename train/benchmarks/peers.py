@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from draftsmith.inference import durable, machine
 from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.inference.reading import read_json
+from draftsmith.inference.reading import read_json, require_same
 from draftsmith.models.target import resolve_path
 from draftsmith.train import eagle, recipe, setup
 from draftsmith.train.benchmarks import peers_medusa, peers_samples, peers_table
@@ -88,7 +88,9 @@ class Plan:
     @property
     def fixed(self) -> dict[str, Any]:
         """What a run that continues must have as it began."""
-        return {name: getattr(self, name) for name in ("target", "recipe", "data", "tokens", "limit")}
+        own = {name: getattr(self, name) for name in ("target", "recipe", "data", "tokens", "limit")}
+        folders = ("data.cache", "features.store", "train.output")
+        return own | {key: value for key, value in recipe.by_key(self.load()).items() if key not in folders}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,8 @@ def train_speculators(plan: Plan, run: Path, seed: int, rate: float, steps: int,
         status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=own, check=False).returncode
     if status or not report.is_file():
         raise ValueError(f"speculators ended with status {status}; the end of {log} says why; the same command runs it again")
-    return {"seconds": statistics.median(read_json(report)["seconds"])}
+    seconds = read_json(report)["seconds"]
+    return {"seconds": statistics.median(seconds) if seconds else None}
 
 
 def train_medusa(plan: Plan, run: Path, seed: int, results: Results) -> dict[str, Any]:
@@ -267,8 +270,7 @@ def work_through(plan: Plan) -> Results:
     """Do the stages that are not done -> all results. Raises ValueError where the folder has results of other settings."""
     file, todo = plan.folder / DONE, stages(plan)
     results = read_json(file) if file.is_file() else {"settings": plan.fixed}
-    if results["settings"] != plan.fixed:
-        raise ValueError(f"{plan.folder} was begun with {results['settings']}, this is {plan.fixed}; give the same, or another folder")
+    require_same(results["settings"], plan.fixed, f"{plan.folder} was begun", "give the same, or another folder")
     for number, (name, work) in enumerate(todo.items(), 1):
         if name not in results:
             print(f"[{number}/{len(todo)}] {name}", file=sys.stderr, flush=True)

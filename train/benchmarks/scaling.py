@@ -10,24 +10,25 @@ The same command goes on where an earlier one stopped, and lengths, seeds and re
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from draftsmith.eval.intervals import shown
 from draftsmith.inference import durable
 from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.reading import read_json
+from draftsmith.inference.reading import read_json, require_same
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words
+from draftsmith.train.sweep.plan import as_words, check_jobs, integers
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
@@ -38,16 +39,27 @@ MEASURE = (
     "train.tau_prompts=4",
     "train.tau_tokens=64",
 )  # keys that are given come after these
+CLOSE = 1.05  # a factor between lengths
 AXES = {"tokens": "training tokens", "seconds": "seconds of training"}
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run, with its method and target for the table."""
+    """A run, with what the table says of it.
+
+    Attributes:
+        run: the run.
+        method: followed by the recipe's name where several recipes have the method.
+        target: its name.
+        recipe: its recipe's name.
+        settings: the keys of its recipe, before the length and the seed.
+    """
 
     run: Run
     method: str
     target: str
+    recipe: str
+    settings: dict[str, Any]
 
 
 def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: Iterable[int], seeds: Sequence[int]) -> list[Trained]:
@@ -61,10 +73,15 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         seeds: of the weights and of the order of samples.
 
     Raises:
-        ValueError: a word that is not `script:recipe`, or a recipe that refuses a key.
+        ValueError: a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths within 5 % of each other.
     """
-    runs = []
-    for name in names:
+    runs, stems = [], [Path(name.partition(":")[2]).stem for name in names]
+    if len(set(stems)) < len(stems):
+        raise ValueError(f"recipes {', '.join(stems)}: the runs of two would share a name; rename one")
+    for shorter, longer in itertools.pairwise(sorted(budgets)):
+        if longer <= CLOSE * shorter:
+            raise ValueError(f"lengths of {shorter:,} and {longer:,} tokens are too close for a line; give lengths more than 5 % apart")
+    for name, stem in zip(names, stems, strict=True):
         script, colon, recipe = name.partition(":")
         if not colon:
             raise ValueError(f"{name!r} is not of the form script:recipe, for example eagle:eagle3-tiny")
@@ -76,18 +93,25 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
             own = [f"train.steps={steps}", f"train.warmup_steps={-(-base.train.warmup_steps * steps // base.train.steps)}"]
             own += [f"train.eval_every={steps}"]
             for seed in seeds:
-                output = folder / "runs" / f"{Path(recipe).stem}-{steps * size}-{seed}"
+                output = folder / "runs" / stem / f"{stem}-{steps * size}-{seed}"
                 every = (*MEASURE, *keys, *own, f"train.seed={seed}", f"train.output={output}")
                 words = as_words(dict(word.split("=", 1) for word in every))
-                run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, recipe)
-                runs.append(Trained(run, method_name(script, base), Path(base.target.path).name))
-    return sorted(runs, key=lambda trained: trained.run.tokens)
+                data = f"{base.target.model_dump_json()} {base.data.model_dump_json()}"
+                run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, data)
+                runs.append(Trained(run, method_name(script, base), Path(base.target.path).name, stem, recipes.by_key(base)))
+    several = {method for method in {each.method for each in runs} if len({each.recipe for each in runs if each.method == method}) > 1}
+    named = [replace(each, method=f"{each.method}, {each.recipe}") if each.method in several else each for each in runs]
+    return sorted(named, key=lambda trained: trained.run.tokens)
 
 
 def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> list[Point]:
-    """Train what has no result yet -> all points. Raises ValueError where a run failed."""
+    """Train what has no result yet -> all points. Raises ValueError where a run failed, or the results are of a recipe with other values."""
     file = folder / RESULTS
-    results: dict[str, Result] = {name: Result(**entry) for name, entry in read_json(file).items()} if file.is_file() else {}
+    before = read_json(file) if file.is_file() else {"settings": {}, "results": {}}
+    results: dict[str, Result] = {name: Result(**entry) for name, entry in before["results"].items()}
+    settings: dict[str, dict[str, Any]] = {each.recipe: each.settings for each in trained}
+    for name in settings.keys() & before["settings"].keys():
+        require_same(before["settings"][name], settings[name], f"{file} has runs of {name}", "give the same, or another folder")
     devices, total = trial.gpus(), sum(each.run.steps for each in trained)
 
     def recorded() -> int:
@@ -100,7 +124,8 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
                 raise ValueError(f"{run.name} failed: {result.error}; its log is {run.folder.with_suffix('.log')}")
             results[run.name] = result
             trial.remove_weights(run)
-            durable.write_text(file, json.dumps({name: asdict(each) for name, each in results.items()}, indent=1) + "\n")
+            content = {"settings": before["settings"] | settings, "results": {name: asdict(each) for name, each in results.items()}}
+            durable.write_text(file, json.dumps(content, indent=1) + "\n")
             bar.update(recorded(), f"{run.name}: τ {result.measure:.3f}")
 
         todo = [each.run for each in trained if each.run.name not in results]
@@ -126,12 +151,12 @@ def table(points: Sequence[Point]) -> str:
     methods = list(dict.fromkeys(point.method for point in points))
     budgets: list[int] = []  # lengths up to 5 % apart share a row: recipes differ in the tokens of a step
     for tokens in sorted(point.tokens for point in points):
-        budgets += [tokens] if not budgets or tokens > 1.05 * budgets[-1] else []
+        budgets += [tokens] if not budgets or tokens > CLOSE * budgets[-1] else []
     text = [f"| τ after | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for tokens in budgets:
         cells = []
         for method in methods:
-            own = [point for point in points if point.method == method and tokens <= point.tokens <= 1.05 * tokens]
+            own = [point for point in points if point.method == method and tokens <= point.tokens <= CLOSE * tokens]
             cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
         text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
     by_tokens = lines(points, "tokens")
@@ -141,7 +166,7 @@ def table(points: Sequence[Point]) -> str:
     text += [f"| predicted, {10 * budgets[-1]:,} tokens | {' | '.join(cells)} |", ""]
     for axis, title in AXES.items():
         fitted = lines(points, axis)
-        for first, second in combinations(methods, 2):
+        for first, second in itertools.combinations(methods, 2):
             at = crossing(fitted[first], fitted[second])
             if at:
                 later = first if fitted[first].exponent > fitted[second].exponent else second
@@ -182,10 +207,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    chosen = parser().parse_args(arguments)
+    chosen = parser().parse_intermixed_args(arguments)
+    check_jobs(chosen.jobs)
     words, keys = [word for word in chosen.words if "=" not in word], [word for word in chosen.words if "=" in word]
-    budgets, seeds = ([int(part) for part in text.split(",")] for text in (chosen.tokens, chosen.seeds))
-    if len(set(budgets)) < 2:
+    budgets, seeds = integers("--tokens", chosen.tokens), integers("--seeds", chosen.seeds)
+    if len(budgets) < 2:
         raise ValueError(f"--tokens {chosen.tokens}: expected two lengths at least, for a line")
     trained = runs_of(chosen.folder, words, keys, budgets, seeds)
     with claim(chosen.folder, "scaling of τ", (RESULTS, TABLE, PICTURE, POINTS, "runs"), "folder"):

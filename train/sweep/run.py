@@ -9,8 +9,7 @@ from draftsmith.eval.loading import command
 from draftsmith.inference import durable
 from draftsmith.inference.claim import claim
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.reading import field, read_json
-from draftsmith.inference.terminal import printable
+from draftsmith.inference.reading import field, read_json, require_same
 from draftsmith.train.engine.say import say
 from draftsmith.train.sweep import report, search, trial
 from draftsmith.train.sweep.plan import Plan
@@ -138,11 +137,8 @@ def _read(plan: Plan) -> dict[str, Result]:
     if not file.is_file():
         return {}
     content = read_json(file)
-    now, before = json.loads(json.dumps(plan.settings())), field(content, "settings", dict, file)
-    for key in sorted(now.keys() | before.keys()):
-        if now.get(key) != before.get(key):
-            was = printable(json.dumps(before.get(key)), "")[:200]
-            raise ValueError(f"{file} is of a sweep with {printable(key, '')} {was}, now {json.dumps(now.get(key))}; give another --output")
+    before = field(content, "settings", dict, file)
+    require_same(before, plan.settings(), f"{file} is of a sweep", "give another --output")
     try:
         results = {name: Result(**entry) for name, entry in field(content, "results", dict, file).items()}
     except TypeError:
