@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 
 from draftsmith.eval import acceptance
 from draftsmith.inference import machine
+from draftsmith.train.losses import chunked
 
 if interpreted.INTERPRETED and find_spec("triton"):
     interpreted.mend()
@@ -43,6 +44,12 @@ def _compiled_anew(request):
 def _denormals():
     """Commands flush them for good (`machine.threads`), also where a test calls one in this process."""
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Losses of tiny problems are computed in several chunks, as those of large ones are."""
+    monkeypatch.setattr(chunked, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)
