@@ -63,7 +63,7 @@ def test_overrides_numbers_and_order(tmp_path):
         ("train.steps=many", "recipe key 'train.steps'"),
         ("train.steps=2.5", "recipe key 'train.steps'"),
         ("train.lr=-1", "greater than 0"),
-        ("train.schedule=linear", "'cosine', 'constant' or 'wsd'"),
+        ("train.schedule=step", "'cosine', 'linear', 'constant' or 'wsd'"),
         ("train.steps", "not of the form key=value"),
         ("medusa.share_head=1", "recipe key 'medusa.share_head'"),
     ],
