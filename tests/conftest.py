@@ -22,6 +22,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    chunked.SMALL = 0  # losses of tiny problems are computed in several chunks, as those of large ones are
     if config.option.kernels and not interpreted.INTERPRETED:
         zoo.DEVICE = "cuda"
 
@@ -44,12 +45,6 @@ def _compiled_anew(request):
 def _denormals():
     """Commands flush them for good (`machine.threads`), also where a test calls one in this process."""
     torch.set_flush_denormal(False)
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Losses of tiny problems are computed in several chunks, as those of large ones are."""
-    monkeypatch.setattr(chunked, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)

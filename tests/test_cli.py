@@ -268,7 +268,7 @@ def test_help_has_a_heading_for_each_section_and_a_text_for_each_key(tmp_path):
             assert field.description, f"{key} has no text"
             assert re.search(rf"^  {re.escape(key)} +\w", page.replace("`", "x"), re.MULTILINE)
     plain = " ".join(page.split())
-    assert "{cosine, constant, wsd} (default: cosine)" in plain and "optimizer steps of the run (required)" in plain
+    assert "{cosine, linear, constant, wsd} (default: cosine)" in plain and "optimizer steps of the run (required)" in plain
     for name in SCRIPTS:
         assert all(field.description for field in recipe.keys(schema_of(name)).values())
 

@@ -56,6 +56,8 @@ def words(target_folder, tmp_path_factory):
         "eagle.norm_output=false",
         "eagle.norm_before_residual=false",
         "eagle.regression=0",
+        "eagle.intermediate_size=null",
+        "eagle.kv_heads=null",
         "train.optimizer=adamw",
     ]
 
