@@ -4,7 +4,9 @@ launched.py <ddp | half | fsdp2 | zero2 | zero3> <folder>; METHODS and `words` a
 """
 
 import json
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed
@@ -36,12 +38,7 @@ METHODS = {
         "dspark-tiny",
         ["dspark.taps=[0,1]", "dspark.layers=1", "dspark.anchors=6", "dspark.block_size=3", "tree.depth=3"],
     ),
-    # The target's shape: Muon makes rounding errors large where a matrix has more rows than its gradient has directions.
-    "eagle": (
-        eagle.main,
-        "eagle3-tiny",
-        ["eagle.taps=[0,1]", "eagle.steps=2", "tree.depth=2", "eagle.vocab_size=64", "eagle.intermediate_size=null", "eagle.kv_heads=null"],
-    ),
+    "eagle": (eagle.main, "eagle3-tiny", ["eagle.taps=[0,1]", "eagle.steps=2", "tree.depth=2", "eagle.vocab_size=64"]),
     "distill": (
         distill.main,
         "distill-onpolicy-tiny",
@@ -60,7 +57,15 @@ def words(method, folder, output):
     """What a recipe of this repository becomes for a few steps on a tiny random target."""
     _, recipe, own = METHODS[method]
     train = ["batch_size=4", "micro_batch_size=2", "warmup_steps=0", "eval_batches=1", "log_every=1", "precision=fp32", "schedule=constant"]
-    train += [f"output={output / method}", "eval_every=0", "lr=1e-3", "optimizer=adamw", f"tau_file={folder / 'asked.jsonl'}"]
+    train += [
+        "steps=4",
+        "save_every=2",
+        f"output={output / method}",
+        "eval_every=0",
+        "lr=1e-3",
+        "optimizer=adamw",
+        f"tau_file={folder / 'asked.jsonl'}",
+    ]
     data = [f"train={folder / 'text.txt'}", "valid=null", f"cache={output / 'cache'}", "seq_len=32", "num_proc=1", "template=null"]
     keys = [f"target.path={folder / 'target'}", *[f"train.{word}" for word in train], *[f"data.{word}" for word in data]]
     return [str(RECIPES / f"{recipe}.yaml"), *keys, *own]
@@ -125,8 +130,10 @@ def main(kind: str, folder: Path) -> None:
     for name, own in jobs.items():
         train_numbers(folder / name, **own)
     for method in methods_of(kind):
-        for steps in (2, 4):
-            METHODS[method][0]([*words(method, folder, folder / "two"), f"train.steps={steps}"])
+        train, checkpoints = partial(METHODS[method][0], words(method, folder, folder / "two")), folder / "two" / method / "checkpoints"
+        train()
+        processes.on_main(partial(shutil.rmtree, checkpoints / "step-00000004"))  # so that the next run goes on from the one before
+        train()
     if PartialState().is_main_process:
         (folder / "seen.json").write_text(json.dumps(Watched.seen))
 

@@ -103,11 +103,12 @@ def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_p
         gaps = [abs(half - full) for half, full in zip(losses(tmp_path / "bf16"), losses(tmp_path / "adamw" / "one"), strict=True)]
         assert 0 < max(gaps) < 2e-2, "reduced precision is on, and does not change what is learned"
     for method in methods_of(kind):
-        METHODS[method][0]([*words(method, tmp_path, tmp_path / "alone"), "train.steps=4"])
+        METHODS[method][0](words(method, tmp_path, tmp_path / "alone"))
         actual, expected = (load_file(tmp_path / ranks / method / "artifact" / "model.safetensors") for ranks in ("two", "alone"))
         same(actual, expected, 1e-5 if method != "distill" else 2e-2)  # a student is stored as bf16
         assert losses(tmp_path / "two" / method) == pytest.approx(losses(tmp_path / "alone" / method), rel=1e-5)
         assert len(losses(tmp_path / "two" / method)) == 4
+        assert f"{tmp_path / 'two' / method / 'checkpoints' / 'step-00000002'}" in done.stdout, "the second run went on from the first"
 
 
 @pytest.mark.slow
