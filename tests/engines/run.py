@@ -47,9 +47,13 @@ KINDS = {"student": "draft_simple", "eagle3": "eagle3"}  # of llama.cpp
 TOYS = {
     "medusa": ("medusa", "medusa-tiny", ()),
     "eagle-one": ("eagle", "eagle1-tiny", ()),
-    "eagle-three": ("eagle", "eagle3-tiny", ("eagle.fc_norm=false", "eagle.norm_output=false")),
-    "eagle-three.1": ("eagle", "eagle3-tiny", ("eagle.fc_norm=true", "eagle.norm_output=true")),
-    "eagle-three-norms": ("eagle", "eagle3-tiny", ("eagle.norm_before_fc=true", "eagle.norm_before_residual=true")),
+    "eagle-three": (
+        "eagle",
+        "eagle3-tiny",
+        ("eagle.taps=[1,3,6]", "eagle.fc_norm=false", "eagle.norm_output=false", "eagle.norm_before_residual=false"),
+    ),
+    "eagle-three.1": ("eagle", "eagle3-tiny", ("eagle.norm_before_residual=false",)),
+    "eagle-three-norms": ("eagle", "eagle3-tiny", ("eagle.norm_before_fc=true",)),
     "peagle": ("peagle", "peagle-tiny", ()),
 }
 SHORT = ("train.steps=120", "train.warmup_steps=12", "train.eval_every=60", "train.save_every=60")
