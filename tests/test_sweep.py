@@ -201,6 +201,15 @@ def test_a_method_without_a_drafter_is_refused(stub, capsys):
         assert f"expected one of {drafted}" in failing(capsys, command.main, [method, *words(stub, FOUR)[1:]])
 
 
+def test_every_method_that_trains_a_drafter_can_be_swept(stub):
+    methods = [name for name, source in cli.methods().items() if "\ndef build_untrained(" in source]
+    assert len(methods) >= 12
+    for method in methods:
+        recipe = {"eagle": "eagle3-tiny"}.get(method, f"{method}-tiny")
+        options = [method, recipe, "train.lr=1e-3,2e-3", "--output", str(stub / "sweep")]
+        assert len(make_plan(command.parser().parse_intermixed_args(options)).recipes) == 2
+
+
 def test_trials_of_a_rung_see_equally_many_tokens(stub):
     plan = plan_of(stub, "train.batch_size=4,8", "data.seq_len=64,128", "train.lr=0.1,0.2", "--rungs", "30,90")
     for rung, tokens in enumerate((30 * 4 * 256, 90 * 4 * 256)):  # the recipe's own batch and length

@@ -115,9 +115,14 @@ def choose_objective(recipe: DflashRecipe, target: Target) -> Objective:
     return partial(objective, target=target, section=recipe.dflash, seed=recipe.train.seed)
 
 
+def check(recipe: DflashRecipe) -> None:
+    """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
+    check_blocks(recipe, recipe.dflash.loss, "dflash", recipe.dflash.block_size)
+
+
 def build_untrained(recipe: DflashRecipe, target: Target) -> tuple[DflashModel, Objective]:
     """An untrained drafter and its objective. `draftsmith plan` calls it with a target on the meta device."""
-    check_blocks(recipe, recipe.dflash.loss, "dflash", recipe.dflash.block_size)
+    check(recipe)
     drafter = new_drafter("dflash", target, **architecture(recipe.dflash, target))
     return cast(DflashModel, drafter), choose_objective(recipe, target)
 
@@ -125,7 +130,7 @@ def build_untrained(recipe: DflashRecipe, target: Target) -> tuple[DflashModel, 
 def main(arguments: list[str]) -> None:
     recipe = load(DflashRecipe, arguments[0], arguments[1:])
     section = recipe.dflash
-    check_blocks(recipe, section.loss, "dflash", section.block_size)
+    check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
         drafter, train, valid = setup.new_drafter_and_data(recipe, "dflash", target, corpora, **architecture(section, target))

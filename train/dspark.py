@@ -164,9 +164,14 @@ def choose_objective(recipe: DsparkRecipe, target: Target) -> Objective:
     return partial(objective, target=target, section=recipe.dspark, seed=recipe.train.seed)
 
 
+def check(recipe: DsparkRecipe) -> None:
+    """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
+    check_blocks(recipe, recipe.dspark.loss, "dspark", recipe.dspark.block_size + 1)
+
+
 def build_untrained(recipe: DsparkRecipe, target: Target) -> tuple[DsparkModel, Objective]:
     """An untrained drafter and its objective. `draftsmith plan` calls it with a target on the meta device."""
-    check_blocks(recipe, recipe.dspark.loss, "dspark", recipe.dspark.block_size + 1)
+    check(recipe)
     drafter = new_drafter("dspark", target, **architecture(recipe.dspark, target))
     return cast(DsparkModel, drafter), choose_objective(recipe, target)
 
@@ -174,7 +179,7 @@ def build_untrained(recipe: DsparkRecipe, target: Target) -> tuple[DsparkModel, 
 def main(arguments: list[str]) -> None:
     recipe = load(DsparkRecipe, arguments[0], arguments[1:])
     section = recipe.dspark
-    check_blocks(recipe, section.loss, "dspark", section.block_size + 1)
+    check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
         drafter, train, valid = setup.new_drafter_and_data(recipe, "dspark", target, corpora, **architecture(section, target))

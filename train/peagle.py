@@ -135,9 +135,14 @@ def choose_objective(recipe: PeagleRecipe, target: Target) -> Objective:
     return partial(objective, target=target, section=recipe.peagle, seed=recipe.train.seed)
 
 
+def check(recipe: PeagleRecipe) -> None:
+    """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
+    check_blocks(recipe, recipe.peagle.loss, "peagle", recipe.peagle.steps + 1)
+
+
 def build_untrained(recipe: PeagleRecipe, target: Target) -> tuple[PeagleModel, Objective]:
     """An untrained drafter and its objective. `draftsmith plan` calls it with a target on the meta device."""
-    check_blocks(recipe, recipe.peagle.loss, "peagle", recipe.peagle.steps + 1)
+    check(recipe)
     drafter = cast(PeagleModel, new_drafter("peagle", target, **architecture(recipe.peagle, target)))
     size = drafter.config.draft_vocab_size
     if size < target.vocab_size:  # which tokens it has does not matter here: take the first ones
@@ -148,7 +153,7 @@ def build_untrained(recipe: PeagleRecipe, target: Target) -> tuple[PeagleModel, 
 def main(arguments: list[str]) -> None:
     recipe = load(PeagleRecipe, arguments[0], arguments[1:])
     section = recipe.peagle
-    check_blocks(recipe, section.loss, "peagle", section.steps + 1)
+    check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
         sizes = architecture(section, target)

@@ -133,7 +133,7 @@ def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Po
     """Start a run in a session of its own, since Ctrl-C in a terminal is a signal to the group: it would get that and ours."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     threads, given = max(1, cores() // jobs), os.environ.get("OMP_NUM_THREADS", "")
-    shared = {"OMP_NUM_THREADS": str(min(threads, int(given)) if given.isdecimal() else threads)}
+    shared = {"OMP_NUM_THREADS": str(min(threads, max(1, int(given))) if given.isdecimal() else threads)}
     if devices:  # with fewer runs at a time than GPUs each has several, which target.parallel=layers can use
         shared = {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs]) or devices[slot % len(devices)]}
     log = os.open(run.folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
