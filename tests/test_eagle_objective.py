@@ -87,6 +87,27 @@ def test_the_regression_falls_to_zero_over_the_run(target):
     assert total(4.0, 8) == total(0.0, 0)
 
 
+def test_the_trained_steps_rise_to_all_of_them(target):
+    drafter = make(target)
+    rows = PackedDataset(corpus_of(LENGTHS), 32)
+    batch = rows.batch(torch.arange(len(rows)))
+
+    def loss_of(section, progress=None):
+        return objective3(drafter, batch, target=target, section=section, progress=progress)
+
+    rising, stages = EagleSection(steps=3, rise=0.5), []
+    for done in range(12):
+        progress = Progress(done, 12)
+        loss = loss_of(rising, progress)
+        expected = loss_of(EagleSection(steps=progress.stage))
+        assert loss.sum == expected.sum and loss.metrics.keys() == expected.metrics.keys()
+        stages.append(progress.stage)
+    assert stages == [1, 1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert loss_of(rising).sum == loss_of(EagleSection(steps=3)).sum
+    drafter.eval()
+    assert loss_of(rising, Progress(0, 12)).sum == loss_of(EagleSection(steps=3)).sum
+
+
 def noise_of(target, drafter, batch, section, monkeypatch) -> tuple[torch.Tensor, torch.Tensor]:
     """What objective1 adds to the features, [B,S,H], and its sum."""
     got = []

@@ -56,6 +56,7 @@ def words(target_folder, tmp_path_factory):
         "eagle.norm_output=false",
         "eagle.norm_before_residual=false",
         "eagle.regression=0",
+        "eagle.rise=0",
         "eagle.intermediate_size=null",
         "eagle.kv_heads=null",
         "train.optimizer=adamw",
@@ -136,7 +137,7 @@ def test_checkpointing_changes_no_loss(words, tmp_path):
 
 MORE = {
     "3": ["eagle.fc_norm=true", "eagle.norm_output=true"],
-    "3, by Muon": ["train.optimizer=muon", "eagle.train_head=false", "eagle.regression=0.5", "eagle.norm_before_fc=true"],
+    "3, by Muon": ["train.optimizer=muon", "eagle.rise=0.5", "eagle.train_head=false", "eagle.regression=0.5", "eagle.norm_before_fc=true"],
     "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null"],
 }
 

@@ -20,6 +20,7 @@ from draftsmith.train import medusa
 from draftsmith.train.engine import log
 from draftsmith.train.engine.log import Flops, Log
 from draftsmith.train.medusa import MedusaSection
+from draftsmith.train.objective import Progress
 
 
 class Clock:
@@ -108,6 +109,22 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+def test_flops_are_counted_in_each_stage_of_an_objective(tmp_path, clock):
+    recipe, progress, timed = recipe_of(tmp_path), Progress(), []
+    report, weight = Log(recipe, accelerator_of(recipe), 0, timed.append), torch.ones(3, 4)
+    for number, (stage, rows) in enumerate(((1, 2), (1, 5), (2, 5), (2, 5), (2, 7)), 1):
+        with report.measuring({}, progress):
+            progress.stage = stage  # as an objective does, in its forward
+            _ = torch.ones(rows, 3) @ weight  # 24 FLOPs a row in 1 s, of 1000
+        clock.now += 1
+        report.add(loss_of(1, 2, hits=1))
+        report.write_training(number, 0.1)
+        if number == 1:
+            times = len(timed)
+    assert [row["mfu"] for row in rows_of(tmp_path)] == [0.048, 0.048, 0.048, 0.12, 0.12]
+    assert times == len(timed) > 0, "the target is timed once"
 
 
 def test_adding_waits_for_no_device(tmp_path):

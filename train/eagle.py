@@ -63,6 +63,13 @@ class EagleSection(Section):
     steps: int = Field(
         default=7, ge=1, le=64, description="K, steps of the training-time test; in version 1 how deep the drafter may draft"
     )
+    rise: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="version 3: share of the run over which the trained steps rise from 1 to K, which is cheaper; 0: K from the start. The simulated τ of "
+        "training is that of the trained steps",
+    )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
     loss: str = Field(
         default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
@@ -128,7 +135,7 @@ def objective3(
 ) -> Loss:
     """Σ_j decay^j · [loss(p_{t+1+j}, q_j(t)) + (1 − n/N) · regression · SmoothL1(ĥ_j(t), h_{t+1+j})]: training-time test.
 
-    Each step reads its own output of the step before. n of the run's N steps are done (`progress`; none: n = 0).
+    Each step reads its own output of the step before. n of the run's N steps are done (`progress`; none: n = 0, and all K steps are trained).
 
     q_j(t) [D] is the drafter's distribution of token t+2+j in step j at position t. p_s [V] is the target's distribution of the token after
     position s. A step is supervised where that token is supervised and belongs to the same document; the first token of each answer is
@@ -139,19 +146,20 @@ def objective3(
     ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     if section.prompts and drafter.training:
         mask = document >= 0
-    own, read = context.part(length), context.part(length, section.steps)  # later steps need the target at up to K more positions
+    steps = _trained_steps(section, progress) if drafter.training else section.steps
+    own, read = context.part(length), context.part(length, steps)  # later steps need the target at up to K more positions
     out = target.features(batch, drafter.taps)
     feature = drafter.feature_of(_at(out, own))
-    outputs = drafter.training_time_test(feature, ids, batch["position_ids"], document, section.steps, section.checkpointing, context)
+    outputs = drafter.training_time_test(feature, ids, batch["position_ids"], document, steps, section.checkpointing, context)
     extra = read.stop - own.stop
     states = torch.stack([_padded(drafter.before_head(output), extra) for output in outputs])  # [K,M,W]
-    weights = torch.stack([_padded(shift_left(mask, j + 2, document)[:, own], extra) for j in range(section.steps)])  # [K,M]
+    weights = torch.stack([_padded(shift_left(mask, j + 2, document)[:, own], extra) for j in range(steps)])  # [K,M]
     vocabulary, actual = drafter.vocabulary, out.hidden[:, read].flatten(0, 1)
     target_ids = vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None
     if section.end_to_end:
         total, hits = acceptance_loss(states.unbind(), [drafter.head()], actual, target.logits, weights, weights[0].float(), target_ids)
     else:
-        shifts, decay = range(1, section.steps + 1), [section.decay**j for j in range(section.steps)]
+        shifts, decay = range(1, steps + 1), [section.decay**j for j in range(steps)]
         tokens = shift_left(ids, 1, document)[:, read].flatten()
         losses = chunked_draft_loss(
             states, drafter.head(), actual, target.logits, weights.float(), shifts, target_ids, section.loss, decay, tokens=tokens
@@ -159,11 +167,19 @@ def objective3(
         total, hits = losses.sum, losses.hits
     if section.regression and drafter.training:  # against the hidden states of the very distributions that the steps are compared with
         regression = section.regression * (1 - progress.steps / progress.total if progress else 1)
-        for j in range(section.steps):
+        for j in range(steps):
             hidden = shift_left(out.hidden[:, read], j + 1, document[:, read]).flatten(0, 1)
             total = total + regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
     tokens = supervised_tokens(batch | {"loss_mask": mask}, own)
     return Loss(total, tokens, survival_metrics(hits, weights, tokens, context))
+
+
+def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
+    """How many of the K steps are trained now: 1 at first, K from the share `rise` of the run on. It is noted in `progress`."""
+    if progress is None or not section.rise:
+        return section.steps
+    progress.stage = min(section.steps, 1 + int(section.steps * progress.steps / (section.rise * progress.total)))
+    return progress.stage
 
 
 def objective1(

@@ -207,7 +207,7 @@ class _Run:
             seen.append(next(batches))
             self.watchdog.report(f"in step {step + 1}")
             batch = _to_device(seen[-1], accelerator.device)
-            with accelerator.accumulate(module), accelerator.autocast(), self.log.measuring(batch):
+            with accelerator.accumulate(module), accelerator.autocast(), self.log.measuring(batch, self.progress):
                 # Dropout's noise depends on the position in the sample order, not on the rank, so that a run resumes at any world size.
                 position = number * self.groups + self.group
                 torch.manual_seed((self.section.seed * 1_000_003 + step) * 4096 + position)

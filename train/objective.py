@@ -64,10 +64,12 @@ class Progress:
     Attributes:
         steps: steps taken.
         total: steps of the run.
+        stage: a number that the objective changes when its steps become more or less work.
     """
 
     steps: int = 0
     total: int = 1
+    stage: int = 0
 
 
 Objective = Callable[[Any, Batch], Loss]  # (the model that is trained, a batch) -> its loss

@@ -31,7 +31,7 @@ from draftsmith.inference import durable, machine
 from draftsmith.train.engine import curves, processes, trackers
 from draftsmith.train.engine.flops import FORMULAS
 from draftsmith.train.engine.say import say
-from draftsmith.train.objective import Batch, Loss
+from draftsmith.train.objective import Batch, Loss, Progress
 from draftsmith.train.recipe import Recipe
 
 
@@ -78,7 +78,8 @@ class Log:
         self.file = self.folder / "metrics.jsonl"
         self.sums: dict[str, Tensor] = {}
         self.last_evaluation = ""
-        self.measured, self.micro_batch_flops, self.target_seconds = False, 0, 0.0
+        self.measured_stage: int | None = None
+        self.micro_batch_flops, self.target_seconds = 0, 0.0
         self.tracked_step, self.matmul_rate = processes.on_main(lambda: self._start(recipe, done))
         self._peak_memory()
         self.step, self.since = done, time.perf_counter()
@@ -91,19 +92,22 @@ class Log:
         return tracked_step, machine.matmul_rate(self.accelerator.device, dtype)
 
     @contextmanager
-    def measuring(self, batch: Batch) -> Iterator[None]:
-        """Around the forward and backward of each micro-batch. The run's first one is counted in FLOPs, and the target is timed on it."""
-        if self.measured:
+    def measuring(self, batch: Batch, progress: Progress | None = None) -> Iterator[None]:
+        """Around the forward and backward of each micro-batch.
+
+        One micro-batch is counted in FLOPs in each stage of the objective (`progress.stage`), and the target is timed on the run's first.
+        """
+        progress = progress or Progress()
+        if self.measured_stage == progress.stage:
             yield
             return
-        self.measured = True
-        if self.target_forward:
+        if self.target_forward and self.measured_stage is None:
             autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=processes.in_bf16(self.accelerator))
             with self.paused(), torch.no_grad(), autocast:
                 self.target_seconds = self._median_seconds(self.target_forward, batch)
         with Flops() as flops:
             yield
-        self.micro_batch_flops = flops.count
+        self.measured_stage, self.micro_batch_flops = progress.stage, flops.count
         accumulation = self.accelerator.gradient_accumulation_steps
         target = f"; the target's forward alone takes {self.target_seconds * accumulation:.3g} s of it" if self.target_seconds else ""
         step = f"a step is {self.micro_batch_flops * accumulation / 1e12:.3g} TFLOP a rank"
