@@ -191,17 +191,19 @@ def step_times() -> Iterator[list[float]]:
             hook.remove()
 
 
-def median_step(times: list[float]) -> dict[str, Any]:
-    """The result of a training, from the CPU times at the ends of its steps. A run that was stopped after its last step has none."""
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
-    return {"seconds": statistics.median(seconds) if seconds else None}
+def mean_step(times: list[float]) -> dict[str, Any]:
+    """The result of a training, from the CPU times at the ends of its steps: the mean, since steps may become more work on the way.
+
+    A run that was stopped after its last step has none.
+    """
+    return {"seconds": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None}
 
 
 def train_ours(plan: Plan, run: Path, seed: int, results: Results) -> dict[str, Any]:
     settings = {"output": run, "seed": seed, **{key: results[FEATURES][key] for key in ("steps", "precision")}}
     with step_times() as times:
         eagle.main([plan.recipe, *plan.keys, *(f"train.{key}={value}" for key, value in settings.items())])
-    return median_step(times)
+    return mean_step(times)
 
 
 def speculators_flags(plan: Plan, run: Path, seed: int, rate: float, steps: int, results: Results) -> list[str]:
@@ -253,13 +255,13 @@ def train_speculators(plan: Plan, run: Path, seed: int, rate: float, steps: int,
     if status or not report.is_file():
         raise ValueError(f"speculators ended with status {status}; the end of {log} says why; the same command runs it again")
     seconds = read_json(report)["seconds"]
-    return {"seconds": statistics.median(seconds) if seconds else None}
+    return {"seconds": statistics.fmean(seconds) if seconds else None}
 
 
 def train_medusa(plan: Plan, run: Path, seed: int, results: Results) -> dict[str, Any]:
     with step_times() as times:
         peers_medusa.train(plan.load(), run, seed, results[FEATURES]["steps"], results[FEATURES]["precision"])
-    return median_step(times)
+    return mean_step(times)
 
 
 def measure(plan: Plan, run: Training, _: Results) -> dict[str, Any]:
