@@ -57,7 +57,7 @@ def test_a_row_is_what_a_hand_computes(tmp_path, clock, monkeypatch, capsys):
     report = Log(recipe, accelerator_of(recipe, accumulation=2), 0, target_forward)
     left, right = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     for number in range(4):  # two steps of two micro-batches
-        with report.measuring("batch"):
+        with report.measuring("batch", Progress()):
             (left @ right).sum().backward()  # 2 · (2·3·4) FLOPs forward, as many for the gradient of the right one
             clock.now += 0.5
         report.add(loss_of(6, 4, hits=1) if number % 2 else loss_of(1, 12, hits=7))
@@ -131,7 +131,7 @@ def test_adding_waits_for_no_device(tmp_path):
     recipe = recipe_of(tmp_path)
     report = Log(recipe, accelerator_of(recipe), 0)
     with Waits() as waits:
-        with report.measuring({}):
+        with report.measuring({}, Progress()):
             report.add(loss_of(1, 2, hits=1))
         assert waits.count == 0
         assert report.sums["loss"].item() == 1 and waits.count == 1

@@ -175,7 +175,7 @@ def objective3(
 
 
 def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
-    """How many of the K steps are trained now: 1 at first, K from the share `rise` of the run on. It is noted in `progress`."""
+    """How many of the K steps are trained now: 1 at first, K from the share `rise` of the run on. The number is written to `progress.stage`."""
     if progress is None or not section.rise:
         return section.steps
     progress.stage = min(section.steps, 1 + int(section.steps * progress.steps / (section.rise * progress.total)))

@@ -50,7 +50,7 @@ TOYS = {
     "eagle-three": (
         "eagle",
         "eagle3-tiny",
-        ("eagle.taps=[1,3,6]", "eagle.fc_norm=false", "eagle.norm_output=false", "eagle.norm_before_residual=false"),
+        ("eagle.fc_norm=false", "eagle.norm_output=false", "eagle.norm_before_residual=false"),
     ),
     "eagle-three.1": ("eagle", "eagle3-tiny", ("eagle.norm_before_residual=false",)),
     "eagle-three-norms": ("eagle", "eagle3-tiny", ("eagle.norm_before_fc=true",)),

@@ -92,12 +92,11 @@ class Log:
         return tracked_step, machine.matmul_rate(self.accelerator.device, dtype)
 
     @contextmanager
-    def measuring(self, batch: Batch, progress: Progress | None = None) -> Iterator[None]:
+    def measuring(self, batch: Batch, progress: Progress) -> Iterator[None]:
         """Around the forward and backward of each micro-batch.
 
         One micro-batch is counted in FLOPs in each stage of the objective (`progress.stage`), and the target is timed on the run's first.
         """
-        progress = progress or Progress()
         if self.measured_stage == progress.stage:
             yield
             return
