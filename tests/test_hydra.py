@@ -21,7 +21,6 @@ from draftsmith.train import hydra as train
 from draftsmith.train import recipe, setup
 from draftsmith.train.hydra import HydraSection, objective
 from draftsmith.train.losses import blocks
-from draftsmith.train.losses.noise import document_lengths, embedding_noise
 from draftsmith.train.medusa import MedusaSection
 from draftsmith.train.medusa import objective as medusa_objective
 from draftsmith.train.plan import trace
@@ -314,39 +313,6 @@ def test_memory_is_flat_in_the_number_of_heads(monkeypatch):
     assert max(beside_gradients(3), beside_gradients(6)) < 4 * budget
     monkeypatch.setattr(blocks, "BUDGET", 1 << 40)  # a single block
     assert beside_gradients(6) > 8 * budget
-
-
-def test_noise_is_for_training_alone(target):
-    drafter, batch, section = make(target), packed(), HydraSection(heads=3, noise=20)
-    quiet = HydraSection(heads=3)
-
-    def total(section, seed=0):
-        return float(objective(drafter, batch, target=target, section=section, seed=seed).sum.detach())
-
-    drafter.train()
-    assert total(section) == total(section) != total(quiet) != total(section, 1) != total(section)
-    drafter.eval()
-    assert total(section) == total(quiet)
-
-
-@pytest.mark.parametrize("name", ["own", "++"])
-def test_noise_is_on_the_embeddings(target, name, monkeypatch):
-    """One token has one noise, whichever heads read it, in ± alpha / √(length · H): the loss is that of embeddings with it, in any blocks."""
-    drafter, batch, alpha = make(target, name).train(), {key: value[:2] for key, value in packed().items()}, 20.0
-    batch["input_ids"] = torch.arange(48).view(2, 24)  # each token once: a token's noise is that of its position
-    size = target.config.hidden_size
-    noise = embedding_noise(batch, size, alpha, 3)
-    bound = alpha / (document_lengths(batch["document"]) * size).sqrt()[..., None]
-    inside = (batch["document"] >= 0)[..., None]
-    assert (noise.abs() <= bound).logical_or(~inside).all() and noise[inside.expand_as(noise)].abs().mean() > 0.4 * bound[inside].mean()
-    clean, of_token = target.embed, noise.flatten(0, 1)
-    for rows in (1000, 7):
-        monkeypatch.setattr(blocks, "BUDGET", rows * drafter.activations)
-        got = objective(drafter, batch, target=target, section=HydraSection(heads=3, noise=alpha), seed=3).sum
-        with monkeypatch.context() as noisy:
-            noisy.setattr(target, "embed", lambda ids: clean(ids) + of_token[ids])
-            expected = objective(drafter, batch, target=target, section=HydraSection(heads=3)).sum
-        torch.testing.assert_close(got, expected)
 
 
 def test_it_starts_from_other_heads(target, tmp_path):

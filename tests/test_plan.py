@@ -36,7 +36,7 @@ CASES = {
     "eagle1": (eagle, "eagle1-tiny", []),
     "hydra": (hydra, "hydra-tiny", []),
     "hydra, shared head": (hydra, "hydra-tiny", ["hydra.share_head=true", "hydra.distill=0.5"]),
-    "hydra++": (hydra, "hydra-tiny", ["hydra.prefix=true", "hydra.layers=4", "hydra.noise=0.1"]),
+    "hydra++": (hydra, "hydra-tiny", ["hydra.prefix=true", "hydra.layers=4"]),
     "mlp": (mlp, "mlp-tiny", []),
     "mlp, own weights": (mlp, "mlp-tiny", ["mlp.tie_weights=false", "mlp.distill=0.5", "mlp.heads=3"]),
     "mlp, LSTM by CE": (mlp, "mlp-tiny", ["mlp.cell=lstm", "mlp.distill=0.0", "mlp.inner_size=96"]),

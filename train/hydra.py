@@ -25,12 +25,6 @@ class HydraSection(Section):
     distill: float = Field(
         default=1.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
-    noise: float = Field(
-        default=0.0,
-        ge=0,
-        le=1000,
-        description="alpha of the uniform noise on embeddings: up to alpha / √(length · hidden size) each (NEFTune)",
-    )
     top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     end_to_end: bool = Field(
         default=False,
@@ -66,11 +60,10 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output, replay
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
-from draftsmith.train.losses.noise import embedding_noise
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
-def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: HydraSection, seed: int = 0) -> Loss:
+def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: HydraSection) -> Loss:
     """Σ_d n_d · Σ_k decay^k · mean_t [distill · KL(p_{t+1+k} ‖ q_k(t)) + (1 − distill) · CE(q_k(t), x_{t+2+k})].
 
     q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens x_{t+1} … x_{t+1+k}. r_t [H] is
@@ -79,20 +72,12 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
     """
     hidden, ids = target.features(batch).hidden, batch["input_ids"]
-    noise = None
-    if drafter.training and section.noise:  # on embeddings, as the authors' code has it
-        noise = embedding_noise(batch, hidden.shape[2], section.noise, seed).flatten(0, 1).to(hidden.dtype)
     root = drafter.root_states(drafter.feature_of(TargetOutput(hidden)), batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]
     counted, weights = head_weights(batch, section.heads, section.decay)
     actual, tokens = hidden.flatten(0, 1), torch.stack([shifted(ids, k + 1) for k in range(section.heads + 1)])  # [K+1,B·S]
 
     def block_loss(root: Tensor, given: dict[str, Tensor], read: slice, own: slice) -> tuple[Tensor, Tensor]:
         embedding = target.embed(tokens[:-1, read].T)  # [m,K,H], of tokens t + 1 … t + K
-        if noise is not None:
-            ahead = torch.arange(read.start, read.stop, device=root.device)[:, None] + torch.arange(
-                1, section.heads + 1, device=root.device
-            )
-            embedding = embedding + noise[ahead.clamp(max=len(noise) - 1)]
         states = drafter.hidden_along(root, embedding, given)
         outputs = [drafter.output(k, given) for k in range(section.heads)]
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
@@ -121,7 +106,7 @@ def architecture(section: HydraSection, target: Target) -> dict[str, Any]:
 
 
 def choose_objective(recipe: HydraRecipe, target: Target) -> Objective:
-    return partial(objective, target=target, section=recipe.hydra, seed=recipe.train.seed)
+    return partial(objective, target=target, section=recipe.hydra)
 
 
 def build_untrained(recipe: HydraRecipe, target: Target) -> tuple[HydraModel, Objective]:
