@@ -28,6 +28,7 @@ from draftsmith.models.target import Target
 from draftsmith.train.benchmarks import peers, peers_medusa, peers_samples, peers_table
 from draftsmith.train.engine.optimizer import new_optimizer
 from draftsmith.train.engine.order import sample_rows
+from draftsmith.train.losses.calibration import fit_confidence
 from draftsmith.train.recipe import TrainSection
 
 PEER = os.environ.get("SPECULATORS_PYTHON", "")
@@ -135,6 +136,9 @@ def test_a_step_is_timed_once(name):
         for _ in range(3):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
+        draws = torch.Generator().manual_seed(0)
+        features, accepted = (torch.rand(*shape, generator=draws, dtype=torch.float64) for shape in ((8, 1, 3), (8, 1)))
+        fit_confidence(features, accepted, torch.ones(8, 1, dtype=torch.bool))  # which a training ends with, is no step
     optimizer.step()
     assert len(times) == 3 and times == sorted(times)
     assert peers.mean_step([1.0, 2.0, 5.0, 5.5])["seconds"] == 1.5 and peers.mean_step([1.0])["seconds"] is None

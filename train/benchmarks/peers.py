@@ -171,16 +171,16 @@ def copy(plan: Plan, results: Results) -> dict[str, Any]:
 
 @contextmanager
 def step_times() -> Iterator[list[float]]:
-    """Within it, the list that it gives gets this process's CPU time at the end of each optimizer step."""
+    """Within it, the list that it gives gets this process's CPU time at the end of each training step."""
     times: list[float] = []
     nested = [0]  # an optimizer's step may call that of its base class
 
     def enter(*_: Any) -> None:
         nested[0] += 1
 
-    def leave(*_: Any) -> None:
+    def leave(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nested[0] -= 1
-        if not nested[0]:
+        if not nested[0] and not isinstance(optimizer, torch.optim.LBFGS):  # which fits the drafter's confidence afterwards
             times.append(time.process_time())
 
     hooks = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
