@@ -13,12 +13,14 @@ from draftsmith.train.eagle import EagleRecipe
 
 
 def test_its_commands_exist(tmp_path):
-    seen = []
+    seen, measured = [], []
     for stage in real.stages(tmp_path, tmp_path / "model.gguf"):
         command, *words = stage.words
         seen.append(command)
         if command == "eval":
-            assert acceptance.parser().parse_args(words).prompts == ["chat"]
+            chosen = acceptance.parser().parse_args(words)
+            assert chosen.prompts == ["chat"]
+            measured.append(chosen.folder)
         elif command == "train":
             assert recipe.load(EagleRecipe, words[1], words[2:]).features.mode == "offline"
         elif words[0] == "capture":
@@ -27,6 +29,8 @@ def test_its_commands_exist(tmp_path):
         else:
             data_cli._synthesise_parser().parse_args(words[1:])
     assert seen == ["data", "data", "train", "eval", "eval", "eval", "eval"]
+    head = str(tmp_path / "eagle3" / "artifact")
+    assert measured == [head, f"hybrid:{head}", "suffix", "ngram"]
 
 
 def report(tau):

@@ -29,7 +29,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = "eagle3-smollm2-135m"
 CONVERSATIONS = 1400
 STEPS = 600
-WEIGHTLESS = ("suffix", "ngram")
+BESIDE = {"hybrid": "hybrid:{head}", "suffix": "suffix", "ngram": "ngram"}  # drafters that are measured beside the head
 DONE = "stages.json"
 
 
@@ -39,7 +39,7 @@ class Stage:
 
     Attributes:
         name: for people, and in the list of stages that are done.
-        minutes: what it took on two cores of an AMD EPYC, beside other work (of the drafters without weights: an estimate). How long the
+        minutes: what it took on two cores of an AMD EPYC, beside other work (of the drafters beside the head: an estimate). How long the
             rest takes is estimated from these and from what earlier stages took.
         words: the command's arguments.
     """
@@ -71,8 +71,8 @@ def stages(folder: Path, target: Path) -> list[Stage]:
         Stage("EAGLE-3 head", 24, ("train", "eagle", *keys, *training)),
         Stage("tree for this machine, and acceptance of the head", 10, ("eval", head, *measured)),
         *(
-            Stage(f"acceptance of {name}", 8, ("eval", drafter, *measured, "--timed", "3", "--out", str(folder / name)))
-            for name, drafter in {"hybrid": f"hybrid:{head}", **{name: name for name in WEIGHTLESS}}.items()
+            Stage(f"acceptance of {name}", 8, ("eval", drafter.format(head=head), *measured, "--timed", "3", "--out", str(folder / name)))
+            for name, drafter in BESIDE.items()
         ),
     ]
 
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
                 cli.run(list(stage.words))
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
-        measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in ("hybrid", *WEIGHTLESS)}}
+        measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in BESIDE}}
         Console().print(table({name: read_json(where / "acceptance.json") for name, where in measured.items()}))
         # The head is measured on the prompts that did not choose its tree, the others on all: the differences are of the same prompts.
         cli.run(["compare", "--measured", *map(str, measured.values())])
