@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    chunked.SMALL = 0  # losses of tiny problems are computed in several chunks, as those of large ones are
+    chunked.ROWS = 1  # losses of tiny problems are computed in several chunks, as those of large ones are
     if config.option.kernels and not interpreted.INTERPRETED:
         zoo.DEVICE = "cuda"
 

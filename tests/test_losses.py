@@ -224,5 +224,6 @@ def test_no_grad_and_a_second_backward():
 def test_chunk_rows(monkeypatch):
     assert chunk_rows(4096, 128_000) * 128_000 <= 1 << 23
     assert chunk_rows(5, 10) == 1
-    monkeypatch.setattr(chunked, "SMALL", 1 << 19)
-    assert chunk_rows(128, 8192) == 64 and chunk_rows(2048, 8192) == 128 and chunk_rows(1 << 20, 8192) == 1024
+    monkeypatch.setattr(chunked, "ROWS", 256)
+    assert chunk_rows(128, 8192) == 256 and chunk_rows(8192, 8192) == 512 and chunk_rows(1 << 20, 8192) == 1024
+    assert chunk_rows(128, 49_152) == 170 and chunk_rows(128, 128_000) == 65
