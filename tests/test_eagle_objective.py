@@ -59,14 +59,18 @@ def test_prompts_are_supervised_in_training_alone(target):
     everything = batch | {"loss_mask": batch["document"] >= 0}
     assert batch["loss_mask"].sum() < everything["loss_mask"].sum()
 
-    def total(data, prompts):
+    def total_and_means(data, prompts):
         loss = objective3(drafter, data, target=target, section=EagleSection(steps=3, prompts=prompts))
         assert loss.weight == (everything if prompts and drafter.training else data)["loss_mask"].sum()
-        return float(loss.sum.detach())
+        return float(loss.sum.detach()), {name: float(value / loss.weight) for name, value in loss.metrics.items()}
 
-    assert total(batch, True) == total(everything, False) > 1.2 * total(batch, False)
+    total, means = total_and_means(batch, True)
+    answers_total, answers_means = total_and_means(batch, False)
+    all_total, all_means = total_and_means(everything, False)
+    assert total == all_total > 1.2 * answers_total
+    assert means == pytest.approx(answers_means) != pytest.approx(all_means)  # of answers alone, as held out
     drafter.eval()
-    assert total(batch, True) == total(batch, False)
+    assert total_and_means(batch, True) == total_and_means(batch, False)
 
 
 def test_the_regression_reaches_the_objective():

@@ -143,9 +143,8 @@ def objective3(
     head reads h_s [H] and makes p_s of it. Under context parallelism t ranges over this rank's positions. With end_to_end the sum over j is
     the part of a chain of K tokens that is not accepted (`acceptance_loss`), plus the regression.
     """
-    ids, mask, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
-    if section.prompts and drafter.training:
-        mask = document >= 0
+    ids, answers, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
+    mask = document >= 0 if section.prompts and drafter.training else answers
     steps = _trained_steps(section, progress) if drafter.training else section.steps
     own, read = context.part(length), context.part(length, steps)  # later steps need the target at up to K more positions
     out = target.features(batch, drafter.taps)
@@ -153,7 +152,11 @@ def objective3(
     outputs = drafter.training_time_test(feature, ids, batch["position_ids"], document, steps, section.checkpointing, context)
     extra = read.stop - own.stop
     states = torch.stack([_padded(drafter.before_head(output), extra) for output in outputs])  # [K,M,W]
-    weights = torch.stack([_padded(shift_left(mask, j + 2, document)[:, own], extra) for j in range(steps)])  # [K,M]
+
+    def at_each_step(mask: Tensor) -> Tensor:  # [B,S] -> [K,M]
+        return torch.stack([_padded(shift_left(mask, j + 2, document)[:, own], extra) for j in range(steps)])
+
+    weights = at_each_step(mask)
     vocabulary, actual = drafter.vocabulary, out.hidden[:, read].flatten(0, 1)
     target_ids = vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None
     if section.end_to_end:
@@ -171,7 +174,8 @@ def objective3(
             hidden = shift_left(out.hidden[:, read], j + 1, document[:, read]).flatten(0, 1)
             total = total + regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
     tokens = supervised_tokens(batch | {"loss_mask": mask}, own)
-    return Loss(total, tokens, survival_metrics(hits, weights, tokens, context))
+    # Of answers alone, as the held-out figures are: the tokens that a chat template repeats in every conversation are easy.
+    return Loss(total, tokens, survival_metrics(hits, at_each_step(answers), tokens, context))
 
 
 def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
