@@ -368,7 +368,8 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"# {n}\n" + TEXT * n for n in range(1, 41)))
     exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words])
     assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
-    assert "bits per byte, all held-out modules" in (tmp_path / "artifact" / "README.md").read_text()
+    card = (tmp_path / "artifact" / "README.md").read_text()
+    assert "bits per byte, all of it" in card and "text.txt`." in card and "PSF" not in card and "license" not in card
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 

@@ -103,6 +103,19 @@ def test_default_taps_need_layers(target):
         default_taps(Deep)
 
 
+@pytest.mark.parametrize(
+    "more, match",
+    [
+        ({"taps": (0,)}, "EAGLE-1 reads no taps"),
+        ({"vocab_size": 9}, "EAGLE-1 reads no taps"),
+        ({"norm_output": True}, "EAGLE-1 has no norm"),
+    ],
+)
+def test_version_1_has_no_parts_of_version_3(target, more, match):
+    with pytest.raises(ValueError, match=match):
+        new_drafter("eagle", target, **train.architecture(EagleSection(version=1, **more), target))
+
+
 def test_targets_without_such_settings_have_a_drafter_too():
     """GPT-2 says neither how wide its MLP is nor how many KV heads it has."""
     gpt2 = Target.wrap(random_model("gpt2"))
@@ -134,6 +147,9 @@ def test_a_warm_start_takes_over_what_fits(target, tmp_path):
             train.begin_with(make(target, name), str(tmp_path), target, "eagle.start")
     with pytest.raises(ValueError, match="differs in taps;"):
         train.begin_with(make(target, "3, small", taps=[0]), str(tmp_path), target, "eagle.start")
+    for norm in ("norm_output", "norm_before_residual"):  # the same tensors, which compute something else
+        with pytest.raises(ValueError, match=f"differs in .*{norm}"):
+            train.begin_with(make(target, "3, small", **{norm: True}), str(tmp_path), target, "eagle.start")
     new_drafter("medusa", target, num_heads=2).save_pretrained(tmp_path / "medusa")
     with pytest.raises(ValueError, match="medusa differs"):
         train.begin_with(new, str(tmp_path / "medusa"), target, "eagle.start")

@@ -214,12 +214,15 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.taps=null"], "too few for the usual taps"),
         (["eagle.vocab_size=300"], "at most the target's 257"),
         (["eagle.version=2"], "version 2"),
-        (["eagle.version=1", "eagle.taps=null"], "EAGLE-1"),
-        (["eagle.version=1", "eagle.vocab_size=null"], "EAGLE-1"),
-        (["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.norm_output=true"], "EAGLE-1 has no norm"),
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
         (["eagle.prompts=true"], "add train.normalise=all"),
+        (["eagle.version=1"], r"eagle\.train_head=False is for version 3, got eagle\.version=1; leave out one"),
+        (["eagle.classification=1"], r"eagle\.classification=1\.0 is for version 1, got eagle\.version=3"),
+        (
+            ["train.tau_prompts=0", "train.patience=2"],
+            r"train\.patience=2 waits for a better τ, which train\.tau_prompts=0 does not measure",
+        ),
         (["eagle.regression=1", "eagle.hidden_size=16", "eagle.heads=2"], "eagle.regression compares"),
     ],
 )

@@ -194,3 +194,9 @@ def test_simulated_tau_counts_chains_of_the_targets_best_tokens(target):
     survival = [float(loss.metrics[f"survival_{k}"] / loss.weight) for k in (1, 2)]
     assert survival == pytest.approx([count / anchors for count in accepted])
     assert float(loss.metrics["sim_tau"] / loss.weight) == pytest.approx(1 + sum(survival))
+    with torch.no_grad():  # held out, whatever the loss
+        for share in (0.0, 0.5):
+            other = objective(drafter, batch, target=target, section=MedusaSection(heads=2, distill=share))
+            assert other.metrics["sim_tau"] == loss.metrics["sim_tau"]
+    on_text = objective(drafter, batch, target=target, section=MedusaSection(heads=2, distill=0.0))
+    assert on_text.metrics["sim_tau"] != loss.metrics["sim_tau"]

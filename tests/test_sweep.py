@@ -382,9 +382,17 @@ def test_simulated_chains_of_several_depths_are_not_compared(stub, capsys):
     (stub / "stub.py").write_text(
         STUB.replace('"valid_sim_tau": tau', '"valid_sim_tau": tau, **{f"valid_survival_{k}": 0 for k in range(steps // 10)}')
     )
-    assert "the depth of their simulated chains: 1, 3; measure τ itself" in failing(
-        capsys, command.main, words(stub, FOUR, "--rungs", "10,30,90")
-    )
+    for _ in range(2):  # the second time it is read from what the first recorded
+        assert "the depth of their simulated chains: 1, 3; measure τ itself" in failing(
+            capsys, command.main, words(stub, FOUR, "--rungs", "10,30,90")
+        )
+
+
+def test_what_changes_simulated_tau_is_not_swept_by_it(stub):
+    swept = ["distill", "distill-tiny", "distill.temperature=1,2", "--output", str(stub / "sweep")]
+    with pytest.raises(ValueError, match=r"distill.temperature changes what simulated τ is measured with; .*train.tau_prompts=4"):
+        make_plan(command.parser().parse_intermixed_args([*swept, "train.tau_prompts=0"]))
+    assert len(make_plan(command.parser().parse_intermixed_args(swept)).trials) == 2  # the recipe measures τ
 
 
 def test_gpus_are_shared_out(stub, monkeypatch):

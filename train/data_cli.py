@@ -109,7 +109,7 @@ def run_capture(arguments: list[str]) -> None:
             f"target.parallel={chosen.target.parallel} makes each forward one of all ranks, and a capture gives each its own; "
             "take target.parallel=layers in one process, or target.quantise"
         )
-    target, corpora = setup.load_target_and_data(chosen, layers=True)
+    target, corpora = setup.load_target_and_data(chosen, training=False)
     state = PartialState()
     capture.capture(
         target,

@@ -81,7 +81,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -102,7 +101,7 @@ from draftsmith.models.saving import save_model, save_student
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import checkpoint, order, output, replay
+from draftsmith.train.engine import checkpoint, order, output, processes, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
@@ -172,7 +171,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
     tokens = supervised_tokens(batch)
     metrics = {"acceptance": losses.overlap.sum(), "top1": losses.hits.sum()}
     chains = survival_metrics(along_chains(losses.overlap[0], document, depth), along_chains(weight, document, depth), tokens)
-    return Loss(losses.sum, tokens, metrics | {"sim_tau": chains["sim_tau"]})
+    return Loss(losses.sum, tokens, metrics | chains)
 
 
 def along_chains(values: Tensor, document: Tensor, depth: int) -> Tensor:
@@ -195,14 +194,11 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
         ValueError: the checkpoints there belong to a run with another start, or the student's context is shorter than data.seq_len.
     """
     section, folder = recipe.student, Path(recipe.train.output) / "start"
-    state = PartialState()
     if section.start not in ("pruned", "random"):
         model = students.existing(section.start, target, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
     else:
-        if state.is_main_process:
-            origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
-            _store_start(folder, origin, lambda: _build(section, target, train, recipe.train))
-        state.wait_for_everyone()
+        origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
+        processes.on_main(lambda: _store_start(folder, origin, lambda: _build(section, target, train, recipe.train)))
         model = _read_start(folder, recipe.target.trust_remote_code).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
         raise ValueError(

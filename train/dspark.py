@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> None:
         monitors = setup.monitors(recipe, target, drafter, drafter.taps)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
-            if recipe.target.parallel == "none":  # else the target's forward needs all ranks
+            if not target.collective:  # else its forward needs all ranks
                 calibrate(cast(DsparkModel, drafter), valid, recipe.train.eval_batches, target, section)
             publish.publish_drafter(recipe, drafter, target, steps)
 

@@ -72,7 +72,7 @@ class EagleSection(Section):
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
     loss: str = Field(
-        default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
+        default="kl", description="version 3: kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
     )
     end_to_end: bool = Field(
         default=False,
@@ -82,7 +82,9 @@ class EagleSection(Section):
     classification: float = Field(
         default=0.1, ge=0, le=1000, description="version 1: weight of the soft cross-entropy, beside SmoothL1's 1"
     )
-    checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
+    checkpointing: Changeable[bool] = Field(
+        default=False, description="version 3: recompute each step in the backward pass: less memory, more time"
+    )
     start: str | None = Field(
         default=None,
         description="folder or Hub id of an EAGLE drafter whose weights to start from, its head re-indexed; unset: fresh weights",
@@ -303,7 +305,9 @@ def begin_with(drafter: EagleModel, path: str, target: Target, key: str) -> None
             "num_kv_heads",
             "head_dim",
             "fc_norm",
+            "norm_output",
             "norm_before_fc",
+            "norm_before_residual",
         )
         if getattr(start.config, name, None) != getattr(drafter.config, name)
     ]
@@ -329,11 +333,23 @@ def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
     drafter.lm_head.weight.requires_grad_(False)
 
 
+# Keys that the other version does not read.
+KEYS_OF_VERSION = {
+    1: ("noise", "classification"),
+    3: ("train_head", "regression", "prompts", "rise", "loss", "end_to_end", "checkpointing"),
+}
+
+
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
-    if recipe.eagle.end_to_end and recipe.eagle.version == 1:
-        raise ValueError("eagle.end_to_end is for version 3: version 1 trains one step, of no chain; leave out one of them")
+    for version, names in KEYS_OF_VERSION.items():
+        for name in names if {version, recipe.eagle.version} == {1, 3} else ():
+            value = getattr(recipe.eagle, name)
+            if value != EagleSection.model_fields[name].default:
+                raise ValueError(
+                    f"eagle.{name}={value} is for version {version}, got eagle.version={recipe.eagle.version}; leave out one of them"
+                )
     if recipe.eagle.prompts and recipe.train.normalise != "all":
         raise ValueError(
             "eagle.prompts=true trains on all tokens, and train.normalise=supervised would divide their loss by the answers' alone; add "

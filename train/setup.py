@@ -117,12 +117,12 @@ def feature_data(recipe: Recipe, target: Target, corpus: Corpus, store: FeatureS
     return FeatureDataset(packed_dataset(recipe, target, corpus), store, reads, computing=cached)
 
 
-def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple[Target, dict[str, Corpus]]:
+def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Target, dict[str, Corpus]]:
     """The recipe's target, and its data as corpora "train" and "valid". Rank 0 prepares the data, the others read what it wrote.
 
     Args:
         recipe: of any method.
-        layers: whether the target's decoder layers are loaded; None: if the training needs them.
+        training: False for a capture of features, which needs all layers of the target, and has no run whose keys could be wrong.
 
     Raises:
         ValueError: a target that cannot be laid out or quantised so, keys that do not go together with that, or kernels that cannot run.
@@ -131,11 +131,12 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
     state = processes.join()
     section, data = recipe.target, recipe.data
     check_layout(recipe)
-    processes.check_weights(recipe.train)
-    processes.on_main(lambda: output.check(recipe))
-    micro_batch, _ = processes.split_batch(recipe.train, state.num_processes)
-    if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
-        raise ValueError(f"train.kernels=true: {reason}; leave it out")
+    if training:
+        processes.check_weights(recipe.train)
+        processes.on_main(lambda: output.check(recipe))
+        processes.split_batch(recipe.train, state.num_processes)
+        if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
+            raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
         section.path,
         dtype=dtype_of(section.dtype),
@@ -144,7 +145,7 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
         trust_remote_code=section.trust_remote_code,
         parallel=section.parallel,
         quantise=section.quantise,
-        layers=recipe.needs_target_layers if layers is None else layers,
+        layers=not training or recipe.needs_target_layers,
     )
     if target.tokenizer is None:
         raise ValueError(f"target {section.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
@@ -155,10 +156,11 @@ def load_target_and_data(recipe: Recipe, *, layers: bool | None = None) -> tuple
         )
     if data.seq_len > target.max_positions:
         raise ValueError(f"data.seq_len={data.seq_len} is longer than the target's context of {target.max_positions}; lower it")
-    _check_micro_batch(recipe, target, micro_batch)
+    if training:
+        _check_micro_batch(recipe, target, processes.split_batch(recipe.train, state.num_processes)[0])
     data.give_template(target.tokenizer)
-    with state.main_process_first():
-        return target, load(data.plan(), target.tokenizer, data.cache, data.num_proc)
+    tokenizer = target.tokenizer
+    return target, processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
 
 
 def check_layout(recipe: Recipe) -> None:
@@ -228,15 +230,17 @@ def packed_dataset(recipe: Recipe, target: Target, corpus: Corpus) -> PackedData
 
 def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> FeatureStore:
     """The recipe's feature store, open for reading; in mode cache a store that does not exist is created, empty."""
-    section, state = recipe.features, PartialState()
+    section = recipe.features
     if section.store is None:
         raise ValueError(f"features.mode={section.mode} needs features.store, the folder of the store")
-    cached = section.mode == "cache"
-    if cached and state.is_main_process:
-        index = Index.read(Path(section.store)) or Index.of(target, section.taps or taps, section.precision)
-        capture.begin(Path(section.store), index, target)
-    state.wait_for_everyone()
-    return FeatureStore(section.store, target, taps, allow_missing=cached or section.allow_missing, show=state.is_main_process)
+    folder, cached = Path(section.store), section.mode == "cache"
+
+    def begin() -> None:
+        capture.begin(folder, Index.read(folder) or Index.of(target, section.taps or taps, section.precision), target)
+
+    if cached:
+        processes.on_main(begin)
+    return FeatureStore(folder, target, taps, allow_missing=cached or section.allow_missing, show=PartialState().is_main_process)
 
 
 def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[str, Any]:

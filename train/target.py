@@ -128,27 +128,30 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
     tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.seq_len
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    name = Path(recipe.train.output).name
-    about = f"A Llama of {size:.1f}M parameters that continues Python source"
+    output, stdlib = recipe.train.output, recipe.data.train == "stdlib"
+    about = f"A Llama of {size:.1f}M parameters"
+    if stdlib:
+        about += " that continues Python source"
     if recipe.architecture.tokenizer:
         about += f", with the tokenizer of `{recipe.architecture.tokenizer}`, to draft for it"
-    data = recipe.data.train
-    if data == "stdlib":
-        data = f"the source of the standard library of CPython {platform.python_version()}"
+    data = f"`{recipe.data.train}`"
+    if stdlib:
+        data = f"the source of the standard library of CPython {platform.python_version()} (PSF licence)"
+        data += "; one module in twelve held out, by the hash of its path (`data/stdlib.py`)"
     lines = [
         "---",
-        "license: apache-2.0",
+        *(["license: apache-2.0"] if stdlib else []),  # of other data the licence is not known
         "library_name: transformers",
         "---",
         "",
-        f"# {name}",
+        f"# {Path(output).name}",
         "",
         f"{about}. It knows nothing else, and what it writes is not to be run.",
         "",
-        f"- Data: {data} (PSF licence); one module in twelve held out, by the hash of its path (`data/stdlib.py`).",
-        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, AdamW, on {device}; stored as bf16.",
-        f"- Held-out text: {bits:.3f} bits per byte, all held-out modules, of the stored weights.",
-        f"- Make it again: `accelerate launch train/target.py recipes/{name}.yaml`, then copy `{recipe.train.output}/artifact`.",
+        f"- Data: {data}.",
+        f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, {recipe.train.optimizer}, on {device}; stored as bf16.",
+        f"- Held-out text: {bits:.3f} bits per byte, all of it, of the stored weights.",
+        f"- Make it again: `accelerate launch train/target.py {output}/recipe.yaml`, then copy `{output}/artifact`.",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -167,6 +170,13 @@ def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
             tokenizer = train_tokenizer(section.vocab_size, prepare.training_texts(recipe.data.plan()))
         durable.replace_folder(folder, tokenizer.save_pretrained)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if len(tokenizer) > section.vocab_size:
+        raise ValueError(
+            f"architecture.vocab_size={section.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer in {folder}; raise it, or "
+            "delete that folder, where it is of an earlier run"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {folder} has no token that ends a text (eos_token); give another architecture.tokenizer")
     recipe.data.give_template(tokenizer)
     return tokenizer
 
@@ -198,9 +208,8 @@ def main(arguments: list[str]) -> None:
 def train_and_publish(recipe: TargetRecipe) -> None:
     """The tokenizer, the data, the training and the folder to publish."""
     data = recipe.data
-    with processes.join().main_process_first():
-        tokenizer = prepare_tokenizer(recipe)
-        corpora = prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
+    tokenizer = processes.main_first(lambda: prepare_tokenizer(recipe))
+    corpora = processes.main_first(lambda: prepare.load(data.plan(), tokenizer, data.cache, data.num_proc))
     train, valid = (TokenStream(corpora[part], data.seq_len) for part in ("train", "valid"))
     model = build(recipe, tokenizer)
     if recipe.architecture.compile:

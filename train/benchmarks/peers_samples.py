@@ -30,7 +30,7 @@ def capture_features(recipe: EagleRecipe, tokens: int) -> tuple[list[int], int, 
         The taps that the drafter reads; L − 1, for the last layer's output is stored too, since speculators applies the final norm itself; and
         the CPU seconds of it.
     """
-    target, corpora = setup.load_target_and_data(recipe, layers=True)
+    target, corpora = setup.load_target_and_data(recipe, training=False)
     taps, last, section = recipe.eagle.taps or default_taps(target), target.num_layers - 1, recipe.features
     parts = [choose(corpora["train"], tokens), choose(corpora["valid"], recipe.train.batch_size * recipe.data.seq_len)]
     assert section.store, "the comparison's own folder"

@@ -206,6 +206,17 @@ def on_main(work: Callable[[], Value]) -> Value:
     return _map_tensors(outline, receive)
 
 
+def main_first(work: Callable[[], Value]) -> Value:
+    """Call `work` on the main process, then on the others, which read what it wrote.
+
+    Raises:
+        OSError, ValueError, FloatingPointError: as `on_main`.
+    """
+    values: list[Value] = []
+    on_main(lambda: values.append(work()))
+    return values[0] if values else work()
+
+
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor in its tuples and dictionaries changed, in order."""
     if isinstance(value, Tensor):

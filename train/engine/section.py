@@ -152,6 +152,14 @@ class TrainSection(Section):
         return value
 
     @model_validator(mode="after")
+    def _patience(self) -> "TrainSection":
+        if self.patience and not self.tau_prompts:
+            raise ValueError(
+                f"train.patience={self.patience} waits for a better τ, which train.tau_prompts=0 does not measure; give it, say 4"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decay(self) -> "TrainSection":
         if self.lr * self.weight_decay >= 1:
             raise ValueError(

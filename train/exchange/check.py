@@ -77,13 +77,15 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     from draftsmith.models.target import resolve_path
     from draftsmith.train.exchange import serving
 
+    family = family_in(folder)
+    if family not in VLLM_METHODS:
+        raise ValueError(f"--serve vllm: vLLM serves no {family} drafter of a folder; it serves {', '.join(VLLM_METHODS)}")
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [str(folder)], chosen.dtype, chosen.trust_remote_code)
     depth = chosen.depth or drafter.max_depth
     if depth > drafter.depth_limit:
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
-    family = family_in(folder)
     speculative = {"method": VLLM_METHODS[family], "model": str(folder.resolve()), "num_speculative_tokens": depth}
     speculative |= PARALLEL if family == "peagle" else {}
     request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}

@@ -75,14 +75,15 @@ def head_losses(
         end_to_end: see above; distill, top_k and labels do not count.
 
     Returns:
-        The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's (with
-        distill 0 or 1 both on the one that is there; with end_to_end both on the target's).
+        The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's. With
+        distill 1 or end_to_end both are on the target's; with distill 0 both are on the text's, but on the target's too without gradients, so
+        that held-out figures of all losses mean the same.
     """
     if end_to_end:
         total, hits = acceptance_loss(states, outputs, hidden, target_head, weights > 0, weights[0])
         return total, torch.stack((hits, hits))
     heads, losses = len(states), []
-    if distill > 0:
+    if distill > 0 or not torch.is_grad_enabled():
         shifts = [k + 1 for k in range(heads)]
         losses.append((distill, chunked_kl_heads(states, outputs, hidden, target_head, list(weights), shifts, top_k=top_k)))
     if distill < 1 and len(outputs) == 1:
@@ -91,7 +92,7 @@ def head_losses(
     elif distill < 1:
         each = zip(states, outputs, labels, weights, strict=True)
         losses.append((1 - distill, [chunked_cross_entropy(state, output, label, weight) for state, output, label, weight in each]))
-    total = torch.stack([share * loss.sum for share, parts in losses for loss in parts]).sum()
+    total = torch.stack([share * loss.sum for share, parts in losses if share for loss in parts]).sum()
     hits = [torch.cat([loss.hits for loss in parts]).view(heads, -1) for _, parts in (losses[0], losses[-1])]
     return total, torch.stack(hits)
 

@@ -28,6 +28,8 @@ EQUAL_KEYS = (
     "train.tau_temperature",
     "data.valid",
 )
+# Keys with which simulated τ means another thing.
+MEASURE_KEYS = ("distill.temperature", "distill.top_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,11 @@ def make_plan(options: Namespace) -> Plan:
         return recipe
 
     base = load(as_words(fixed))
+    for key in MEASURE_KEYS:
+        if len(grid.get(key, [])) > 1 and not base.train.tau_prompts:
+            raise ValueError(
+                f"{key} changes what simulated τ is measured with; measure τ itself: train.tau_prompts=4 (prompts of each domain)"
+            )
     steps = base.train.steps
     rungs = integers("--rungs", options.rungs) if options.rungs else rung_steps(steps, len(trials), options.eta)
     if rungs != sorted(rungs) or rungs[0] < 1 or rungs[-1] != steps:

@@ -39,6 +39,7 @@ def run_sweep(plan: Plan, jobs: int | None) -> None:
             raise ValueError(f"{path} is a link, and a sweep writes through none; move it away, or give another --output")
     with claim(plan.folder, KIND, FILES, "--output"):
         results = _read(plan)
+        _check_depths(results)
         standings = [Standing(number, values) for number, values in enumerate(plan.trials)]
         _run_rungs(plan, results, standings, devices, jobs)
         _publish(plan, standings)
