@@ -89,7 +89,8 @@ def main(arguments: list[str]) -> None:
     if chosen.source is not None:
         _report_again(chosen, arguments)
         return
-    rules = list(dict.fromkeys(chosen.rule or [USUAL_RULE]))
+    # The usual rule first: the target's text, which the tree is chosen by, is recorded under it.
+    rules = sorted(dict.fromkeys(chosen.rule or [USUAL_RULE]), key=lambda rule: rule != USUAL_RULE)
     if "membership" in rules and not chosen.sampling:
         raise ValueError("--rule membership needs a filter; give one, such as --sampling temperature=0.7,top_p=0.9")
     name = _drafter_name(chosen)
@@ -100,6 +101,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.record_store import RecordStore
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
+    from draftsmith.inference.kernels import missing
     from draftsmith.inference.policy import LoadPolicy
     from draftsmith.inference.sampler import Sampling
 
@@ -117,16 +119,26 @@ def main(arguments: list[str]) -> None:
         raise ValueError(
             "--load-aware drafts complete trees, --policy and --adaptive-depth choose a depth; expected one; leave the others out"
         )
+    if chosen.exact and (chosen.slots > 1 or chosen.kernels):
+        raise ValueError("--exact is for one slot and without kernels; got --slots or --kernels; leave them out")
+    if chosen.load_aware and chosen.kernels:
+        raise ValueError("--load-aware verifies trees of several sizes, --kernels of one; expected one; leave one out")
     policy = LoadPolicy.read(Path(os.path.expanduser(chosen.policy))) if chosen.policy is not None else None
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
+    if chosen.kernels and (reason := missing(target.device)):
+        raise ValueError(f"--kernels: {reason}; leave it out")
     loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
     if chosen.load_aware:
         loading.check_load_aware(drafter)
     ranked = hasattr(drafter, "position_logits")
-    tree = chosen.tree or ("best" if ranked else "saved")
+    tree = chosen.tree or ("best" if ranked and chosen.draft_window is None else "saved")
     if tree in CHOSEN_TREES:
+        if chosen.draft_window is not None:
+            raise ValueError(
+                f"--tree {tree} is chosen by what the drafter says with all positions in sight; leave --draft-window out, or --tree"
+            )
         if not ranked:
             raise ValueError(
                 f"--tree {tree}: {drafter.method} ranks no tokens, so no tree can be chosen for it; expected saved, chain or dynamic"
@@ -232,6 +244,7 @@ def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
         and settings.slots == 1
         and not settings.exact
         and chosen.stop is None
+        and chosen.draft_window is None
         and not settings.adaptive_depth
         and not settings.load_aware
         and settings.policy is None

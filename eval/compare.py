@@ -94,23 +94,19 @@ def _check(chosen: argparse.Namespace) -> None:
     """Raises ValueError for options that contradict each other."""
     if len(chosen.drafters) < 2:
         raise ValueError(f"got one drafter, {chosen.drafters[0]!r}; expected two at least; draftsmith eval measures one")
-    for name in (
-        "expected",
-        "target",
-        "prompts",
-        "limit",
-        "temperature",
-        "rule",
-        "tree",
-        "depth",
-        "width",
-        "nodes",
-        "stop",
-        "draft_window",
-    ):
-        if chosen.measured and getattr(chosen, name):
-            raise ValueError(f"--measured takes the rounds as eval wrote them, got --{name}; leave it out, or leave --measured out")
+    defaults = parser().parse_args(chosen.drafters)
+    for name, value in vars(chosen).items():
+        if chosen.measured and name not in ("measured", "drafters", "json") and value != getattr(defaults, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--measured takes the rounds as eval wrote them, got --{option}; leave it out, or leave --measured out")
     if chosen.expected and (chosen.rule or "rejection") != "rejection":
         raise ValueError(f"--expected with --rule {chosen.rule}: what can be computed is rule rejection; leave --rule out")
     if chosen.expected and ((chosen.tree or "chain") != "chain" or chosen.stop is not None):
         raise ValueError("--expected is of complete chains, got another --tree or a --stop; leave it out, or leave --expected out")
+    if chosen.expected and (chosen.draft_window is not None or chosen.slots != defaults.slots):
+        raise ValueError(
+            "--expected reads complete texts in one forward, got --draft-window or --slots; leave it out, or leave --expected out"
+        )
+    penalised = any("repetition_penalty" in sampling for sampling in chosen.sampling or ())
+    if chosen.expected and penalised:
+        raise ValueError("--expected computes without a repetition penalty, got one in --sampling; leave it out, or leave --expected out")

@@ -33,13 +33,15 @@ def load_report(records: Records) -> dict[str, Any]:
     positions = [record for record in records.positions if record.setting == setting]
     choosing, reported = ([each for each in positions if each.choosing is half] for half in (True, False))
     model, tree = CostModel(records.load), records.tree["tree"]
-    context, slots = model.contexts[0], records.header["settings"]["slots"]
+    settings = records.header["settings"]
+    context, slots = model.contexts[0], settings["slots"]
     rounds = rounds_of(requests, records.tree["depth"])
     small = max(rounds.sizes) <= model.max_nodes
     halves = bool(choosing and reported)
     report: dict[str, Any] = {name: records.load[name] for name in ("kernels", "graphs", "left_out")} | {"context": context}
-    report["by_batch"] = by_batch(model, rounds, context, tree) if small else None
-    report["by_context"] = _by_context(model, rounds, tree) if small else None
+    one_depth = small and not (settings.get("adaptive_depth") or settings.get("policy"))  # else most rounds draft less than the tree
+    report["by_batch"] = by_batch(model, rounds, context, tree) if one_depth else None
+    report["by_context"] = _by_context(model, rounds, tree) if one_depth else None
     report["chains"] = _chains(model, reported, context) if halves else None
     report["trees"] = _trees(model, choosing, reported, context) if halves else None
     report["gap"] = gap(choosing, reported, model.relative(model.nearest(slots), context), model.max_nodes)._asdict() if halves else None
@@ -50,7 +52,7 @@ def load_report(records: Records) -> dict[str, Any]:
         best = best_static(model, choosing, reported, context, model.max_nodes) if halves else best_replayed(model, drafts, context)
         named = {"target": records.header["target"], "drafter": records.header["drafter"], "setting": setting}
         report["policy"] = load_policy(model, best, context) | named
-    fixed = small and not any(records.header["settings"].get(name) for name in ("adaptive_depth", "load_aware", "policy", "exact"))
+    fixed = one_depth and not (settings.get("load_aware") or settings.get("exact"))
     prefill = records.load["prefill_s_per_token"]
     report["check"] = check(model, requests, slots, tree, records.tree["depth"], prefill) if fixed else None
     return report
@@ -67,8 +69,8 @@ def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     target, drafter = roofline.ModelSize(**records.load["size"]), None
     depth, kv = records.tree["depth"], records.load["kv_bytes"]["drafter"]
     recurrent, weights = records.load.get("recurrent", bool(kv)), records.header["drafter"].get("bytes")
-    if recurrent and not weights:
-        raise ValueError("an estimate needs the size of the drafter, and this one is a part of the target; leave out --estimate")
+    if recurrent and not weights or records.header["drafter"].get("method") == "kangaroo":
+        raise ValueError("an estimate needs the size of the drafter, and this one runs a part of the target; leave out --estimate")
     if weights:
         drafter = roofline.ModelSize(weights / target.bytes_per_weight, target.bytes_per_weight, kv)
     setting = records.requests[0].setting

@@ -233,7 +233,10 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{file} is empty; run draftsmith eval again")
     if content[0].get("format") != FORMAT:
         raise ValueError(f"{file}: format {content[0].get('format')!r}, this Draftsmith reads {FORMAT}; run draftsmith eval again")
-    return _records(content, str(file))
+    records = _records(content, str(file))
+    if not records.tree:
+        raise ValueError(f"{file} has no line of kind tree; restore the file, or run draftsmith eval again")
+    return records
 
 
 def _records(content: list[dict[str, Any]], source: str) -> Records:
@@ -253,7 +256,8 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
             case "drift":
                 records.drift = {name: field(line, name, float, where) for name in DRIFT}
             case "tree":
-                records.tree = {name: line[name] for name in ("tree", "nodes", "depth")}
+                kinds = {"tree": (list, dict), "nodes": int, "depth": int}
+                records.tree = {name: field(line, name, kind, where) for name, kind in kinds.items()}
             case "pieces":
                 records.pieces |= {int(token): str(text) for token, text in field(line, "pieces", dict, where).items()}
             case "prompt":

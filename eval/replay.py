@@ -8,13 +8,16 @@ Letters: P prompts · S positions · K draft depth · W width.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftsmith.eval.intervals import conversations
 from draftsmith.eval.records import KEYED_RULES, Records
 from draftsmith.eval.settings import greedy, rule_of
+from draftsmith.eval.totals import columns, first_turns
 from draftsmith.eval.trees import Rounds
 from draftsmith.inference.expand import DynamicTree, TreeSpec, parse_tree_spec
 from draftsmith.inference.lookup import Ngram, Suffix
@@ -68,23 +71,42 @@ class Replayed(NamedTuple):
 
 def replayed(records: Records, setting: str) -> list[Replayed]:
     """The drafts that can be replayed along the recorded answers of a setting: a look-up at several depths, or dynamic trees inside the recorded
-    superset. Every second prompt chooses. None of other drafters, under rules whose answers depend on the draft, and of fewer than two prompts.
+    superset. Every second conversation chooses. None of other drafters, under rules whose answers depend on the draft, and of fewer than two
+    conversations.
     """
     answers = {each.prompt: each.tokens for each in records.requests if each.setting == setting and each.tokens}
-    halves = list(answers)[::2], list(answers)[1::2]
+    conversation = conversations(answers)
+    choosing = set(first_turns(list(answers))[::2])
+    halves = [[prompt for prompt in answers if (conversation[prompt] in choosing) is half] for half in (True, False)]
     if not halves[1] or not records.tree or not (greedy(setting) or rule_of(setting) in KEYED_RULES):
         return []
     spec = parse_tree_spec(records.tree["tree"])
     if isinstance(spec, DynamicTree) and all((setting, prompt) in records.supersets for prompt in answers):
         tables = [[records.supersets[setting, prompt] for prompt in half] for half in halves]
-        return [Replayed(tree, *(dynamic_rounds(each, tree) for each in tables)) for tree in dynamic_trees(spec)]
+        return [
+            Replayed(tree, *(_by_conversation(dynamic_rounds(each, tree), half) for each, half in zip(tables, halves, strict=True)))
+            for tree in dynamic_trees(spec)
+        ]
     name = records.header["drafter"].get("name")
     if name not in LOOKUPS or not answers.keys() <= records.prompts.keys():
         return []
     drafter = LOOKUPS[name](spec)
     texts = [[(records.prompts[prompt].ids, answers[prompt]) for prompt in half] for half in halves]
     depths = sorted({spec.max_depth, *(depth for depth in DEPTHS if depth < spec.max_depth)})
-    return [Replayed(spec.cut(depth), *(lookup_rounds(drafter, half, depth) for half in texts)) for depth in depths]
+    return [
+        Replayed(
+            spec.cut(depth),
+            *(_by_conversation(lookup_rounds(drafter, each, depth), half) for each, half in zip(texts, halves, strict=True)),
+        )
+        for depth in depths
+    ]
+
+
+def _by_conversation(rounds: Rounds, prompts: Sequence[str]) -> Rounds:
+    """Rounds by prompt -> by conversation: its turns are not independent."""
+    counts = dict(zip(prompts, zip(rounds.tokens.tolist(), rounds.rounds.tolist(), strict=True), strict=True))
+    tokens, count = columns([counts], prompts)
+    return replace(rounds, tokens=tokens[0], rounds=count[0])
 
 
 def dynamic_trees(spec: DynamicTree) -> list[DynamicTree]:

@@ -245,24 +245,26 @@ def calibration(records: Records, setting: str) -> list[Calibration]:
     """By depth, at every position of the texts of the prompts that did not choose the tree; none without position records."""
     chosen = [record for record in _reported(records, setting) if record.drafted.numel()]
     depths = chosen[0].drafted.shape[1] if chosen else 0
+    conversation = conversations(record.prompt for record in chosen)
     entries = []
     for k in range(depths):
-        pairs = []
+        pairs: dict[str, list[Tensor]] = {}
         for record in chosen:
             rows = max(0, len(record.tokens) - k)  # whose token at this depth is still in the text
-            right = record.drafted[:rows, k] == record.tokens[k : k + rows]
-            pairs.append((record.drafted_log_probs[:rows, k].double().exp(), right.double()))
-        pairs = [pair for pair in pairs if len(pair[0])]
+            if rows:
+                right = (record.drafted[:rows, k] == record.tokens[k : k + rows]).double()
+                pair = torch.stack((record.drafted_log_probs[:rows, k].double().exp(), right))
+                pairs.setdefault(conversation[record.prompt], []).append(pair)
         if pairs:
-            entries.append(_calibration(k + 1, pairs))
+            entries.append(_calibration(k + 1, [torch.cat(parts, 1) for parts in pairs.values()]))
     return entries
 
 
-def _calibration(depth: int, pairs: list[tuple[Tensor, Tensor]]) -> Calibration:
-    """pairs: confidence and whether it was right, [S] each, of every prompt."""
+def _calibration(depth: int, pairs: list[Tensor]) -> Calibration:
+    """pairs: confidence and whether it was right [2,S], of every conversation."""
     sums = torch.tensor([[right.sum(), confidence.sum(), len(right)] for confidence, right in pairs], dtype=torch.float64).T  # [3,P]
     excess: Interval = of_difference(sums[:2], sums[2].expand(2, -1))
-    confidence, right = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    confidence, right = torch.cat(pairs, 1)
     order = confidence.argsort(stable=True)
     bins = [
         ReliabilityBin(float(confidence[part].mean()), float(right[part].mean()), len(part))

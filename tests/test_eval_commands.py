@@ -46,6 +46,41 @@ def test_rules_side_by_side(folder, capsys):
     assert "Verification rules" in (folder / "rules" / "report.html").read_text()
 
 
+def test_the_order_of_rules_does_not_change_the_tree(folder):
+    common = [str(folder / "target"), "--tree", "largest", "--nodes", "5", "--temperature", "0.8", "--probe", "0"]
+    orders = [("rejection", "target-sample"), ("target-sample", "rejection")]
+    reports = [
+        evaluate(folder, f"order {first}", *common, *(word for rule in (first, second) for word in ("--rule", rule)))
+        for first, second in orders
+    ]
+    assert reports[0]["tree"] == reports[1]["tree"] and len(reports[0]["tree"]) == 4
+    taus = [{setting: row["tau"] for setting, row in report["overall"].items()} for report in reports]
+    assert taus[0] == taus[1] and len(taus[0]) == 2
+
+
+def test_a_window_is_not_what_an_artifact_does_by_itself(folder):
+    words = [str(folder / "target"), "--draft-window", "8", "--temperature", "0", "--probe", "0"]
+    assert evaluate(folder, "window", *words, "--tree", "chain")["overall"]["0"]["tau"] > 1
+    for tree in ("best", "largest"):
+        with pytest.raises(
+            ValueError, match=f"--tree {tree} is chosen by what the drafter says with all positions in sight; leave --draft-window out"
+        ):
+            evaluate(folder, "none", *words, "--tree", tree)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--exact", "8", "--slots", "2"], "--exact is for one slot and without kernels"),
+        (["--load-aware", "--kernels"], "--load-aware verifies trees of several sizes"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is(folder, words, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(folder, "refused", str(folder / "target"), "--temperature", "0", *words)
+    assert not list((folder / "refused").glob("records*"))
+
+
 def test_one_rule_is_compared_with_nothing(folder):
     from draftsmith.eval import record_store
 

@@ -293,7 +293,7 @@ def test_the_record_outlives_the_file(tmp_path):
     store = RecordStore(tmp_path)
     header = {"target": {}, "drafter": {}, "settings": {}, "skipped": {}}
     with store.opened(header) as opened:
-        opened.append([{"kind": "load", **load_record()}])
+        opened.append([{"kind": "load", **load_record()}, {"kind": "tree", "tree": [], "nodes": 1, "depth": 0}])
         opened.finish([], [])
     from draftsmith.eval.record_store import read
 

@@ -134,6 +134,20 @@ def test_calibration_of_many_prompts_has_an_interval_and_no_row_past_the_end():
     assert entries[0].right == ranks_formed(by_chance(), "0").share[0][0]
 
 
+def test_turns_of_a_conversation_are_one_prompt_to_the_calibration():
+    text, right = list(range(40)), [[s % 3 > 0] for s in range(40)]
+    log_probs = torch.full((40, 1), math.log(0.6))
+
+    def low(names):
+        records = [position_record(name, text, right, drafted_log_probs=log_probs) for name in names]
+        (entry,) = calibration(records_of([], records), "0")
+        assert entry.positions == 40 * len(names)
+        return entry.low
+
+    assert low([f"c{n}" for n in range(8)]) is not None
+    assert low([name for n in range(4) for name in (f"c{n}", f"c{n}#2")]) is None  # four conversations are too few
+
+
 def test_a_share_has_the_interval_of_a_difference_from_nothing():
     count = torch.tensor([20, 30, 25, 40, 10, 35, 22, 28, 31])
     hits = torch.tensor([10, 9, 12, 20, 7, 14, 9, 15, 12])
