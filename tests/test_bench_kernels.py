@@ -144,6 +144,8 @@ def test_the_report_is_written_part_by_part(tmp_path, capsys):
 def test_without_a_gpu_it_says_so():
     with pytest.raises(ValueError, match="needs a CUDA device"):
         bench.main(["--kernels"])
+    with pytest.raises(ValueError, match="sizes of its own, got --repeats; leave one of them out"):
+        bench.main(["--kernels", "--repeats", "9"])
     assert bench_kernels.__doc__
 
 
