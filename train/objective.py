@@ -15,7 +15,8 @@ class Loss:
 
     Attributes:
         sum: the loss summed over the supervised tokens of the batch, a scalar with a gradient.
-        weight: the number that the loop divides by, a scalar; the loop adds it up over accumulation steps and ranks.
+        weight: the supervised tokens, a scalar, which metrics and the held-out loss are divided by; the loop adds it up over accumulation steps
+            and ranks. The training loss is divided by the data set's weight, the same number unless train.normalise is all.
         metrics: further sums by name, scalars that are divided by the same weight.
     """
 
@@ -49,7 +50,7 @@ class SequenceDataset(Protocol):
         ...
 
     def weight(self, rows: Tensor) -> float:
-        """The weight that the objective will give a batch of these sequences: their supervised tokens."""
+        """What the training loss of a batch of these sequences is divided by: their supervised tokens, or with train.normalise=all their positions."""
         ...
 
     def close(self) -> None:
