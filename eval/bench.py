@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> None:
     defaults = parser().parse_args([])
     for name, value in vars(chosen).items():
         if chosen.kernels and name not in ("kernels", "out", "json") and value != getattr(defaults, name):
-            raise ValueError(f"--kernels measures kernels and rounds of sizes of its own, got --{name.replace('_', '-')}; leave one of them out")
+            raise ValueError(
+                f"--kernels measures kernels and rounds of sizes of its own, got --{name.replace('_', '-')}; leave one of them out"
+            )
     fields = options.samplings(None, [chosen.sampling] if chosen.sampling else None)[0]
     from draftsmith.eval import output
 
