@@ -138,7 +138,7 @@ def test_checkpointing_changes_no_loss(words, tmp_path):
 MORE = {
     "3": ["eagle.fc_norm=true", "eagle.norm_output=true"],
     "3, by Muon": ["train.optimizer=muon", "eagle.rise=0.5", "eagle.train_head=false", "eagle.regression=0.5", "eagle.norm_before_fc=true"],
-    "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null"],
+    "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.train_head=true", "eagle.loss=kl"],
 }
 
 
@@ -217,8 +217,8 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
         (["eagle.prompts=true"], "add train.normalise=all"),
-        (["eagle.version=1"], r"eagle\.train_head=False is for version 3, got eagle\.version=1; leave out one"),
-        (["eagle.classification=1"], r"eagle\.classification=1\.0 is for version 1, got eagle\.version=3"),
+        (["eagle.version=1"], r"eagle\.train_head=False does nothing with eagle\.version=1; leave out one"),
+        (["eagle.classification=1"], r"eagle\.classification=1\.0 does nothing with eagle\.version=3"),
         (
             ["train.tau_prompts=0", "train.patience=2"],
             r"train\.patience=2 waits for a better τ, which train\.tau_prompts=0 does not measure",

@@ -297,7 +297,7 @@ def test_a_target_in_pieces_keeps_its_ends_complete(layout, layers, tmp_path):
     assert run.ranks == (1 if layout == "layers" else 4)
 
 
-OFFLINE = ["features.mode=offline", "features.store=none", "train.tau_prompts=0"]
+OFFLINE = ["features.mode=offline", "features.store=none", "train.tau_prompts=0", "train.patience=0"]
 
 
 @pytest.mark.parametrize(("method", "file"), [(medusa, "medusa-tiny"), (eagle, "eagle3-tiny"), (distill, "distill-tiny")])

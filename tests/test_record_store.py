@@ -179,6 +179,7 @@ def test_lines_of_somebody_else_are_refused(complete, tmp_path):
         ([good[0], '{"kind": "other"}\n'], ":2: not a line that draftsmith eval wrote"),
         ([good[0], good[0]], ":2: not a line"),
         ([*good[:-1], good[-1][:40]], f":{len(good)}"),
+        ([line for line in good if '"kind": "tree"' not in line], "has no line of kind tree"),
     ):
         (tmp_path / RECORDS).write_text("".join(content))
         with pytest.raises(ValueError, match=says):

@@ -202,6 +202,9 @@ def test_a_build_that_fails_leaves_what_was_there(tmp_path, store, tokenizer, mo
             build(tmp_path / name, [[1]], tokenizer, "tiny")
 
 
+TREE = {"kind": "tree", "tree": [[0]], "nodes": 2, "depth": 1}
+
+
 def request(tokens: list[int]) -> RequestRecord:
     return RequestRecord("p", "all", "", "0", 1, 4, tokens, "length", [Round(3, 1, 1)] * len(tokens), len(tokens), True)
 
@@ -219,6 +222,7 @@ def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, c
         "target": {"name": "tiny", "tokenizer_hash": tokenizer_hash(tokenizer)}
     }
     with records.opened(header):
+        records.append([TREE])
         records.append_requests([request([11, 12, 13])], tokenizer)
         records.finish(["p"], ["0"])
     files = [str(tmp_path / name) for name in ("code.txt", "chats.jsonl.gz", "measured")]
@@ -253,6 +257,7 @@ def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, c
 def test_answers_of_another_tokenizer_and_missing_files_are_refused(tmp_path):
     records = RecordStore(tmp_path)
     with records.opened({name: {} for name in ("drafter", "settings", "skipped")} | {"target": {"name": "big", "tokenizer_hash": "0"}}):
+        records.append([TREE])
         records.finish([], [])
     for name, message in ((str(tmp_path), "answers of 'big', which has another tokenizer"), (str(tmp_path / "none.txt"), "not found")):
         with pytest.raises(ValueError, match=message):

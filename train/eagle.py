@@ -333,23 +333,20 @@ def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
     drafter.lm_head.weight.requires_grad_(False)
 
 
-# Keys that the other version does not read.
-KEYS_OF_VERSION = {
-    1: ("noise", "classification"),
-    3: ("train_head", "regression", "prompts", "rise", "loss", "end_to_end", "checkpointing"),
+# Keys that a version does not read.
+UNREAD = {
+    1: ("train_head", "regression", "prompts", "rise", "loss", "end_to_end", "checkpointing"),
+    3: ("noise", "classification"),
 }
 
 
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
-    for version, names in KEYS_OF_VERSION.items():
-        for name in names if {version, recipe.eagle.version} == {1, 3} else ():
-            value = getattr(recipe.eagle, name)
-            if value != EagleSection.model_fields[name].default:
-                raise ValueError(
-                    f"eagle.{name}={value} is for version {version}, got eagle.version={recipe.eagle.version}; leave out one of them"
-                )
+    for name in UNREAD.get(recipe.eagle.version, ()):
+        value = getattr(recipe.eagle, name)
+        if value != EagleSection.model_fields[name].default:
+            raise ValueError(f"eagle.{name}={value} does nothing with eagle.version={recipe.eagle.version}; leave out one of them")
     if recipe.eagle.prompts and recipe.train.normalise != "all":
         raise ValueError(
             "eagle.prompts=true trains on all tokens, and train.normalise=supervised would divide their loss by the answers' alone; add "

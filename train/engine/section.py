@@ -155,7 +155,7 @@ class TrainSection(Section):
     def _patience(self) -> "TrainSection":
         if self.patience and not self.tau_prompts:
             raise ValueError(
-                f"train.patience={self.patience} waits for a better τ, which train.tau_prompts=0 does not measure; give it, say 4"
+                f"train.patience={self.patience} waits for a better τ, which train.tau_prompts=0 does not measure; give train.patience=0 too"
             )
         return self
 
