@@ -92,17 +92,15 @@ def _capture_missing(
     for name, problem in wrong.items():
         print(f"note: {folder}: shard {name}.safetensors {problem}; it is captured again", file=sys.stderr)
         (folder / f"{name}.json").unlink()
+        (folder / f"{name}.safetensors").unlink(missing_ok=True)
     wait()
-    there = sidecars(folder)
-    # Samples in shards of an earlier corpus are not captured twice. Those shards do not change during this call, so neither does the plan.
-    elsewhere = {key for name, facts in there.items() if name not in plan for key in facts["keys"]}
-    todo = {name: [key for key in keys if key not in elsewhere] for name, keys in plan.items() if name not in there}
-    todo = {name: keys for name, keys in todo.items() if keys}
-    tokens = sum(len(samples[key]) for keys in todo.values() for key in keys)
+    stored = {key for facts in sidecars(folder).values() for key in facts["keys"]}
+    missing = [[key for key in keys if key not in stored] for keys in plan]
+    tokens = sum(len(samples[key]) for keys in missing for key in keys)
     if rank == 0:
         _check_free_disk(folder, index, tokens, len(samples))
     wait()  # every rank has read the shards before any rank adds one
-    own = [(name, todo[name]) for name in list(plan)[rank::world] if name in todo]
+    own = [(shard_name(keys), keys) for keys in missing[rank::world] if keys]
     total = sum(len(samples[key]) for _, keys in own for key in keys)
     seen = 0
     with Bar("capturing", total, show=rank == 0) as bar:
@@ -115,15 +113,15 @@ def _capture_missing(
         _report(folder, index)
 
 
-def shards(samples: dict[str, Tensor], index: Index) -> dict[str, list[str]]:
-    """The sample keys of each shard by name: longest samples first, about SHARD_BYTES each."""
+def shards(samples: dict[str, Tensor], index: Index) -> list[list[str]]:
+    """The sample keys of each shard of an empty store: longest samples first, about SHARD_BYTES each."""
     most = max(1, features.SHARD_BYTES // index.bytes_per_token)
     order = sorted(samples, key=lambda key: (-len(samples[key]), key))
     ends = list(accumulate(len(samples[key]) for key in order))
     groups: dict[int, list[str]] = {}
     for key, end in zip(order, ends, strict=True):
         groups.setdefault((end - 1) // most, []).append(key)
-    return {shard_name(keys): keys for keys in groups.values()}
+    return list(groups.values())
 
 
 def shard_name(keys: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -101,16 +101,23 @@ class Template:
         raise first_error or Unusable("no messages")
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids that ask the model for the next turn.
+        """Token ids that ask the model for the next turn. Raises as `tokens`."""
+        return self._tokens(messages, tools, lambda variant, tools: self._render(variant, tools, prompt=True))
+
+    def tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation, as `encode` gives them, for templates without a loss mask too.
 
         Raises:
             Unusable: the template cannot write the conversation.
-            TemplateRefused: the template is not valid Jinja.
+            TemplateRefused: the template is not valid Jinja, or takes too much.
         """
+        return self._tokens(messages, tools, self._written)
+
+    def _tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, write: Callable[[Any, Any], Any]) -> list[int]:
         tools, first_error = tools or None, None
         for variant in _variants(messages):
             try:
-                text, _ = self._render(variant, tools, prompt=True)
+                text, _ = write(variant, tools)
             except Unusable as error:
                 first_error = first_error or error
                 continue

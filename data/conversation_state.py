@@ -63,5 +63,9 @@ class ConversationState:
 def _plan(messages: list[Message]) -> list[Message | None]:
     if not any(message["role"] == "assistant" for message in messages):
         return [turn for message in messages for turn in ((message, None) if message["role"] == "user" else (message,))]
-    turns = [None if message["role"] == "assistant" and not message.get("tool_calls") else message for message in messages]
+    # A call stays, since its result does: one in `tool_calls`, or in words (ShareGPT's function_call), which a tool answers.
+    turns = list[Message | None]()
+    for message, after in zip(messages, [*messages[1:], None], strict=True):
+        call = message.get("tool_calls") or (after is not None and after["role"] == "tool")
+        turns.append(None if message["role"] == "assistant" and not call else message)
     return turns if messages[-1]["role"] == "assistant" else [*turns, None]

@@ -19,11 +19,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data import conversations
+from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.conversations import Source
 from draftsmith.inference import durable
 from draftsmith.inference.retrieval import FACTS, FORMAT, MAX_MATCH, SUFFIXES, TOKENS, checksum, formats
 from draftsmith.models.identity import tokenizer_hash
-from draftsmith.models.rendering import RenderingFailed, render
 
 __all__ = ["Built", "build", "read", "sort_suffixes"]
 
@@ -62,17 +62,17 @@ def read(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """The token ids of the conversations or texts of a file, a folder or a Hub data set; [] for one that the chat template does not write.
 
     Raises:
-        ValueError: as `conversations.read`.
+        ValueError: as `conversations.read`; a chat template that is not valid Jinja or takes too much.
     """
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    template = Template(tokenizer) if tokenizer.chat_template else None
     for example in conversations.read(Source(path=path)):
-        text = example.text
         if example.messages and template:
             try:
-                text, _ = render(template, example.messages, tokenizer.special_tokens_map, example.tools)
-            except RenderingFailed:
-                text = ""
-        yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                yield template.tokens(example.messages, example.tools)
+            except Unusable:
+                yield []
+        else:
+            yield tokenizer(example.text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def build(folder: Path, sequences: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerBase, name: str, block: int = BLOCK) -> Built:

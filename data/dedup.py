@@ -158,6 +158,8 @@ class DedupFilter:
             return f"evaluation prompt: {signature.contamination}"
         if signature.digest in self._digests:
             return "exact duplicate"
+        if self.near == 1:  # equal MinHashes do not make equal texts: one word in a long one may differ
+            return ""
         candidates = self._table[self._bands, buckets]
         agree = (self._minhashes[candidates[candidates >= 0]] == signature.minhash).sum(1)
         return "near duplicate" if (agree >= self.near * PERMUTATIONS).any() else ""

@@ -100,6 +100,8 @@ class Encoder:
         text, prompt = conversation.text, conversation.prompt
         if not text:
             Template(self.tokenizer)  # raises: there is none
+        if prompt and prompt >= len(text):
+            raise Unusable("no answer")
         try:
             encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(prompt), verbose=False)
         except (UnicodeEncodeError, TypeError):

@@ -26,7 +26,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.models.identity import tokenizer_hash
 
-FORMAT = 2  # of a prepared corpus: raise it when the same plan would give other samples
+FORMAT = 3  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one example in twenty, where no held-out source is named
 LONGEST = 1 << 24  # tokens of a sample
 MOST_DOMAINS = 1000  # of a corpus: results are reported by domain
@@ -58,7 +58,7 @@ class CorpusPlan:
         """A hash of everything that the samples depend on, the sources' content included."""
         sources = [(part, source.model_dump_json(), conversations.fingerprint(source)) for part, source in self.sources()]
         excluded = [hashlib.sha256(_excluded(path).read_bytes()).hexdigest() for path in self.exclude]
-        settings = (FORMAT, sources, excluded, self.seq_len, self.last_turn, self.near)
+        settings = (FORMAT, sources, bool(self.valid), excluded, self.seq_len, self.last_turn, self.near)
         tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, tokenizer.eos_token_id)
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
 
@@ -122,8 +122,7 @@ def held_out(plan: CorpusPlan, source: Source, number: int) -> bool:
 
 def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBase, num_proc: int | None) -> dict[str, Corpus]:
     """As `load`, without the cache."""
-    excluded = tuple(prompt.text for path in plan.exclude for prompt in prompts.load(path))
-    encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, excluded)
+    encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, prompts.user_texts(plan.exclude))
     duplicates, tally = DedupFilter(plan.near), Tally()
     builders = {"train": CorpusBuilder(), "valid": CorpusBuilder()}
     names = ", ".join(source.path for _, source in plan.sources())

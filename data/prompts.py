@@ -92,6 +92,17 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
     return prompts
 
 
+def user_texts(paths: Sequence[str | Path]) -> tuple[str, ...]:
+    """What the user says in the prompts of files, each text once: the prompts, their later turns, and the turns before them in a chat.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    turns = [turn for prompt in (load(paths) if paths else []) for turn in (prompt, *prompt.later)]
+    said = [message["content"] for turn in turns for message in turn.messages if message["role"] == "user"]
+    return tuple(dict.fromkeys([*(turn.text for turn in turns), *said]))
+
+
 def hash_of(prompts: Sequence[Prompt]) -> str:
     """SHA-256 of the prompts, which say with the settings what is measured. References change nothing that is decoded, and do not count."""
 

@@ -159,7 +159,7 @@ class Selection:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._hasher = MinHasher(prompt.text for path in plan.exclude for prompt in prompts.load(path))
+        self._hasher = MinHasher(prompts.user_texts(plan.exclude))
         self._filter = DedupFilter(plan.near)
 
     def reason(self, messages: list[Message]) -> str:

@@ -185,27 +185,45 @@ def removals(target: Target, rows: dict[str, Tensor], count: int) -> dict[int, f
     if not supervised.any():
         raise ValueError("got rows without supervised tokens to measure on; give others")
 
+    removed: dict[int, float] = {}
+    outputs: dict[int, Tensor] = {}  # of each layer, where those that have gone hand their input on
+
     def run() -> Tensor:
         return target.features(rows).hidden[:, :-1][supervised]
 
-    def refuse(_module: nn.Module, _args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor):
-            raise ValueError(f"a layer of {type(target.model).__name__} gives more than a tensor: none can be left out; name those to keep")
+    def run_and_record() -> Tensor:
+        def record(number: int, output: Any) -> None:
+            if not isinstance(output, Tensor):
+                raise ValueError(
+                    f"a layer of {type(target.model).__name__} gives more than a tensor: none can be left out; name those to keep"
+                )
+            outputs[number] = output
 
-    with target.layers[0].register_forward_hook(refuse):
-        full = run()
-    removed: dict[int, float] = {}
-    bounds = dict.fromkeys(range(target.num_layers), math.inf)  # the acceptance without a layer and those that had gone when it was measured
+        with ExitStack() as hooks, target.without(removed):
+            for number, layer in enumerate(target.layers):
+                hooks.enter_context(layer.register_forward_hook(lambda _module, _args, output, number=number: record(number, output)))
+            return run()
+
+    def without(layer: int) -> float:
+        """The acceptance without this layer and those that have gone. The layers before it are not run: what they give is recorded."""
+        with ExitStack() as hooks, target.without({*range(layer + 1), *removed}):
+            if layer:
+                hooks.enter_context(target.layers[layer].register_forward_hook(lambda *_: outputs[layer - 1]))
+            return _acceptance(target, full, run())
+
+    full = run_and_record()
+    bounds = dict.fromkeys(range(target.num_layers), math.inf)
     with Bar("layers left out", count, show=count > 0) as bar:
         while len(removed) < count:
             measured: set[int] = set()
             while (best := max(bounds, key=bounds.__getitem__)) not in measured:
-                with target.without([best, *removed]):
-                    bounds[best] = _acceptance(target, full, run())
+                bounds[best] = without(best)
                 measured.add(best)
                 bar.update(len(removed), f"acceptance {bounds[best]:.3f} without layer {best}")
             removed[best] = bounds.pop(best)
             bar.update(len(removed))
+            if len(removed) < count:
+                run_and_record()
     return removed
 
 

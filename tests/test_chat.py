@@ -288,6 +288,7 @@ def test_tool_calls_are_supervised_and_their_results_are_not(kind, name):
     assert agree(tokenizer, supervised_runs(ids, mask), wanted), supervised_texts(tokenizer, ids, mask)
     assert agree(tokenizer, supervised_runs(*Template(tokenizer, last_turn=True).encode(CALLING, TOOLS)), wanted[-1:])
     assert json.dumps(CALLING) == before
+    assert Template(tokenizer).tokens(CALLING, TOOLS) == ids
     written = tokenizer.decode(ids)
     assert written.count("<s>") == ("bos_token" in text)
     if "tools" in text:

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from commands import failing
@@ -126,6 +127,7 @@ TRAPS = {
     ),
     "no mask token": ("dflash", "vllm", lambda c, t: c["dflash_config"].update(mask_token_id=V), "masks need a token of the target"),
     "no block size": ("dflash", "vllm", lacking("block_size"), "lacks block_size: 16 is taken"),
+    "scaled RoPE": ("dflash", "vllm", having(rope_scaling={"type": "linear", "factor": 2.0}), "scales its RoPE by .*'linear'"),
     "no base of RoPE": ("dflash", "vllm", lacking("rope_theta", "rope_parameters"), "names no rope_theta: 1000000"),
     "norms of heads left out": (
         "dflash",
@@ -342,7 +344,8 @@ def test_traps_of_gguf(workshop, target, tmp_path):
         ("student", {"tokenizer.ggml.tokens": tokens}, (), "token 5 is 't5', the target's .*: it serves without drafts"),
         ("student", {"tokenizer.ggml.tokens": tokens + ["x"]}, (), "llama.cpp accepts that, and then aborts"),
         ("student", {"tokenizer.ggml.tokens": tokens[: V - 129]}, (), "more than 128 fewer"),
-        ("student", {"general.architecture": "gpt2"}, (), "expected llama or eagle3"),
+        ("student", {"general.architecture": "gpt2"}, (), "'gpt2'; expected llama or eagle3"),
+        ("student", {"general.architecture": "qwen3"}, (), "'qwen3'; expected llama or eagle3"),
         ("eagle3", {"eagle3.target_layers": [1, 2]}, (), "expected three layers"),
         ("eagle3", {"eagle3.target_layers": [1, 2, L + 1]}, (), "expected three layers"),
         ("eagle3", {"eagle3.target_hidden_size": 64}, (), "target_hidden_size is 64"),
@@ -351,6 +354,24 @@ def test_traps_of_gguf(workshop, target, tmp_path):
     for number, (name, entries, tensors, words) in enumerate(cases):
         lines = verify.faults(spoilt(tmp_path / name, tmp_path / f"case-{number}", entries, tensors), target)
         assert any(re.search(words, line) for line in lines), (words, lines)
+
+
+def test_a_gguf_file_of_a_model_that_is_no_drafter_or_of_no_model_is_said_in_one_line(target, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "other").mkdir()
+    writer = gguf.GGUFWriter(tmp_path / "other" / "model.gguf", "qwen3")
+    for name in ("blk.0.attn_q_norm.weight", "blk.0.attn_q.bias", "odd"):
+        writer.add_tensor(name, np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert verify.faults(tmp_path / "other", target) == ["llama.cpp: general.architecture is 'qwen3'; expected llama or eagle3"]
+    written = (tmp_path / "other" / "model.gguf").read_bytes()
+    for size in (0, 3, 20, 60, len(written) - 9):
+        (tmp_path / "other" / "model.gguf").write_bytes(written[:size])
+        with pytest.raises(ValueError, match="model.gguf is damaged or no GGUF file"):
+            verify.faults(tmp_path / "other", target)
 
 
 def test_a_folder_that_is_no_longer_what_was_exported(workshop, target, tmp_path):

@@ -157,7 +157,17 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
             ["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3", "--server", "http://localhost:1"],
             "--server needs --model",
         ),
-        (["regenerate", RECIPE, "out.jsonl", "--server", "http://localhost:1"], "medusa-tiny.yaml"),
+        (["regenerate", RECIPE, "out.jsonl", "--server", "http://localhost:1", "--model", "m"], "medusa-tiny.yaml"),
+        (["regenerate", "a.jsonl", "out.jsonl", "--model", "m"], "--model is for a server; give --server too"),
+        (["regenerate", "a.jsonl", "out.jsonl", "--omit", "top_p"], "--omit is for a server"),
+        (
+            ["regenerate", "a.jsonl", "out.jsonl", "--server", "http://localhost:1", "--model", "m", "--drafter", "ngram"],
+            "--drafter is for the target in this process; leave it out",
+        ),
+        (
+            ["synthesise", "out.jsonl", "--target", "tiny", "--conversations", "3", "--timeout", "3"],
+            "--timeout is for a server; give --server too",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words, says, tmp_path, monkeypatch, capsys):

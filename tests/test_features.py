@@ -137,6 +137,19 @@ def test_more_data_needs_only_what_is_new_and_other_masks_nothing(target, corpus
     rows_of(target, larger, tmp_path / "s", taps=()).batch(torch.arange(3))
 
 
+def test_what_a_damaged_shard_of_an_earlier_corpus_held_is_captured_again(target, corpus, tmp_path):
+    """Also where a shard of the plan is there without it, since that sample was stored elsewhere."""
+    first = corpus_of(LENGTHS[:1])
+    capture(target, [first], tmp_path / "s")
+    (early,) = features.sidecars(tmp_path / "s")
+    capture(target, [corpus], tmp_path / "s")
+    (tmp_path / "s" / f"{early}.safetensors").write_bytes(b"")
+    capture(target, [corpus], tmp_path / "s")
+    stored = [key for facts in features.sidecars(tmp_path / "s").values() for key in facts["keys"]]
+    assert sorted(stored) == sorted(sample_key(corpus.sample(n)[0]) for n in range(len(corpus)))
+    rows_of(target, corpus, tmp_path / "s", taps=()).batch(torch.arange(3))
+
+
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 

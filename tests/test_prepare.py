@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -143,6 +144,29 @@ def test_evaluation_prompts_and_duplicates_are_dropped_and_counted(tokenizer, tm
     assert sum(count for count, _ in dropped.values()) == 2 and corpora["train"].report["read"] == 62
     assert any("duplicate" in reason for reason in dropped) and any("evaluation prompt" in reason for reason in dropped)
     assert len(corpora["train"]) + len(corpora["valid"]) == 60
+
+
+def test_later_turns_of_an_evaluation_prompt_and_those_before_it_are_excluded_too(tokenizer, tmp_path):
+    turns = [" ".join(f"{letter}{n}" for n in range(14)) for letter in "abcd"]
+    chat = [{"role": "user", "content": turns[2]}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": turns[3]}]
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": turns[:2]}) + "\n" + json.dumps({"messages": chat}) + "\n")
+    copies = [{"messages": [{"role": "user", "content": turn}, {"role": "assistant", "content": "No."}]} for turn in turns]
+    source = write(tmp_path / "chats.jsonl", [*map(conversation, range(40)), *copies])
+    corpora = load(CorpusPlan((source,), seq_len=256, exclude=(str(tmp_path / "eval.jsonl"),)), tokenizer, tmp_path / "cache")
+    assert corpora["train"].report["dropped"] == {"evaluation prompt: equals an evaluation prompt": [4, ANY]}
+
+
+def test_a_held_out_source_is_part_of_the_plan_even_where_it_is_the_usual_one(tokenizer):
+    stdlib = Source(path="stdlib")
+    assert CorpusPlan((stdlib,)).sources() == CorpusPlan((stdlib,), (stdlib,)).sources()
+    assert CorpusPlan((stdlib,)).key(tokenizer) != CorpusPlan((stdlib,), (stdlib,)).key(tokenizer)
+
+
+def test_a_prompt_without_an_answer_has_nothing_to_learn(tmp_path):
+    rows = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}!"} for n in range(300)] + [{"prompt": "8+9=", "completion": ""}]
+    corpora = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=64, near=1.0), byte_tokenizer(), tmp_path / "cache")
+    assert sum(len(corpus) for corpus in corpora.values()) == 300
+    assert corpora["train"].report["dropped"] == {"no answer": [1, ANY]}
 
 
 def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):

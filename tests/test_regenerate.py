@@ -6,6 +6,7 @@ import pytest
 from regeneration import CONVERSATIONS, NEW, POSITIONS, ROLES, SAMPLED, alone, chat, make_target, refused, render, rows_of, with_misfits
 
 from draftsmith.data import regenerate
+from draftsmith.data.conversation_state import ConversationState
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.regenerate import Settings, with_decoder, with_server
 from draftsmith.inference.decoder import Decoder
@@ -99,6 +100,14 @@ def test_what_does_not_fit_is_skipped_or_shortened_by_name_and_the_rest_is_as_wi
     assert len(target.tokenizer.encode(render(edge[:1]), add_special_tokens=False)) == POSITIONS - 1
     with_decoder(CONVERSATIONS, tmp_path / "without", target, SAMPLED, show=False)
     assert [rows[row["id"]] for row in rows_of(tmp_path / "without")] == rows_of(tmp_path / "without")
+
+
+def test_a_call_in_words_stays_before_the_result_that_it_got():
+    """As ShareGPT's function_call is read."""
+    source = chat("f", "user: Sum of 1 and 2?", 'assistant: {"name": "add"}', "tool: 3", "assistant: OLD", "user: And?", "assistant: OLD")
+    state = ConversationState(source)
+    assert [message["role"] for message in state.messages] == ["user", "assistant", "tool"] and state.messages == source.messages[:3]
+    assert state.pending == [None, source.messages[4], None]
 
 
 def test_each_group_has_a_decoder_of_its_own(target, tmp_path, monkeypatch):

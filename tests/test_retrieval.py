@@ -1,5 +1,6 @@
 """Datastores: their order against a plain sort, look-ups against a search of the text, damage by one line, and the commands that use them."""
 
+import copy
 import gzip
 import json
 import os
@@ -252,6 +253,23 @@ def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, c
     facts = json.loads((tmp_path / "store" / FACTS).read_text())
     (tmp_path / "store" / FACTS).write_text(json.dumps(facts | {"checksum": "0" * 64}))
     assert loading.provenance(f"rest:{tmp_path / 'store'}")["hash"] not in ("", before["hash"])
+
+
+def test_tool_calls_are_read_as_for_training(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %})"
+        "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "calls.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (ids,) = datastore.read(str(tmp_path / "calls.jsonl"), tokenizer)
+    assert tokenizer.decode(ids) == "<|user|>q<|end|><|assistant|>add(a=2)<|end|>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}"
+    with pytest.raises(ValueError, match="not valid Jinja"):
+        list(datastore.read(str(tmp_path / "calls.jsonl"), tokenizer))
 
 
 def test_answers_of_another_tokenizer_and_missing_files_are_refused(tmp_path):

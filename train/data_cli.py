@@ -126,7 +126,9 @@ def run_capture(arguments: list[str]) -> None:
 
 def run_regenerate(arguments: list[str]) -> None:
     """Answer conversations anew, with the target or with a server of it."""
-    options = _regenerate_parser().parse_args(arguments)
+    parser = _regenerate_parser()
+    options = parser.parse_args(arguments)
+    _check_writer(parser, options, ["target", "drafter", "slots", "dtype", "trust_remote_code"])
     from draftsmith.data import conversations, regenerate
     from draftsmith.data.conversations import Source
     from draftsmith.eval import loading
@@ -142,8 +144,6 @@ def run_regenerate(arguments: list[str]) -> None:
     if out.parent.resolve() == Path(os.path.expanduser(options.source)).resolve():
         raise ValueError(f"{out} would be one of the files of {options.source} when the command is run again; give an output elsewhere")
     if options.server:
-        if not options.model:
-            raise ValueError("--server needs --model, the name by which the server knows it")
         summary = regenerate.with_server(
             examples,
             out,
@@ -166,7 +166,9 @@ def run_regenerate(arguments: list[str]) -> None:
 
 def run_synthesise(arguments: list[str]) -> None:
     """Let the target write conversations, questions and answers, without any data."""
-    options = _synthesise_parser().parse_args(arguments)
+    parser = _synthesise_parser()
+    options = parser.parse_args(arguments)
+    _check_writer(parser, options, ["slots", "dtype"])
     from draftsmith.data import openings, report, synthesise
     from draftsmith.data.regenerate import Settings
     from draftsmith.data.selection import Plan
@@ -185,8 +187,6 @@ def run_synthesise(arguments: list[str]) -> None:
     plan = Plan(options.conversations, tuple(openings.load(options.openings)), questions, answers, options.turns, tuple(options.exclude))
     out = Path(os.path.expanduser(options.out))
     if options.server:
-        if not options.model:
-            raise ValueError("--server needs --model, the name by which the server knows it")
         tokenizer = read_tokenizer(options.target, trust_remote_code=options.trust_remote_code, key="--target")
         if tokenizer is None:
             raise ValueError(f"target {options.target!r} has no tokenizer beside its weights; copy tokenizer.json there")
@@ -323,6 +323,17 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target
     parser.add_argument("--concurrency", type=int, default=16, help="requests to the server at the same time (default: 16)")
     parser.add_argument("--omit", nargs="*", default=[], help="settings not to send where they have their default: TGI refuses top_p=1")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a request may take (default: 120)")
+
+
+def _check_writer(parser: argparse.ArgumentParser, options: argparse.Namespace, in_process: list[str]) -> None:
+    """Raise ValueError for options of `_add_writer` that would do nothing, those `in_process` beside a server, and for a server without a model."""
+    unread, remedy = (in_process, "leave it out") if options.server else (["model", "concurrency", "omit", "timeout"], "give --server too")
+    for name in unread:
+        if getattr(options, name) != parser.get_default(name):
+            where = "the target in this process" if options.server else "a server"
+            raise ValueError(f"--{name.replace('_', '-')} is for {where}; {remedy}")
+    if options.server and not options.model:
+        raise ValueError("--server needs --model, the name by which the server knows it")
 
 
 def _recipe_parser(command: str, run: Callable[[list[str]], None]) -> argparse.ArgumentParser:

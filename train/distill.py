@@ -12,6 +12,8 @@ from pydantic import Field
 from draftsmith.train.cli import prepare_script
 from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, TrainSection, TreeSection, load
 
+MEASURED = 4096  # tokens by which the parts of a pruned student are chosen
+
 Layers = Annotated[int, Field(ge=0, le=1000)]
 LayerNumber = Annotated[int, Field(ge=0, le=10**4)]
 
@@ -259,12 +261,13 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
 
 
 def _build(section: StudentSection, target: Target, train: PackedDataset, settings: TrainSection) -> PreTrainedModel:
-    """A pruned student, by up to 8 sequences of the training data, or a random one."""
+    """A pruned student, by up to MEASURED tokens of the training data, or a random one."""
     try:
         if section.start != "pruned":
             return _random(section, target, settings)
         assert section.layers is not None, "check refuses it"
-        sequences = order.sample_rows(len(train), settings.seed, 0, min(8, len(train)))
+        count = min(8, max(1, MEASURED // train.seq_len), len(train))
+        sequences = order.sample_rows(len(train), settings.seed, 0, count)
         batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
         return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
     except ValueError as error:

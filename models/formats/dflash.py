@@ -17,6 +17,7 @@ from draftsmith.inference.reading import field
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.drafter import CONFIG, architecture
 from draftsmith.models.dspark import DsparkConfig
+from draftsmith.models.formats.eagle import rope_base
 from draftsmith.models.formats.layouts import EMBEDDING
 from draftsmith.models.model_files import check_config
 from draftsmith.models.target import Target
@@ -92,14 +93,13 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
             raise ValueError(f"{source}: `{key}` is {raw[key]}, target {target.name!r} has {size}; load the target that it was made for")
     own_mask = "mask_embedding" in tensors
     settings = {name: field(raw, key, int, source) for key, name in SIZES.items() if key in raw and key != "rms_norm_eps"}
-    parameters = raw.get("rope_parameters") or {}
     settings |= {
         "taps": field(inner, "target_layer_ids", list, source),
         "mask_token_id": None if own_mask else field(inner, "mask_token_id", int, source),
         "causal": bool(inner.get("causal", raw.get("is_causal", False))),
         "block_size": field({"block_size": inner.get("block_size", 16)} | raw, "block_size", int, source),
         "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "rope_theta": float(raw.get("rope_theta") or parameters.get("rope_theta") or 1e6),
+        "rope_theta": rope_base(raw, 1e6),
         "target": target.identity.to_dict(),
     }
     if dspark:
@@ -140,9 +140,6 @@ def _check_keys(raw: dict[str, Any], inner: dict[str, Any], source: str, dspark:
         raise ValueError(f"{source}: layers have sliding windows; only full attention is computed here")
     if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
         raise ValueError(f"{source}: `draft_vocab_size` is {raw['draft_vocab_size']}; only the target's vocabulary is read here")
-    scaling = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
-    if scaling != "default":
-        raise ValueError(f"{source}: RoPE is scaled ({scaling!r}); only plain RoPE is computed here")
     for key in ("conv_kernel_size", "selector_rank"):
         if key in inner or key in raw:
             raise ValueError(f"{source}: `{key}` is there: this is DFlash2, for which there is no architecture here")

@@ -269,7 +269,7 @@ def _read_config(flat: dict[str, Any], tensors: Iterable[str], target: Target) -
         )
     if version == 3:
         fields["taps"] = _taps(flat, target)
-    fields |= {"hidden_size": target.hidden_size, "target": target.identity.to_dict(), "rope_theta": _rope_theta(flat)}
+    fields |= {"hidden_size": target.hidden_size, "target": target.identity.to_dict(), "rope_theta": rope_base(flat, 10000.0)}
     if not parallel:
         return EagleConfig(**fields)
     if not isinstance(flat.get(MASK_TOKEN), int) or not 0 <= flat[MASK_TOKEN] < target.vocab_size:
@@ -318,16 +318,17 @@ def _taps(flat: dict[str, Any], target: Target) -> list[int]:
     return taps
 
 
-def _rope_theta(flat: dict[str, Any]) -> float:
-    """The base of RoPE. Raises ValueError where the file scales RoPE, or names two bases."""
-    tables = flat.get("rope_parameters", {}), flat.get("rope_scaling", {})
-    for scaling in tables:
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default" or set(scaling) - {"rope_type", "type", "rope_theta"}:
-            raise ValueError(f"config.json scales its RoPE by {scaling}; expected none: it is not computed here")
-    thetas = {float(table["rope_theta"]) for table in (flat, *tables) if "rope_theta" in table}
-    if len(thetas) > 1:
-        raise ValueError(f"config.json has {len(thetas)} values of rope_theta, {sorted(thetas)}; expected one")
-    return thetas.pop() if thetas else 10000.0
+def rope_base(raw: dict[str, Any], default: float) -> float:
+    """The base of RoPE that a config.json names. Raises ValueError where it scales RoPE, or names two bases."""
+    tables = [raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for table in tables:
+        kind = table.get("rope_type", table.get("type", "default")) if isinstance(table, dict) else table
+        if kind != "default" or set(table) - {"rope_type", "type", "rope_theta"}:
+            raise ValueError(f"config.json scales its RoPE by {table}; expected none: it is not computed here")
+    bases = {float(table["rope_theta"]) for table in (raw, *tables) if table.get("rope_theta") is not None}
+    if len(bases) > 1:
+        raise ValueError(f"config.json has {len(bases)} values of rope_theta, {sorted(bases)}; expected one")
+    return bases.pop() if bases else default
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 __all__ = [
+    "GGUF_KINDS",
     "Inputs",
     "dflash_logits",
     "eagle_logits",
@@ -33,6 +34,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 _GGUF = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
 _GGUF |= {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_norm": "post_attention_layernorm"}
 _GGUF |= {"attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm"}
+GGUF_KINDS = ("llama", "eagle3")
 _GGUF_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
 
 _DFLASH = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
@@ -77,19 +79,30 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def gguf_content(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The entries of a GGUF file and its tensors in float32 (int64 for maps), under safetensors' names."""
+    """The entries of a GGUF file and its tensors in float32 (int64 for maps), under safetensors' names; no tensors of other `GGUF_KINDS`.
+
+    Raises:
+        ValueError: a damaged file, or weights in a format that the package gguf does not read.
+    """
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    reader = GGUFReader(file)
-    entries = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        reader = GGUFReader(file)
+        entries = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, LookupError, OverflowError) as error:
+        raise ValueError(f"{file} is damaged or no GGUF file ({error}); copy it again") from None
     tensors = {}
-    for tensor in reader.tensors:
+    for tensor in reader.tensors if entries.get("general.architecture") in GGUF_KINDS else ():
         pieces = str(tensor.name).split(".")
-        name = f"layers.{pieces[1]}.{_GGUF[pieces[2]]}.weight" if pieces[0] == "blk" else _GGUF_ENDS.get(pieces[0], pieces[0]) + ".weight"
+        layer = len(pieces) == 4 and pieces[0] == "blk"
+        name = f"layers.{pieces[1]}.{_GGUF.get(pieces[2], pieces[2])}.weight" if layer else _GGUF_ENDS.get(pieces[0], pieces[0]) + ".weight"
         name = name.removesuffix(".weight") if pieces == ["d2t"] else name
         integer = tensor.data.dtype.kind == "i"
-        values = tensor.data if integer else dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values = tensor.data if integer else dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            raise ValueError(f"{file}: {tensor.name} is in {tensor.tensor_type.name}, which is not read here; export it again") from None
         tensors[name] = torch.from_numpy(values.copy()).reshape([int(size) for size in reversed(tensor.shape)])
     return entries, tensors
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.inference.reading import read_json
 from draftsmith.models import vocab
-from draftsmith.models.formats import dflash
+from draftsmith.models.formats import dflash, plain
 from draftsmith.models.formats.eagle import ARCHITECTURES, BIAS, COUNT, INNER, MASK, MASK_TOKEN, PARALLEL, TAPS, VERSIONS
 from draftsmith.models.formats.engines import OVERRIDING
 from draftsmith.models.formats.layouts import EMBEDDING
@@ -326,8 +326,8 @@ def student_faults(raw: dict[str, Any], tensors: dict[str, Tensor], target: Targ
 def gguf_faults(entries: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Iterator[Fault]:
     """Faults of a GGUF file."""
     kind, tokens = entries.get("general.architecture"), entries.get("tokenizer.ggml.tokens") or []
-    if kind not in ("llama", "eagle3"):
-        yield "gguf", f"general.architecture is {kind!r}; expected llama or eagle3"
+    if kind not in plain.GGUF_KINDS:
+        yield "gguf", f"general.architecture is {kind!r}; expected {' or '.join(plain.GGUF_KINDS)}"
         return
     if len(tokens) > target.vocab_size:
         yield "gguf", f"{len(tokens)} tokens, the target has {target.vocab_size}: llama.cpp accepts that, and then aborts"
