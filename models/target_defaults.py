@@ -6,7 +6,7 @@ from draftsmith.models.target import Target
 
 
 def usual_taps(num_layers: int) -> tuple[int, int, int]:
-    """1, L/2−1 and L−4 (EAGLE-3, by the layers' outputs): the taps that engines take where none are named. L < 8 has none."""
+    """1, L/2−1 and L−4 (EAGLE-3, by the layers' outputs): the taps that engines take where none are named. L < 7 has none."""
     return 1, num_layers // 2 - 1, num_layers - 4
 
 

@@ -73,19 +73,10 @@ class DraftVocabulary:
     def to(self, device: torch.device | str) -> "DraftVocabulary":
         return DraftVocabulary(self.d2t.to(device), self.t2d.to(device))
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids [...] -> target ids [...] int64; a negative id (none, padding) becomes -1."""
-        return torch.where(draft_ids < 0, -1, self.targets[draft_ids.clamp(min=0)])
-
     def to_draft(self, target_ids: Tensor) -> Tensor:
         """Target ids [...] -> draft ids [...] int64, -1 where OOV; ids outside 0..V-1 (padding, a padded head's rows) are OOV too."""
         known = (target_ids >= 0) & (target_ids < self.vocab_size)
         return torch.where(known, self._drafts[target_ids.clamp(0, self.vocab_size - 1)], -1)
-
-    def restrict(self, logits: Tensor) -> Tensor:
-        """The target's logits [..., V] -> [..., D], in the order of the draft ids; not renormalised."""
-        _check_last(logits, self.vocab_size, "V")
-        return logits.index_select(-1, self.targets)
 
     def spread(self, logits: Tensor, fill: float = -math.inf) -> Tensor:
         """The drafter's logits [..., D] -> [..., V], with `fill` at the OOV tokens."""
@@ -209,14 +200,6 @@ class Coverage:
     size: int
     overall: float
     domains: dict[str, float] = field(default_factory=dict)
-
-    def predicted_tau(self, depth: int) -> float:
-        """Σ c^k for k = 0..K: τ of a drafter that is never wrong inside the vocabulary, if OOV tokens were independent of each other.
-
-        Where they cluster the true τ is lower, where they are evenly spread it is higher: `ceiling` counts it. τ <= min(K+1, 1/(1-c))
-        always holds, since each OOV token ends a round.
-        """
-        return sum(self.overall**k for k in range(depth + 1))
 
 
 def coverage(counts: Tensor | Mapping[str, Tensor], vocabulary: DraftVocabulary) -> Coverage:
