@@ -162,6 +162,9 @@ def main(arguments: list[str]) -> None:
     options.check_numbers(chosen)
     from draftsmith.data.prompts import Prompt, check_text
 
+    for name in ("tree", "depth", "width", "nodes"):
+        if chosen.drafter == "none" and getattr(chosen, name) is not None:
+            raise ValueError(f"--{name} is of a drafter's draft tree; give --drafter, or leave it out")
     text = check_text(_standard_input() if chosen.prompt == "-" else _argument(chosen.prompt), "the prompt")
 
     from draftsmith.eval import drift, loading

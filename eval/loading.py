@@ -394,7 +394,7 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
         ValueError: numbers that this kind of tree does not take, or a tree deeper than the drafter can draft.
     """
     if tree != "dynamic" and (width or nodes):
-        raise ValueError(f"--tree {tree} takes --depth only, got --width or --nodes; leave it out, or take --tree dynamic")
+        raise ValueError(f"a {tree} tree takes a depth alone, got a width or nodes; leave them out, or take a dynamic tree")
     if tree == "chain":
         spec: TreeSpec = StaticTree.chain(depth or min(4, drafter.depth_limit))
     elif tree == "dynamic":
@@ -402,7 +402,7 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     else:
         spec = drafter.tree_spec.cut(depth or drafter.tree_spec.max_depth)
     if spec.max_depth > drafter.depth_limit:
-        raise ValueError(f"got a tree {spec.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower --depth")
+        raise ValueError(f"got a tree {spec.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower the depth")
     return spec
 
 

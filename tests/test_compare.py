@@ -303,4 +303,5 @@ def test_mistakes_in_comparing(student, capsys):
         assert says in failing(capsys, compare.main, words), words
     for drafter in ("ngram", "none"):
         assert f"{drafter} does not draft level" in failing(capsys, generate.main, ["--drafter", drafter, "--stop", "gain", "x"])
+    assert "--depth is of a drafter's draft tree" in failing(capsys, generate.main, ["--depth", "3", "x"])
     assert "suffix does not draft level" in failing(capsys, acceptance.main, ["suffix", "--stop", "gain"])

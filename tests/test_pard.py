@@ -169,7 +169,7 @@ def test_it_trains_saves_and_drafts_for_a_family(words, tmp_path, target_folder)
     (folder / "config.json").write_text(json.dumps(config))
     target, (drafter,) = loading.open_models(str(target_folder), [str(folder)], "float32")
     assert isinstance(drafter, ParallelDraftModel) and (drafter.mask_token, drafter.max_depth, drafter.depth_limit) == (255, 3, 4)
-    with pytest.raises(ValueError, match="looks 4 ahead at most; lower --depth"):
+    with pytest.raises(ValueError, match="looks 4 ahead at most; lower the depth"):
         loading.tree_spec_from_options("chain", drafter, 5, None, None)
     out = Decoder(target, drafter).generate([[3, 4, 5]], max_new_tokens=8, stop_ids=())
     assert out[0].tokens == Decoder(target).generate([[3, 4, 5]], max_new_tokens=8, stop_ids=())[0].tokens
@@ -193,7 +193,8 @@ def test_it_trains_saves_and_drafts_for_a_family(words, tmp_path, target_folder)
         (["features.mode=offline"], "features.mode=offline: PARD trains on the text alone"),
         (["train.context_parallel=2"], "train.context_parallel=2 is for EAGLE"),
         (["pard.steps=40"], "looks 41 positions ahead, data.seq_len=32"),
-        (["tree.depth=5"], "looks 4 ahead at most; lower --depth"),
+        (["tree.nodes=5"], "a chain tree takes a depth alone, got a width or nodes"),
+        (["tree.depth=5"], "looks 4 ahead at most; lower the depth"),
     ],
 )
 def test_wrong_words_are_refused(words, tmp_path, more, said):
