@@ -108,13 +108,13 @@ def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
 def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(workspace, target_folder, capsys):
     texts = []
     for temperature in ("0", "0.9"):
-        for drafter in ("none", str(workspace / "run" / "artifact")):
-            for tree in ("saved", "chain"):
-                words = ["--target", str(target_folder), "--drafter", drafter, "--temperature", temperature, "--seed", "5", "--tree", tree]
-                exit_on_error(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
-                captured = capsys.readouterr()
-                assert captured.err == ""
-                texts.append((temperature, captured.out))
+        artifact = ["--drafter", str(workspace / "run" / "artifact"), "--tree"]
+        for drafter in ([], ["--drafter", "none"], [*artifact, "saved"], [*artifact, "chain"]):
+            words = ["--target", str(target_folder), *drafter, "--temperature", temperature, "--seed", "5"]
+            exit_on_error(generate.main, [*words, "--max-new-tokens", "24", TEXT[:30]])
+            captured = capsys.readouterr()
+            assert captured.err == ""
+            texts.append((temperature, captured.out))
     assert len(set(texts)) == 2
     exit_on_error(generate.main, ["--drafter", str(workspace / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
     captured = capsys.readouterr()
