@@ -100,6 +100,14 @@ def test_a_speedup_at_another_batch_is_that_of_the_load_model(monkeypatch):
     assert outcome(made, Bound("speedup", "", 0.1, batch=8)) == ("error", "rounds have 4 nodes, and the load was probed up to 3")
 
 
+@pytest.mark.parametrize("setting, value", [("adaptive_depth", True), ("policy", "latency")])
+def test_a_depth_that_varies_is_not_predicted_at_another_batch(setting, value):
+    made = replace(evaluation(settings=SETTINGS | {setting: value}), load={"verify": []})
+    judged, reason = outcome(made, Bound("speedup", "", 0.1, batch=8))
+    assert judged == "error" and f"{setting} chose it anew in each" in reason
+    assert outcome(made, Bound("speedup", "", 1.9, batch=1)) == ("pass", "")  # measured so
+
+
 def test_what_cannot_be_judged_is_an_error():
     made = evaluation()
     easy = Bound("tau", "", 0.5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from decoding_cases import relative
 from eagle_drafters import fit, make
+from records_by_hand import records, request
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
@@ -72,6 +73,17 @@ def test_look_ups_are_replayed_as_they_decode(target, setting, make):
         assert replayed.sizes == {size: sum(each.size == size for each in rounds) for size in {each.size for each in rounds}}
         seen |= {each.accepted for each in rounds}
     assert len(seen) >= 4 if setting == "greedy" else len(seen) >= 2
+
+
+def test_every_second_conversation_chooses_with_all_of_its_turns():
+    answers = {"a": [1, 2], "a#2": [1, 2, 1], "b": [3, 4, 3], "c": [5], "c#2": [6, 6], "d#2": [7, 8]}  # d's first turn was not asked
+    requests = [request(name, [1] * len(tokens), tokens=tokens) for name, tokens in answers.items()]
+    prompts = {name: [1, 2, 3, 1, 2, 3] for name in answers}
+    kept = records(requests, depth=4, prompts=prompts, drafter={"method": "lookup", "name": "suffix", "bytes": 0})
+    for each in replay.replayed(kept, "0"):
+        assert each.choosing.tokens.tolist() == [5, 3] and each.reported.tokens.tolist() == [3, 2], each.tree
+    alone = [each for each in requests if each.prompt.startswith("a")]
+    assert len(replay.replayed(kept, "0")) > 1 and replay.replayed(replace(kept, requests=alone), "0") == []
 
 
 @pytest.fixture(scope="module")
