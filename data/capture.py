@@ -56,7 +56,7 @@ def capture(
         wait: a barrier between ranks.
 
     Raises:
-        ValueError: a store of another target, other taps or another precision.
+        ValueError: a store, or shards in it, of another target, other taps or another precision.
         OSError: too little room, said before the first byte is written; a folder that cannot be written.
     """
     if len(set(taps)) < len(taps):
@@ -88,9 +88,15 @@ def _capture_missing(
 ) -> None:
     """Capture the samples that the store lacks or has damaged."""
     plan = shards(samples, index)
-    wrong = features.damaged(folder, sidecars(folder), index) if rank == 0 else {}
-    for name, problem in wrong.items():
-        print(f"note: {folder}: shard {name}.safetensors {problem}; it is captured again", file=sys.stderr)
+    facts = sidecars(folder) if rank == 0 else {}
+    for name, problem in features.damaged(folder, facts, index).items():
+        others = [key for key in facts[name]["keys"] if key not in samples]
+        if others and problem == features.FOREIGN:
+            raise ValueError(
+                f"{folder}: shard {name}.safetensors {problem}, and is of other data too; move it away, or give another features.store"
+            )
+        but = f", but for {len(others)} samples of other data: capture that again too" if others else ""
+        print(f"note: {folder}: shard {name}.safetensors {problem}; it is captured again{but}", file=sys.stderr)
         (folder / f"{name}.json").unlink()
         (folder / f"{name}.safetensors").unlink(missing_ok=True)
     wait()
@@ -165,6 +171,11 @@ def end(folder: Path) -> None:
 def _create_or_check(folder: Path, index: Index, target: Target) -> None:
     before = Index.read(folder)
     if before is None:
+        if strange := [name for name, facts in sidecars(folder).items() if facts.get("store") != index.hash]:
+            raise ValueError(
+                f"feature store {folder} has no index.json, and {len(strange)} shards that this run would not write; restore index.json, or give "
+                "another features.store"
+            )
         text = json.dumps(asdict(index), indent=1) + "\n"
         durable.replace(folder / "index.json", lambda part: part.write_text(text))
         return

@@ -13,9 +13,11 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.inference.terminal import printable
 from draftsmith.models.rendering import RenderingFailed, render, with_reasoning
 from draftsmith.models.turn_end import SENTINEL, Specials, TurnEnd, find_turn_end
 
+WRITTEN_OTHERWISE = ("system", "assistant", "tool")
 UNWRITTEN_CALLS = "the template does not write its tool calls"
 REFUSES = "the template refuses it: "
 THINKING = re.compile(r"[<\[][^<>\[\]]*(think|[>\]]thought)", re.IGNORECASE)
@@ -250,7 +252,10 @@ class Template:
         return end
 
     def _check(self, earlier: list[dict[str, Any]], message: dict[str, Any], gap: str, span: str) -> None:
-        """Check that `message` is said in `span`, and that the `earlier` messages since the last turn are in the `gap` before it."""
+        """Check that `message` is said in `span`, and that the `earlier` messages since the last turn are in the `gap` before it.
+
+        System messages and results of tools may be elsewhere, or written in another form.
+        """
         words = _visible(message)
         # Beside tool calls some templates leave out the words.
         if words not in span and _normalised(words) not in _normalised(span) and "tool_calls" not in message:
@@ -259,6 +264,8 @@ class Template:
             words = previous["content"].strip() if previous["role"] in ("user", "tool") else ""
             if words and words not in gap and words in span:
                 raise self._refusal("the template writes others' words within the assistant's turn")
+            if previous["role"] not in WRITTEN_OTHERWISE and _normalised(previous["content"]) not in _normalised(gap):
+                raise Unusable(f"the template leaves out what the {printable(previous['role'], '')} says")
 
     def _mask(self, ids: list[int], offsets: list[tuple[int, int]], text: str, spans: list[tuple[int, int]]) -> list[bool]:
         """True for each token that overlaps a span, once it is checked that these tokens decode to the spans' text."""

@@ -1,5 +1,7 @@
 """A conversation whose assistant turns are being answered anew, turn by turn."""
 
+import hashlib
+import json
 from typing import Any
 
 from draftsmith.data.conversations import Conversation
@@ -57,7 +59,13 @@ class ConversationState:
             row["messages"] = self.messages
             if self.source.tools:
                 row["tools"] = self.source.tools
-        return row | {"generation": facts | {"finish_reasons": self.reasons}}
+        return row | {"generation": facts | {"given": given_hash(self.source), "finish_reasons": self.reasons}}
+
+
+def given_hash(source: Conversation) -> str:
+    """Of what stays of a conversation: all but the turns that are answered anew."""
+    given = [source.text, source.prompt] if source.messages is None else _plan(source.messages)
+    return hashlib.sha256(json.dumps([given, source.tools], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plan(messages: list[Message]) -> list[Message | None]:

@@ -347,12 +347,17 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         if str(speaker).lower() not in ROLES:
             raise ValueError(f"{where} is from {short(speaker)}, expected one of {', '.join(ROLES)}; rename it or leave the example out")
         turn = {"role": ROLES[str(speaker).lower()], "content": turn.pop("value", None), **turn}
-    role, content = turn.get("role"), turn.get("content")
+    role, content, call = turn.get("role"), turn.get("content"), turn.pop("function_call", None)
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has the role {short(role)}, expected a string such as user or assistant; {REMEDY}")
+    role = ROLES.get(role, role)
+    if call is not None and not isinstance(call, dict):
+        raise ValueError(f"{where} has the function_call {short(call)}, expected an object; {REMEDY}")
+    if call:  # OpenAI's older form
+        turn.setdefault("tool_calls", [{"type": "function", "function": call}])
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
-    if content is None and turn.keys() & {"tool_calls", "function_call", "reasoning_content"}:
+    if content is None and turn.keys() & {"tool_calls", "reasoning_content"}:
         content = ""  # null by custom; not every template accepts that, all accept an empty string
     if not isinstance(content, str):
         raise ValueError(f"{where} has the content {short(content)}, expected a string or a list of text parts; {REMEDY}")

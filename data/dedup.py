@@ -15,7 +15,7 @@ import numpy as np
 
 from draftsmith.data.conversations import Conversation
 
-SHINGLE = 5  # words of a shingle; a shorter evaluation prompt is not looked for inside other texts
+SHINGLE = 5  # words (`words`) of a shingle; a shorter evaluation prompt is not looked for inside other texts
 COPIED_RUN = 13  # words in a row that count as copied
 PERMUTATIONS = 64  # values of a MinHash: its estimate of a Jaccard similarity of 0.8 is good to ±0.05
 RECALL = 0.99  # probability that two examples of similarity exactly `near` are compared
@@ -24,7 +24,9 @@ BOUNDARY = "\n"  # between messages; no word contains it, so no run of words cro
 EQUAL, COPIED, CONTAINED = "equals an evaluation prompt", "shares 13 words in a row with one", "contains a short one (5 to 12 words)"
 
 _SPACES = {code: " " for code in range(128) if not chr(code).isalnum()}
-_WORD = re.compile(r"[^\W_]+")
+# Each character of scripts without blanks between words is a word: Thai, Lao, Burmese, Khmer, kana, ideographs.
+_SINGLE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"(?=\w)[{_SINGLE}]|[^\W_{_SINGLE}]+")
 _CACHED_WORDS = 1 << 20
 _START_BITS = 22
 _RANDOM = np.random.Generator(np.random.PCG64(2024))  # fixed: signatures of different processes must agree
@@ -195,7 +197,7 @@ class _WordIds(dict[str, int]):
 
 
 def words(text: str) -> list[str]:
-    """The words by which texts are compared: letters and digits only, in lower case, under NFKC."""
+    """The words by which texts are compared: letters and digits only, in lower case, under NFKC; in scripts without blanks, the characters."""
     if text.isascii():
         return text.lower().translate(_SPACES).split()
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())

@@ -35,6 +35,7 @@ from draftsmith.models.target import Target
 
 SHARD_BYTES = 1 << 26
 MEASURED = 256  # rows of each shard whose error is measured
+FOREIGN = "belongs to another store (another target, other taps or another precision)"
 SHARD = re.compile(r"[0-9a-f]{16}")  # a shard's name, without its ending
 
 
@@ -280,7 +281,7 @@ def _wrong(file: Path, facts: dict[str, Any], index: Index) -> str:
     if digest != facts["sha256"]:
         return "is damaged (its checksum is not the recorded one)"
     if facts.get("store", index.hash) != index.hash:
-        return "belongs to another store (another target, other taps or another precision)"
+        return FOREIGN
     try:
         return _mismatch(file, facts, index)
     except SafetensorError as error:

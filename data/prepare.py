@@ -26,7 +26,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.models.identity import tokenizer_hash
 
-FORMAT = 3  # of a prepared corpus: raise it when the same plan would give other samples
+FORMAT = 4  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one example in twenty, where no held-out source is named
 LONGEST = 1 << 24  # tokens of a sample
 MOST_DOMAINS = 1000  # of a corpus: results are reported by domain

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.chat import Template, Unusable
-from draftsmith.data.conversation_state import ConversationState
+from draftsmith.data.conversation_state import ConversationState, given_hash
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.resumable import INSTEAD, OURS, Output
 from draftsmith.data.server import Failed, Refused, Server, to_api
@@ -186,7 +186,7 @@ def with_decoder(
                 f"{without_text[0]!r} has messages, target {target.name!r} no chat template; expected texts; give rows with `text`"
             )
     facts = {**facts_of(target), **asdict(settings)}
-    with Output(out, facts, {source.id for source in sources}) as output:
+    with Output(out, facts, {source.id: given_hash(source) for source in sources}) as output:
         summary, first = _resume(output, sources, group, text)
         answers = [ConversationState(source).pending.count(None) for source in sources]
         done = sum(answers[:first])
@@ -346,7 +346,7 @@ def with_server(
     facts: dict[str, Any] = {"by": server.name, "model": model, **asdict(settings)}
     if omit:
         facts["omit"] = sorted(omit)
-    with Output(out, facts, {source.id for source in sources}) as output:
+    with Output(out, facts, {source.id: given_hash(source) for source in sources}) as output:
         summary, in_a_row = Summary(len(output.rows)), 0
         states = [ConversationState(source) for source in sources if source.id not in output.rows]
         with Bar("regenerating", len(sources), summary.rows, show) as bar:
@@ -396,8 +396,9 @@ def _request(state: ConversationState, model: str, how: Settings, omit: Collecti
 
 def facts_of(target: Target) -> dict[str, Any]:
     """What a row says of the target that wrote it in this process."""
-    revision = {"revision": target.revision} if target.revision else {}
-    return {"by": OURS, "target": target.name, **revision, "dtype": str(target.dtype).removeprefix("torch.")}
+    files = {"revision": target.revision, "weights": target.identity.weights_hash}
+    known = {name: value for name, value in files.items() if value}
+    return {"by": OURS, "target": target.name, **known, "dtype": str(target.dtype).removeprefix("torch.")}
 
 
 def open_server(base_url: str, timeout: float, retries: int, api_key_env: str) -> Server:

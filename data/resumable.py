@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +17,16 @@ from draftsmith.inference import durable
 
 OURS = "draftsmith"  # the fact `by` of rows from our own decoder; otherwise it is the address of a server
 INSTEAD = "give another output, or delete the file"
-OWN = ("finish_reasons", "new_tokens", "so_far")  # what differs between the rows of a file
+GIVEN = "given"  # in a row's `generation`: the hash of what it was made from
+OWN = ("finish_reasons", "new_tokens", "so_far", GIVEN)  # what differs between the rows of a file
 BEGINNING = '{"id": %s, "domain": '  # every row begins so
 
 
 class Output:
     """The output file, open for appending and locked against a second run.
 
-    A row begins with its id, which is one of `ids`. Its `generation` has the `facts`, which say how every row was generated, and what is the
-    row's own (OWN).
+    A row begins with its id, which is one of `ids`; where these are a mapping, to the hash of what the row is made from. Its `generation` has
+    the `facts`, which say how every row was generated, and what is the row's own (OWN).
 
     Attributes:
         rows: for each id, the byte at which its line ends.
@@ -111,6 +112,9 @@ class Output:
     def _check(self, where: str, name: str, theirs: dict[str, Any]) -> None:
         if name not in self.ids or name in self.rows:
             raise ValueError(f"{where}: id {short(name)} is {'there twice' if name in self.rows else 'not in the input'}; {INSTEAD}")
+        given = self.ids.get(name) if isinstance(self.ids, Mapping) else None
+        if given is not None and theirs.get(GIVEN) != given:
+            raise ValueError(f"{where}: id {short(name)} was another conversation when this row was made; {INSTEAD}")
         for fact in self.facts | theirs:
             then, now = theirs.get(fact), self.facts.get(fact)
             moved = fact == "by" and OURS not in (then, now)  # a server may have another address by now

@@ -17,6 +17,7 @@ verification rule promises the same tokens.
 
 import argparse
 import os
+import shutil
 import sys
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval import options
 from draftsmith.eval.roofline import KNOWN, hardware
+from draftsmith.inference import durable
 from draftsmith.inference.rule_names import RULES, USUAL_RULE
 from draftsmith.inference.terminal import printable
 
@@ -198,6 +200,8 @@ def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
     report = report_of(records, _checked_beside(chosen.source, records, _read_beside(chosen.beside or [])), devices)
     folder = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else source
     measurements.check_folder(folder)
+    if folder.resolve() != source.resolve():
+        durable.replace(folder / record_store.RECORDS, lambda part: shutil.copyfile(source / record_store.RECORDS, part))
     _deliver(records, report, folder, False, chosen.json)
 
 

@@ -92,7 +92,7 @@ def check_comparable(option: str, first: tuple[str, Records], second: tuple[str,
         second: another one.
 
     Raises:
-        ValueError: another target, or another of SETTINGS.
+        ValueError: another target, another of SETTINGS, or other prompts of the same ids.
     """
     (folder, records), (other_folder, others) = first, second
     check_same(*(TargetIdentity.from_dict(each.header["target"]) for each in (records, others)), weights=True)
@@ -102,6 +102,14 @@ def check_comparable(option: str, first: tuple[str, Records], second: tuple[str,
             raise ValueError(
                 f"{option}: {key} is {ours} in {folder!r} and {theirs} in {other_folder!r}; expected the same; run draftsmith eval again with "
                 "one of them"
+            )
+    both = records.prompts.keys() & others.prompts.keys()
+    # Later turns follow the target's own answer, which rounding may change between machines.
+    for prompt in sorted(both.intersection(first_turns(records.prompts))):
+        if records.prompts[prompt].ids != others.prompts[prompt].ids:
+            raise ValueError(
+                f"{option}: prompt {prompt!r} is another text in {folder!r} than in {other_folder!r}; expected the same prompts, or an `id` of "
+                "its own for each; run draftsmith eval on one file"
             )
 
 

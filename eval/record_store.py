@@ -8,6 +8,7 @@ continues after them. In the end records.jsonl replaces them, in an order that n
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from draftsmith.data.text_files import lines, parse
 from draftsmith.eval import ranks
+from draftsmith.eval.load import CostModel
 from draftsmith.eval.records import (
     DRIFT,
     PositionRecord,
@@ -156,6 +158,7 @@ class RecordStore:
             return ORDER.index(line["kind"]), setting, rank[line["prompt"]] if "prompt" in line else 0
 
         ordered = sorted([pieces, *(line for line in self.lines if line["kind"] != "pieces")], key=key)
+        ordered[0] = ordered[0] | {"lines": len(ordered)}
         durable.write_text(self.folder / RECORDS, "".join(_text(line) for line in ordered))
         for part in self._parts():
             part.unlink()
@@ -209,7 +212,8 @@ class RecordStore:
 
     def _parts(self) -> list[Path]:
         assert self.folder is not None
-        return sorted(path for path in self.folder.glob(f"{self.stem}*.jsonl") if path.is_file() and not path.is_symlink())
+        own = re.compile(rf"{re.escape(self.stem)}(\.[0-9]+)?\.jsonl")  # no copies that a person has made
+        return sorted(path for path in self.folder.iterdir() if own.fullmatch(path.name) and path.is_file() and not path.is_symlink())
 
 
 def read(folder: Path) -> Records:
@@ -233,6 +237,9 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{file} is empty; run draftsmith eval again")
     if content[0].get("format") != FORMAT:
         raise ValueError(f"{file}: format {content[0].get('format')!r}, this Draftsmith reads {FORMAT}; run draftsmith eval again")
+    # Earlier versions did not count them.
+    if (count := field({"lines": len(content)} | content[0], "lines", int, f"{file}:1")) != len(content):
+        raise ValueError(f"{file} has {len(content)} of {count} lines; it is cut off: restore it, or run draftsmith eval again")
     records = _records(content, str(file))
     if not records.tree:
         raise ValueError(f"{file} has no line of kind tree; restore the file, or run draftsmith eval again")
@@ -240,7 +247,7 @@ def read(folder: Path) -> Records:
 
 
 def _records(content: list[dict[str, Any]], source: str) -> Records:
-    header = {key: value for key, value in content[0].items() if key not in ("kind", "format")}
+    header = {key: value for key, value in content[0].items() if key not in ("kind", "format", "lines")}
     for name in ("target", "drafter", "settings", "skipped"):
         field(header, name, dict, source)
     records = Records(header)
@@ -249,10 +256,14 @@ def _records(content: list[dict[str, Any]], source: str) -> Records:
         match line["kind"]:
             case "cost":
                 for name in ("forward", "drafting"):
-                    values = {int(size): float(seconds) for size, seconds in field(line, name, dict, where).items()}
-                    setattr(records, name, values)
+                    entries = field(line, name, dict, where)
+                    setattr(records, name, {int(size): float(field(entries, size, float, f"{where}: `{name}`")) for size in entries})
             case "load":
                 records.load = {name: value for name, value in line.items() if name != "kind"}
+                try:
+                    CostModel(records.load)
+                except (TypeError, KeyError, AttributeError, ValueError) as error:
+                    raise ValueError(f"{where}: no load that draftsmith eval measured ({error!r}); restore it, or run it again") from None
             case "drift":
                 records.drift = {name: field(line, name, float, where) for name in DRIFT}
             case "tree":

@@ -8,6 +8,7 @@ Letters: S positions · V target vocabulary · D draft vocabulary · K draft dep
 
 import math
 from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any
 
 import torch
@@ -300,7 +301,10 @@ def prompt_of(line: dict[str, Any], source: str) -> PromptRecord:
         ValueError: a field that is missing or of another kind; `source` says where.
     """
     kinds: dict[str, Any] = {"prompt": str, "ids": list, "templated": str, "logged": bool}
-    return PromptRecord(**{name: entry(line, name, kind, source) for name, kind in kinds.items()})
+    record = PromptRecord(**{name: entry(line, name, kind, source) for name, kind in kinds.items()})
+    if not all(type(token) is int for token in record.ids):
+        raise ValueError(f"{source}: `ids` should be tokens; correct it or restore the file")
+    return record
 
 
 def request_of(line: dict[str, Any], source: str) -> RequestRecord:
@@ -317,6 +321,13 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
     fields = {name: entry(line, name, kind, source) for name, kind in kinds.items()}
     fields |= {name: float(entry(line, name, float, source)) for name in ("plain_verify_s", "plain_other_s")}
     try:
+        if not (
+            all(map(_is_round, rounds))
+            and all(type(token) is int for token in (*fields["tokens"], *fields["batch_tokens"].values()))
+            and all(type(value) in (int, float) for value in fields["seconds"].values())
+            and fields["seconds"].keys() == fields["batch_tokens"].keys()
+        ):
+            raise TypeError("rounds, tokens or times of another kind")
         fields["rounds"] = [Round(*each) for each in rounds]
         if divergence is not None:
             margin = divergence.get("margin")
@@ -324,6 +335,13 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
         return RequestRecord(**fields)
     except TypeError as error:
         raise ValueError(f"{source}: not a request that draftsmith eval wrote ({error}); run it again") from None
+
+
+def _is_round(row: Any) -> bool:
+    """Whether a row of `rounds` has the kinds of the fields of `Round`."""
+    if type(row) is not list or len(row) != len(fields_of(Round)):
+        return False
+    return all(type(value) is int for value in row[:3]) and all(value is None or type(value) in (int, float) for value in row[3:])
 
 
 def quality_of(line: dict[str, Any], source: str) -> QualityRecord:

@@ -112,6 +112,21 @@ def adapt(target: Target, path: str | Path, made_for: dict[str, str] | None = No
     return target
 
 
+def check(path: str | Path, expected_hash: str) -> None:
+    """Check that an artifact has the adapters with this hash.
+
+    Raises:
+        FileNotFoundError: the artifact has no adapters.
+        ValueError: damaged adapters, or others.
+    """
+    folder = _folder_of(str(path))
+    check_adapter(str(folder))
+    if (actual := _hash(folder)) != expected_hash:
+        raise ValueError(
+            f"{folder} holds other adapters ({actual[:12]}) than the heads were trained with ({expected_hash[:12]}); restore that folder"
+        )
+
+
 def _folder_of(path: str) -> Path:
     source = resolve_path(path)
     files = [model_file(source, f"{FOLDER}/{name}", "main") for name in (ADAPTER_CONFIG, ADAPTER)]

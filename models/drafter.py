@@ -8,9 +8,9 @@ Letters: S positions · V target vocabulary · H hidden size · K draft depth.
 
 import copy
 import dataclasses
-import filecmp
 import heapq
 import importlib
+import json
 import re
 import shutil
 import warnings
@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Self, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
@@ -26,15 +27,16 @@ from transformers.configuration_utils import PretrainedConfig
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput
 from draftsmith.inference.durable import give_usual_mode
 from draftsmith.inference.expand import TreeSpec, parse_tree_spec, tree_config
+from draftsmith.inference.reading import read_json
 from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.artifact import check_settings, raw_config
+from draftsmith.models.artifact_files import FILES, WEIGHT_FILES, without_texts
 from draftsmith.models.target import Target, TargetIdentity, check_folder, check_loaded, check_same, resolve_path
 from draftsmith.models.weights import WEIGHTS, check_finite, check_headers, headers
 
 CONFIG = "config.json"
-TEXTS = ("records.jsonl", "report.html")  # of an evaluation: they hold texts of prompts and answers
 
 
 def same_layout(left: Tensor, right: Tensor) -> bool:
@@ -246,14 +248,17 @@ class DrafterModel(PreTrainedModel):
         """Raises ValueError where tensors that fit the architecture cannot be meant; a subclass knows what to look at."""
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """The last step of push_to_hub: the files beside the loaded weights (model card, measurements, recipe) go along, without TEXTS."""
+        """The last step of push_to_hub: the FILES beside the loaded weights (model card, measurements, recipe) go along, without texts of prompts."""
         if self._folder:
             if (self._folder / "adapter").is_dir():  # the target's, of Medusa-2
                 shutil.copytree(self._folder / "adapter", Path(working_dir) / "adapter")
-            if filecmp.cmp(self._folder / WEIGHTS, Path(working_dir) / WEIGHTS, shallow=False):
-                for file in self._folder.iterdir():
-                    if file.is_file() and not file.name.startswith(".") and file.name not in (WEIGHTS, CONFIG, *TEXTS):
-                        shutil.copy(file, working_dir)
+            if _same_weights(self._folder, Path(working_dir)):
+                beside = [pattern for pattern in FILES if pattern not in (*WEIGHT_FILES, CONFIG)]
+                for file in (file for pattern in beside for file in self._folder.glob(pattern) if file.parent == self._folder):
+                    shutil.copy(file, working_dir)
+                report = Path(working_dir) / "acceptance.json"
+                if report.is_file():
+                    report.write_text(json.dumps(without_texts(read_json(report))) + "\n", encoding="utf-8")
             else:
                 warnings.warn(
                     f"the weights are no longer those of {self._folder}, so that its model card and measurements are not uploaded; "
@@ -265,6 +270,16 @@ class DrafterModel(PreTrainedModel):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a drafter leave behind the target and the state of decoding.
         return {**self.__dict__, "_target": None, "_state": None}
+
+
+def _same_weights(*folders: Path) -> bool:
+    """Whether two folders hold the same tensors, in any number of files."""
+    left, right = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()} for folder in folders
+    )
+    return left.keys() == right.keys() and all(
+        same_layout(left[name], right[name]) and torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def methods() -> list[str]:

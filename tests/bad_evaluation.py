@@ -23,7 +23,7 @@ GENERATE = ["generate", "--target", "target", "--max-new-tokens", "4"]
 ARTIFACT = "medusa/artifact"
 MEASURED = ("acceptance.json", "records.jsonl", "report.html", "survival.png")
 WRITTEN = tuple(f"{ARTIFACT}/{name}" for name in (*MEASURED, "README.md", "config.json"))
-HEADER = '{"kind": "header", "format": 1, "target": {}, "drafter": {}, "settings": {}, "skipped": {}}\n'
+HEADER = '{"kind": "header", "format": 1, "lines": 1, "target": {}, "drafter": {}, "settings": {}, "skipped": {}}\n'
 CLEAN = r"(?s)\A(?!.*[\x00-\x08\x0b-\x1f\x7f-\x9f])"  # no control character but newline and tab is anywhere in the output
 
 
@@ -677,8 +677,14 @@ MEASURED_BEFORE = [
         "compare --measured a b",
     ),
     refused(
+        "measured: a file that is cut off",
+        written("a/records.jsonl", HEADER.replace('"lines": 1', '"lines": 7')),
+        "a/records.jsonl has 1 of 7 lines; it is cut off",
+        "compare --measured a b",
+    ),
+    refused(
         "measured: a request without its rounds",
-        written("a/records.jsonl", HEADER + '{"kind": "request", "prompt": "p"}\n'),
+        written("a/records.jsonl", HEADER.replace('"lines": 1', '"lines": 2') + '{"kind": "request", "prompt": "p"}\n'),
         "a/records.jsonl:2: `rounds` should be a list",
         "compare --measured a b",
     ),

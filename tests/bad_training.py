@@ -461,6 +461,7 @@ CHECKPOINTS = [
     resumed("a best without τ", "state.json: `best.tau` should be a number", state={"best": {"step": 1, "since": 0}}),
     resumed("a best of the future", "state.json: `best.step`", state={"best": {"tau": 1.0, "step": 9, "since": 0}}),
     resumed("best weights that are not there", "best-00000001.safetensors", state={"best": {"tau": 9.0, "step": 1, "since": 0}}),
+    resumed("a target with other weights", "target's files=", tensors("target/model.safetensors", first("", lambda t: t + 1))),
     resumed("another format", "of another version of draftsmith", state={"format": 99}),
     resumed("text as format", "of another version of draftsmith", state={"format": "x"}),
     resumed("another recipe", "was made with data.seq_len=256, this run has 64", state={"recipe": {}}),

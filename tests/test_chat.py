@@ -698,3 +698,12 @@ def test_real_conversations(name):
             assert agree(tokenizer, supervised_runs(ids, mask), expected(chat, messages))
             count += 1
     assert count == 400
+
+
+@pytest.mark.parametrize("role", ["developer", "critic"])
+def test_a_turn_that_the_template_leaves_out_is_not_answered(role):
+    messages = [*turns("Two?", "2"), {"role": role, "content": "Speak in rhymes."}, *turns("Three?", "3")]
+    with pytest.raises(Unusable, match=f"the template leaves out what the {role} says"):
+        Template(tokenizer_with("bytes", QWEN3, IM)).encode(messages)
+    ids, mask = Template(chatml := tokenizer_with("bytes", CHATML, IM)).encode(messages)
+    assert "Speak in rhymes." in chatml.decode(ids) and sum(map(len, supervised_texts(chatml, ids, mask))) > 2

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -375,8 +376,6 @@ def test_a_gguf_file_of_a_model_that_is_no_drafter_or_of_no_model_is_said_in_one
 
 
 def test_a_folder_that_is_no_longer_what_was_exported(workshop, target, tmp_path):
-    import shutil
-
     copy = shutil.copytree(workshop / "out" / "eagle3", tmp_path / "copy")
     tensors = load_file(copy / "model.safetensors")
     tensors["norm.weight"] *= 2
@@ -384,6 +383,41 @@ def test_a_folder_that_is_no_longer_what_was_exported(workshop, target, tmp_path
     assert verify.faults(copy, target) == ["all: model.safetensors is not what was exported: another file, or a copy cut off"]
     (copy / "model.safetensors").unlink()
     assert verify.faults(copy, target)[0].startswith("all: model.safetensors is not what")
+
+
+def test_a_file_that_is_cut_off_is_named(workshop, target, tmp_path):
+    from draftsmith.models.formats.published import read_published
+
+    copy = shutil.copytree(workshop / "out" / "medusa", tmp_path / "copy")
+    weights = copy / "medusa_lm_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    lines = verify.faults(copy, target)
+    assert len(lines) == 2 and "is not what was exported" in lines[0] and f"{weights} is damaged or cut off" in lines[1]
+    with pytest.raises(ValueError, match="medusa_lm_head.safetensors is damaged or cut off"):
+        read_published(str(copy), target)
+
+
+@pytest.mark.parametrize(
+    "base, engine", [("medusa", "sglang"), ("medusa", "gguf"), ("eagle3", "gguf"), ("eagle3", "transformers"), ("student", "tgi")]
+)
+def test_an_engine_that_serves_no_such_drafter_is_said(workshop, target, base, engine):
+    (line,) = verify.faults(workshop / "out" / base, target, [engine])
+    assert line.startswith(f"{ENGINES[engine]}: it does not serve ") and line.endswith(" in safetensors")
+    _, served = BASES[base]
+    assert verify.faults(workshop / "out" / base, target, [served, engine]) == [line]
+
+
+def test_engines_but_llama_cpp_serve_no_gguf_file(workshop, target, tmp_path):
+    pytest.importorskip("gguf")
+    export.main([str(workshop / "eagle3"), "--to", "gguf", "--output", str(tmp_path / "out"), "--target", str(workshop / "target")])
+    assert verify.faults(tmp_path / "out", target, ["vllm", "gguf"]) == ["vLLM: it does not serve a GGUF file"]
+    assert verify.faults(tmp_path / "out", target, ["gguf"]) == []
+
+
+def test_a_folder_of_somebody_else_is_held_to_the_engines_that_read_it(workshop, target, tmp_path):
+    """Without draftsmith.json, which names the engine."""
+    copy = shutil.copytree(workshop / "out" / "eagle3", tmp_path / "copy", ignore=shutil.ignore_patterns("draftsmith.json"))
+    assert all("llama.cpp" not in line for line in verify.faults(copy, target))
 
 
 def test_the_logits_of_another_drafter_are_seen(workshop, target):

@@ -110,6 +110,15 @@ def test_keys_of_a_message_are_kept_but_null_ones(tmp_path):
     assert example_of(tmp_path, {**row, "tools": ""}).tools is None and example_of(tmp_path, {**row, "tools": "[]"}).tools is None
 
 
+def test_openais_older_calls_are_calls_of_tools(tmp_path):
+    call = {"name": "add", "arguments": "{}"}
+    older = [QUESTION, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "add", "content": "3"}]
+    newer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    assert example_of(tmp_path, {"messages": older}).messages == [QUESTION, newer, {"role": "tool", "name": "add", "content": "3"}]
+    with pytest.raises(ValueError, match="has the function_call 'add', expected an object"):
+        example_of(tmp_path, {"messages": [QUESTION, {"role": "assistant", "content": "", "function_call": "add"}]})
+
+
 def test_ids_and_domains(tmp_path):
     for key in ("id", "uuid", "conversation_id", "prompt_id"):
         assert example_of(tmp_path, {key: 0, "text": "x"}).id == "0"

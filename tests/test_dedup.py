@@ -258,6 +258,26 @@ def test_a_short_prompt_is_contained_completely(length, contamination):
     assert minhasher.sign(chat("Hello.", "Hi.", " ".join(PROMPT[:length]).upper() + "!")).contamination == EQUAL
 
 
+WITHOUT_BLANKS = (
+    "请解释量子纠缠的基本原理，并举一个日常生活中的例子说明它为什么违反直觉。",
+    "量子もつれの基本をわかりやすく説明してください",
+    "ช่วยอธิบายหลักการพื้นฐานของการพัวพันเชิงควอนตัม",
+)
+
+
+@pytest.mark.parametrize("prompt", WITHOUT_BLANKS)
+def test_prompts_in_scripts_without_blanks_are_detected(prompt):
+    minhasher = MinHasher([prompt])
+    assert minhasher.sign(chat(f"好，{prompt}吗", "No.")).contamination == COPIED
+    assert minhasher.sign(chat("今天天气很好，我们去公园散步吧", "No.")).contamination == ""
+
+
+def test_near_duplicates_in_scripts_without_blanks():
+    signed = [MinHasher([]).sign(chat("".join(WITHOUT_BLANKS) + end, "No.")) for end in ("x", "y")]
+    dedup = DedupFilter()
+    assert [dedup.keep(signature) for signature in signed] == ["", "near duplicate"]
+
+
 def test_no_run_crosses_the_turns_but_in_the_text():
     minhasher = MinHasher([" ".join(PROMPT[:5]), " ".join(PROMPT[10:30])])
     halves = [" ".join(part) for part in (PROMPT[:3], PROMPT[3:5], PROMPT[10:20], PROMPT[20:30])]

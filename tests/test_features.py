@@ -7,6 +7,7 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from draftsmith.inference import durable
 from draftsmith.inference.claim import MARK
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
+from draftsmith.train import setup
 from draftsmith.train.engine.order import prefetched
 from draftsmith.train.medusa import MedusaSection, objective
+from draftsmith.train.recipe import FeaturesSection
 
 TAPS = (1, 0)
 
@@ -275,6 +278,41 @@ def test_a_broken_shard_is_named_and_left_out_only_when_asked(target, corpus, tm
     assert rows.batch(torch.arange(len(rows)))["hidden"].abs().sum() > 0
     capture(target, [corpus], tmp_path / "s")
     assert "captured again" in capsys.readouterr().err and content(tmp_path / "s") == expected
+
+
+def test_shards_without_their_index_are_not_deleted(target, corpus, tmp_path):
+    capture(target, [corpus], tmp_path / "s", taps=(1,))
+    (tmp_path / "s" / "index.json").unlink()
+    before = content(tmp_path / "s")
+    for precision, taps in (("bfloat16", (0,)), ("fp8", (1,))):
+        with pytest.raises(ValueError, match="has no index.json, and .* shards that this run would not write; restore index.json"):
+            capture(target, [corpus], tmp_path / "s", precision, taps)
+    assert content(tmp_path / "s") == before
+    capture(target, [corpus], tmp_path / "s", taps=(1,))  # as it was written
+    assert {name: text for name, text in content(tmp_path / "s").items() if name != "index.json"} == before
+
+
+def test_shards_of_another_store_stay_where_they_hold_other_data(target, corpus, tmp_path, capsys):
+    capture(target, [corpus_of([9, 8, 7])], tmp_path / "other", "fp8")
+    capture(target, [corpus], tmp_path / "s")
+    for name in features.sidecars(tmp_path / "other"):
+        for file in (tmp_path / "other").glob(f"{name}.*"):
+            (tmp_path / "s" / file.name).write_bytes(file.read_bytes())
+    before = content(tmp_path / "s")
+    with pytest.raises(ValueError, match="belongs to another store .* and is of other data too; move it away"):
+        capture(target, [corpus], tmp_path / "s")
+    assert content(tmp_path / "s") == before
+    (tmp_path / "s" / f"{name}.safetensors").write_bytes(b"")
+    capture(target, [corpus], tmp_path / "s")
+    assert "captured again, but for 3 samples of other data: capture that again too" in capsys.readouterr().err
+
+
+def test_a_store_takes_no_features_of_another_dtype(target, corpus, tmp_path):
+    """Not from training with features.mode=cache either."""
+    capture(target, [corpus], tmp_path / "s", "fp8", TAPS)
+    half = Target.wrap(tiny("llama").bfloat16(), name="small")
+    with pytest.raises(ValueError, match="of precision fp8, .* float32 target; this run would add fp8, .* bfloat16"):
+        setup.open_store(SimpleNamespace(features=FeaturesSection(mode="cache", store=str(tmp_path / "s"))), half, TAPS)
 
 
 def test_a_full_disk_is_said_before_the_first_byte(target, corpus, tmp_path, monkeypatch):

@@ -134,7 +134,7 @@ def test_adding_waits_for_no_device(tmp_path):
         with report.measuring({}, Progress()):
             report.add(loss_of(1, 2, hits=1))
         assert waits.count == 0
-        assert report.sums["loss"].item() == 1 and waits.count == 1
+        assert report.sums["loss"][0].item() == 1 and waits.count == 1
     report.write_training(1, 0.1)
     assert rows_of(tmp_path)[0]["loss"] == 0.5
 

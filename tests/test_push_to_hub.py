@@ -12,7 +12,8 @@ from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.medusa import MedusaConfig, MedusaModel
 from draftsmith.models.target import Target
 
-EVIDENCE = {"README.md": "# A card with numbers", "acceptance.json": '{"tau": 2.5}', "recipe.yaml": "train.steps: 3\n"}
+EVIDENCE = {"README.md": "# A card with numbers", "recipe.yaml": "train.steps: 3\n"}
+REPORT = {"tau": 2.5, "text": "an answer", "failures": {"kinds": [{"name": "rare", "examples": ["a context"]}]}}
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def artifact(tmp_path):
     """A drafter with its evidence, and what is not to be published."""
     folder = tmp_path / "artifact"
     new_drafter("medusa", Target.wrap(random_model("llama"), name="small"), num_heads=2).save_pretrained(folder)
-    for name, text in {**EVIDENCE, ".lock": "", "records.jsonl": "texts", "report.html": "texts"}.items():
+    (folder / "acceptance.json").write_text(json.dumps(REPORT))
+    for name, text in {**EVIDENCE, ".lock": "", "notes.txt": "mine", "records.jsonl": "texts", "report.html": "texts"}.items():
         (folder / name).write_text(text)
     (folder / "checkpoints").mkdir()
     return folder
@@ -53,9 +55,24 @@ def uploaded(monkeypatch):
 
 def test_card_and_measurements_go_along(artifact, uploaded):
     load_drafter(artifact).push_to_hub("someone/drafter")
-    assert uploaded.keys() == {"config.json", "model.safetensors", *EVIDENCE}
+    assert uploaded.keys() == {"config.json", "model.safetensors", "acceptance.json", *EVIDENCE}
     assert {name: uploaded[name].decode() for name in EVIDENCE} == EVIDENCE
+    report = json.loads(uploaded["acceptance.json"])
+    assert report == {"tau": 2.5, "text": None, "failures": {"kinds": [{"name": "rare", "examples": []}]}}
     assert uploaded["model.safetensors"] == (artifact / "model.safetensors").read_bytes()
+
+
+def test_shards_are_the_same_weights(artifact, uploaded, tmp_path):
+    drafter = load_drafter(artifact)
+    drafter.push_to_hub("someone/drafter", max_shard_size="20KB")
+    assert "model.safetensors" not in uploaded and sum(name.endswith(".safetensors") for name in uploaded) > 1
+    assert {"acceptance.json", *EVIDENCE} <= uploaded.keys()
+    drafter.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    (tmp_path / "sharded" / "README.md").write_text("# Of shards")
+    uploaded.clear()
+    load_drafter(tmp_path / "sharded").push_to_hub("someone/drafter")
+    assert uploaded["README.md"] == b"# Of shards" and sum(name.endswith(".safetensors") for name in uploaded) == 1
+    assert not any("index" in name for name in uploaded)
 
 
 def test_measurements_of_other_weights_do_not(artifact, uploaded):

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -179,7 +180,11 @@ def test_lines_of_somebody_else_are_refused(complete, tmp_path):
         ([good[0], '{"kind": "other"}\n'], ":2: not a line that draftsmith eval wrote"),
         ([good[0], good[0]], ":2: not a line"),
         ([*good[:-1], good[-1][:40]], f":{len(good)}"),
-        ([line for line in good if '"kind": "tree"' not in line], "has no line of kind tree"),
+        (good[:-1], f"has {len(good) - 1} of {len(good)} lines; it is cut off"),
+        (
+            [re.sub('"lines": [0-9]+', f'"lines": {len(good) - 1}', good[0]), *(line for line in good[1:] if '"kind": "tree"' not in line)],
+            "no line of kind tree",
+        ),
     ):
         (tmp_path / RECORDS).write_text("".join(content))
         with pytest.raises(ValueError, match=says):

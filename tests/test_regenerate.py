@@ -6,7 +6,7 @@ import pytest
 from regeneration import CONVERSATIONS, NEW, POSITIONS, ROLES, SAMPLED, alone, chat, make_target, refused, render, rows_of, with_misfits
 
 from draftsmith.data import regenerate
-from draftsmith.data.conversation_state import ConversationState
+from draftsmith.data.conversation_state import ConversationState, given_hash
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.regenerate import Settings, with_decoder, with_server
 from draftsmith.inference.decoder import Decoder
@@ -55,6 +55,7 @@ def test_a_row_says_how_it_was_made(target, tmp_path):
     with_decoder(CONVERSATIONS[:1], tmp_path / "out", target, SAMPLED, show=False)
     made = rows_of(tmp_path / "out")[0]["generation"]
     made.pop("finish_reasons")
+    assert made.pop("given") == given_hash(CONVERSATIONS[0])
     how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 5}
     assert made == {"by": "draftsmith", "target": "tiny-chat", "dtype": "float32", **how, "max_new_tokens": NEW, "prompt_tokens": 64}
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,18 @@ def test_an_output_that_cannot_be_written_is_one_line_with_its_path(target, tmp_
 
     monkeypatch.setattr(os, "open", read_only)
     refused(out, "out: Read-only file system; .*another output", lambda: with_decoder(CONVERSATIONS, out, target, SAMPLED, show=False))
+
+
+def test_a_file_of_other_conversations_is_refused(target, tmp_path):
+    out = tmp_path / "out"
+    with_decoder(CONVERSATIONS, out, target, SAMPLED, show=False)
+    answered = [replace(source, messages=[dict(turn) for turn in source.messages or []] or None) for source in CONVERSATIONS]
+    answered[0].messages[2]["content"] = "another OLD answer"
+    with_decoder(answered, out, target, SAMPLED, show=False)  # it is answered anew anyhow
+    answered[0].messages[1]["content"] = "Another question?"
+    refused(out, "'c9' was another conversation when this row was made", lambda: with_decoder(answered, out, target, SAMPLED, show=False))
+    changed = [replace(source, text=source.text and source.text + "!") for source in CONVERSATIONS]
+    refused(out, "'t1' was another conversation when this row", lambda: with_decoder(changed, out, target, SAMPLED, show=False))
 
 
 def test_two_runs_do_not_write_one_file(target, tmp_path):

@@ -53,12 +53,12 @@ def maker(generation_of, calls=None, repeats=lambda key: False):
     return make
 
 
-def buffer(folder, plan=None, samplers=None, model=None, turns=False):
+def buffer(folder, plan=None, samplers=None, model=None, turns=False, settings=None):
     base = PackedDataset(corpus(turns=turns), S, seed=7)
     plan = plan or Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=12, batch_size=BATCH)
     model = model or nn.Linear(2, 2, bias=False)
     nn.init.ones_(model.weight)
-    replayed = Replay(base, folder, plan, samplers or {}, model, V)
+    replayed = Replay(base, folder, plan, samplers or {}, model, V, settings or {})
     if not samplers:
         replayed.samplers = {kind: maker(lambda: latest_generation(replayed)) for kind in plan.shares}
     return replayed
@@ -120,7 +120,7 @@ def test_shares_are_what_the_plan_says(tmp_path):
     replayed.refresh(0, lambda: False)
     sources = [source for source, _ in replayed._sources(sample_rows(len(replayed), 7, 0, 20))]
     assert len(set(map(id, sources))) == 3
-    many = Replay(replayed.base, tmp_path, plan, {}, nn.Linear(1, 1), V)
+    many = Replay(replayed.base, tmp_path, plan, {}, nn.Linear(1, 1), V, {})
     many.buffer = {(kind, 0): Named(kind) for kind in plan.shares}
     many._generations = lambda step: range(1)
     kinds = [getattr(source, "name", "data") for source, _ in many._sources(sample_rows(len(replayed), 7, 0, 4000))]
@@ -164,6 +164,13 @@ def test_other_weights_make_a_generation_anew(tmp_path):
         model.weight.add_(1)
     replayed.refresh(0, lambda: False)
     assert len(calls) == 80
+
+
+def test_other_settings_make_a_generation_anew(tmp_path):
+    samplers = {"samples": maker(lambda: 0, calls := [])}
+    for temperature, made in ((1.0, 40), (1.0, 40), (0.5, 80)):
+        buffer(tmp_path, samplers=samplers, settings={"sample_temperature": temperature}).refresh(0, lambda: False)
+        assert len(calls) == made
 
 
 @pytest.mark.parametrize("when", range(1, 5))

@@ -72,7 +72,7 @@ def test_the_objective_is_its_formula(name, share_head, distill):
         drafter = fitted(target, share_head=share_head)
         if form:
             loss = form(drafter, data, target=target, section=section)
-            value, hits = loss.sum, [float(loss.metrics[f"top1_head{k + 1}"] / loss.weight) for k in range(HEADS)]
+            value, hits = loss.sum, [float(torch.div(*loss.metrics[f"top1_head{k + 1}"])) for k in range(HEADS)]
             assert loss.weight == data["loss_mask"].sum() == supervised_tokens(data)
         else:
             value, hits = by_hand(drafter, target, data, section)

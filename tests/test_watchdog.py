@@ -172,6 +172,17 @@ def test_best_weights_belong_to_the_checkpoint_that_refers_to_them(tmp_path):
     assert step == 2 and all(torch.equal(parameter, second[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("spoil", [lambda content: content[:-100], lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]])
+def test_best_weights_that_are_damaged_are_said_before_the_first_step(tmp_path, spoil):
+    recipe = new_recipe(tmp_path, eval_every=1, save_every=1, steps=2, schedule="constant")
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: 1.5)
+    file = checkpoint.best_file(tmp_path / "checkpoints", 1)
+    file.write_bytes(spoil(file.read_bytes()))
+    recipe = new_recipe(tmp_path, eval_every=1, save_every=1, steps=3, schedule="constant")
+    with pytest.raises(ValueError, match="best-00000001.safetensors is damaged: it is not what was saved with τ 1.500; restore it"):
+        loop.fit(recipe, new_model(), crashing(1), Numbers(), Numbers(), {}, measure_tau=lambda: 1.4)
+
+
 def test_an_exhausted_gpu_names_keys_that_help(tmp_path):
     def full(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")

@@ -102,7 +102,7 @@ def objective(drafter: DflashModel, batch: Batch, *, target: Target, section: Df
     losses = loss_of(section.loss, per_sequence(weights, batch))
     hits, counted = (values.view(supervised.shape).flatten(0, 1).T for values in (losses.hits, supervised))
     weight = supervised_tokens(batch)
-    return Loss(losses.sum, weight, survival_metrics(hits, counted, weight))
+    return Loss(losses.sum, weight, survival_metrics(hits, counted))
 
 
 def architecture(section: DflashSection, target: Target) -> dict[str, Any]:

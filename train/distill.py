@@ -172,7 +172,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
     )
     tokens = supervised_tokens(batch)
     metrics = {"acceptance": losses.overlap.sum(), "top1": losses.hits.sum()}
-    chains = survival_metrics(along_chains(losses.overlap[0], document, depth), along_chains(weight, document, depth), tokens)
+    chains = survival_metrics(along_chains(losses.overlap[0], document, depth), along_chains(weight, document, depth))
     return Loss(losses.sum, tokens, metrics | chains)
 
 
@@ -304,7 +304,7 @@ def with_replay(recipe: DistillRecipe, target: Target, student: Target, model: t
         "samples": (section.on_policy, replay.samples(student, section.sample_temperature, section.new_tokens)),
         "rejections": (section.rejections, replay.rejections(target, drafter, section.sample_temperature, section.new_tokens)),
     }
-    return replay.mixed_in(recipe, section, train, samplers, model, target.vocab_size)
+    return replay.mixed_in(recipe, section, train, samplers, model, target)
 
 
 def writer(recipe: DistillRecipe, target: Target, model: PreTrainedModel, drafter: DraftModel) -> Callable[[Path, dict[str, Any]], None]:

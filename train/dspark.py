@@ -106,7 +106,7 @@ def objective(drafter: DsparkModel, batch: Batch, *, target: Target, section: Ds
     doubt = F.binary_cross_entropy_with_logits(odds, losses.overlap[0].to(odds.dtype), flat, reduction="sum")
     hits, counted = (values.view(supervised.shape).flatten(0, 1).T for values in (losses.hits, supervised))
     weight = supervised_tokens(batch)
-    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(hits, counted, weight))
+    return Loss(losses.sum + section.confidence_loss * doubt, weight, survival_metrics(hits, counted))
 
 
 def draft(drafter: DsparkModel, batch: Batch, target: Target, section: DsparkSection, seed: int) -> Blocks:

@@ -88,7 +88,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)
     weight = supervised_tokens(batch)
-    return Loss(total, weight, head_metrics(hits, counted, weight))
+    return Loss(total, weight, head_metrics(hits, counted))
 
 
 def check(recipe: HydraRecipe) -> None:

@@ -85,7 +85,7 @@ def objective(drafter: KangarooModel, batch: Batch, *, target: Target, section: 
     chains = torch.stack([shift_left(hits, k, document).flatten() for k in range(CHAIN)])
     counted = torch.stack([shift_left(weights, k, document).flatten() for k in range(CHAIN)])
     weight = supervised_tokens(batch)
-    return Loss(losses.sum, weight, survival_metrics(chains, counted, weight))
+    return Loss(losses.sum, weight, survival_metrics(chains, counted))
 
 
 def check(recipe: KangarooRecipe) -> None:

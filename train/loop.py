@@ -310,8 +310,7 @@ def held_out_means(
             rows = torch.arange(start, min(start + micro_batch, count))
             loss = Loss.from_dict(module(_to_device(valid.batch(rows), accelerator.device)))
             for name, value in sums_of(loss).items():
-                before = sums.get(name, torch.zeros((), device=accelerator.device))
-                sums[name] = before + value.detach().float() * counts
+                sums[name] = sums.get(name, 0) + value * counts
     return means(sums, accelerator)
 
 

@@ -109,7 +109,7 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     counted, weights = head_weights(batch, section.heads, section.decay)
     total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.top_k, section.end_to_end)
     weight = supervised_tokens(batch)
-    return Loss(total, weight, head_metrics(hits, counted, weight))
+    return Loss(total, weight, head_metrics(hits, counted))
 
 
 class JointModel(nn.Module):

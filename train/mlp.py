@@ -94,7 +94,7 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, hidden, drafter.head_parameters(), rows, section.heads)
     weight = supervised_tokens(batch)
-    return Loss(total, weight, head_metrics(hits, counted, weight))
+    return Loss(total, weight, head_metrics(hits, counted))
 
 
 def check(recipe: MlpRecipe) -> None:

@@ -77,7 +77,7 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
     actual, weight = out.hidden.flatten(0, 1), supervised_tokens(batch)
     if section.end_to_end:
         total, hits = acceptance_loss(states.unbind(), [target.logits], actual, target.logits, weights, weights[0].float())
-        return Loss(total, weight, survival_metrics(hits, weights, weight))
+        return Loss(total, weight, survival_metrics(hits, weights))
     shares = torch.tensor([section.beta**k for k in range(section.steps)])
     losses = chunked_draft_loss(
         states,
@@ -91,7 +91,7 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
         (shares / shares.sum()).tolist(),
         tokens=shift_left(ids, 1, document).flatten(),
     )
-    return Loss(losses.sum, weight, survival_metrics(losses.hits, weights, weight))
+    return Loss(losses.sum, weight, survival_metrics(losses.hits, weights))
 
 
 def check(recipe: MtpRecipe) -> None:

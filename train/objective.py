@@ -17,7 +17,7 @@ class Loss:
         sum: the loss summed over the supervised tokens of the batch, a scalar with a gradient.
         weight: the supervised tokens, a scalar, which metrics and the held-out loss are divided by; the loop adds it up over accumulation steps
             and ranks. The training loss is divided by the data set's weight, the same number unless train.normalise is all.
-        metrics: further sums by name, scalars that are divided by the same weight.
+        metrics: further means by name: a sum that is divided by the same weight, a scalar, or a sum and what it is divided by, [2].
     """
 
     sum: Tensor

@@ -89,7 +89,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     along[..., 0] = hits.gather(1, anchors)
     chains = supervised & (torch.arange(size, device=ids.device) <= depths[..., None])
     weight = supervised_tokens(batch)
-    return Loss(losses.sum, weight, survival_metrics(along.flatten(0, 1).T, chains.flatten(0, 1).T, weight))
+    return Loss(losses.sum, weight, survival_metrics(along.flatten(0, 1).T, chains.flatten(0, 1).T))
 
 
 def check(recipe: PardRecipe) -> None:

@@ -122,7 +122,7 @@ def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: Pe
     hits[..., 0] = of_pairs.hits.view(ids.shape).gather(1, pairs)
     chains = supervised & (torch.arange(size, device=ids.device) <= depths[..., None])
     weight = supervised_tokens(batch)
-    return Loss(of_pairs.sum + of_masks.sum, weight, survival_metrics(hits.flatten(0, 1).T, chains.flatten(0, 1).T, weight))
+    return Loss(of_pairs.sum + of_masks.sum, weight, survival_metrics(hits.flatten(0, 1).T, chains.flatten(0, 1).T))
 
 
 def architecture(section: PeagleSection, target: Target) -> dict[str, Any]:

@@ -26,7 +26,9 @@ from draftsmith.train.recipe import Recipe, changeable_keys, save
 if TYPE_CHECKING:
     from peft import PeftModel
 
-MEASURED = ("README.md", "acceptance.json", "records.jsonl", "report.html", "survival.png")  # README.md, the sign of completeness, first
+EVALUATED = ("tree", "training", "transformers_version")  # of a config: what an evaluation, another version or another place changes
+# README.md, the sign of completeness, first.
+MEASURED = ("README.md", "acceptance.json", "policy.json", "records.jsonl", "records.part.jsonl", "report.html", "survival.png")
 
 
 def publish_drafter(recipe: Recipe, drafter: DrafterModel, target: Target, steps: int, adapted: "PeftModel | None" = None) -> Path:
@@ -145,21 +147,26 @@ def _same(part: Path, folder: Path, changeable: set[str]) -> bool:
     """Whether the complete artifact `folder` has the weights of `part`, to the last bit, and its recipe apart from changeable keys."""
     if not (folder / "README.md").is_file():  # written last
         return False
+    if any((folder / file.relative_to(part)).is_file() != file.is_file() for file in part.rglob("*")):
+        return False
     weights = [sorted(path.relative_to(where) for path in where.rglob("*.safetensors")) for where in (part, folder)]
     if weights[0] != weights[1] or any((part / file).read_bytes() != (folder / file).read_bytes() for file in weights[0]):
         return False
     try:
         texts = [(where / "recipe.yaml").read_text(encoding="utf-8") for where in (part, folder)]
         ours, theirs = ({key: value for key, value in yaml.safe_load(text).items() if key not in changeable} for text in texts)
+        configs = [_config(where) for where in (part, folder)]
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return False
-    return all(theirs.get(key, value) == value for key, value in ours.items()) and _training(part) == _training(folder)
+    return all(theirs.get(key, value) == value for key, value in ours.items()) and configs[0] == configs[1]
 
 
-def _training(folder: Path) -> Any:
-    """The notes on training of an artifact's config. What they say of the data is for people: a file may be gone since."""
+def _config(folder: Path) -> dict[str, Any]:
+    """What training says in an artifact's config: all but what an evaluation changes, and what it says of the data, which may be gone since."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in (config.get("draftsmith", config).get("training") or {}).items() if key != "data"}
+    entry = config.get("draftsmith", config)
+    training = {key: value for key, value in (entry.get("training") or {}).items() if key != "data"}
+    return {key: value for key, value in (config | entry).items() if key not in EVALUATED} | {"training": training}
 
 
 def _move(part: Path, folder: Path) -> None:

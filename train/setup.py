@@ -29,6 +29,7 @@ from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.replay import Replay
+from draftsmith.train.engine.resume import TARGET_FILES
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection
 
@@ -236,7 +237,9 @@ def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> Feature
     folder, cached = Path(section.store), section.mode == "cache"
 
     def begin() -> None:
-        capture.begin(folder, Index.read(folder) or Index.of(target, section.taps or taps, section.precision), target)
+        before = Index.read(folder)
+        kept, precision = (before.taps, before.precision) if before else (section.taps or taps, section.precision)
+        capture.begin(folder, Index.of(target, kept, precision), target)
 
     if cached:
         processes.on_main(begin)
@@ -247,6 +250,7 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     """What must be the same for a run to be resumed: its data, its target, and where its features come from."""
     identity = target.identity
     facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
+    facts[TARGET_FILES] = identity.weights_hash or identity.revision
     if isinstance(train, FeatureDataset):
         facts |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
     return facts
@@ -261,7 +265,7 @@ def with_rejections(
         return train, None
     assert isinstance(train, PackedDataset), "replay.check refuses stored features"
     sampler = replay.rejections(target, drafter, section.sample_temperature, section.new_tokens)
-    mixed = replay.mixed_in(recipe, section, train, {"rejections": (section.rejections, sampler)}, drafter, target.vocab_size)
+    mixed = replay.mixed_in(recipe, section, train, {"rejections": (section.rejections, sampler)}, drafter, target)
     return mixed, mixed.refresh
 
 

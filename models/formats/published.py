@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from draftsmith.inference.expand import parse_tree_spec
@@ -90,10 +91,10 @@ def folder_of(path: str) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Check that a folder has safetensors of its own.
+    """Check that a folder has complete safetensors of its own.
 
     Raises:
-        ValueError: pickles alone, with the command that converts them; or a link that leads out of the folder.
+        ValueError: pickles alone, with the command that converts them; a link that leads out of the folder; or a file that is cut off.
         FileNotFoundError: no weights at all.
     """
     files = sorted(folder.glob("*.safetensors"))
@@ -102,6 +103,11 @@ def check_files(folder: Path) -> None:
     for file in files:
         if not any(file.resolve().is_relative_to(parent) for parent in inside):
             raise ValueError(f"{file} is a link out of its folder; copy the file there")
+        try:
+            with safe_open(file, "pt"):  # reads the header, and holds the file's size to it
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut off ({error}); copy the complete folder") from None
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if not files and pickles:
         name = "medusa_lm_head.safetensors" if "medusa" in pickles[0] else WEIGHTS

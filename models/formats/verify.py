@@ -17,7 +17,7 @@ from draftsmith.models.artifact import raw_config
 from draftsmith.models.drafter import methods
 from draftsmith.models.formats import plain, quantise, rules
 from draftsmith.models.formats.eagle import MASK
-from draftsmith.models.formats.engines import ENGINES, NAMES, ROWS, limits_of
+from draftsmith.models.formats.engines import ENGINES, FAMILIES, NAMES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
 from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
@@ -43,7 +43,8 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     note = read_note(folder)
     lines = [f"all: {name} is not what was exported: another file, or a copy cut off" for name in changed_files(folder, note)]
     if (folder / FILE).is_file():
-        return lines + _gguf(folder, target)
+        lines += _not_serving(engines, ["gguf"], "a GGUF file")
+        return lines + (_gguf(folder, target) if not engines or "gguf" in engines else [])
     kind = format_of(str(folder))
     raw, _ = raw_config(str(folder))
     if not kind and raw.get("model_type") in methods():
@@ -55,10 +56,12 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
     if kind in NAMES.values():  # no engine reads them
-        return lines + _unreadable(folder, target)
+        return lines + _not_serving(engines, [], FAMILIES[kind]) + _unreadable(folder, target)
     _, tensors = plain.read_folder(folder)
     family = family_in(folder)
-    wanted = engines or ([note["engine"]] if note else [engine for own, engine in ROWS if own == family])
+    serving = [engine for own, engine in ROWS if own == family and engine != "gguf"]  # which reads no such folder
+    lines += _not_serving(engines, serving, f"{FAMILIES[family]} in safetensors")
+    wanted = [engine for engine in engines if engine in serving] if engines else [note["engine"]] if note else serving
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
     if family == "student":
         return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted)
@@ -79,6 +82,11 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
     # 8-bit weights are read in float32, beside others that were rounded.
     tolerance, drafter = ROUNDED if quantise.KEY in raw else tolerance_of(target, drafter.dtype), drafter.float()
     return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+
+
+def _not_serving(engines: list[str] | None, serving: list[str], what: str) -> list[str]:
+    """Lines for those of the engines that serve no such folder."""
+    return [f"{ENGINES[engine]}: it does not serve {what}" for engine in engines or () if engine not in serving]
 
 
 def _unreadable(folder: Path, target: Target) -> list[str]:

@@ -18,6 +18,7 @@ class BestWeights:
         tau: the best τ, 0 before the first measurement.
         step: the step that it was measured after, 0 before the first measurement.
         since: evaluations since then.
+        sha256: of their file, "" before the first measurement, and from checkpoints of earlier versions.
     """
 
     def __init__(
@@ -31,11 +32,11 @@ class BestWeights:
         """Args: folder of the checkpoints; sharded: the model; state: what `state` gave at the checkpoint; the rest as in `loop.fit`."""
         self.folder, self.sharded, self.measure_tau, self.collective = folder, sharded, measure_tau, collective
         state = state or {"tau": 0.0, "step": 0, "since": 0}
-        self.tau, self.step, self.since = state["tau"], state["step"], state["since"]
+        self.tau, self.step, self.since, self.sha256 = state["tau"], state["step"], state["since"], state.get("sha256", "")
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {"tau": self.tau, "step": self.step, "since": self.since}
+        return {"tau": self.tau, "step": self.step, "since": self.since} | ({"sha256": self.sha256} if self.sha256 else {})
 
     def measure(self, step: int) -> dict[str, float]:
         """Measure τ after `step` steps, and save the weights if it is the best -> {"tau": τ}, equal on all ranks; {} without `measure_tau`."""
@@ -50,7 +51,7 @@ class BestWeights:
             self.since += 1
             if tau > self.tau:
                 self.tau, self.step, self.since = tau, step, 0
-                processes.on_main(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
+                self.sha256 = processes.on_main(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
         return {"tau": tau}
 
     def is_stale(self, patience: int) -> bool:

@@ -63,7 +63,7 @@ def save(
         sums = {}
         for file, tensors in zip(FILES, (weights, optimizer_state), strict=True):
             save_file(tensors, temporary / file)
-            sums[file] = _sha256_of_file(temporary / file)
+            sums[file] = sha256_of_file(temporary / file)
         state = state | {"step": step}
         sums["state"] = _sha256_of_state(state)
         (temporary / "state.json").write_text(json.dumps(state | {"sha256": sums}))
@@ -260,8 +260,8 @@ def _not_finite_advice(what: str, name: str) -> str:
     return f"{what} holds numbers that are not finite (`{name}`); lower train.lr or train.weight_decay, with another train.output"
 
 
-def save_weights(file: Path, module: torch.nn.Module) -> None:
-    """Write the trained parameters of `module` to `file`, completely or not at all.
+def save_weights(file: Path, module: torch.nn.Module) -> str:
+    """Write the trained parameters of `module` to `file`, completely or not at all -> the SHA-256 of the file.
 
     Raises:
         FloatingPointError: a weight is not finite; nothing is written.
@@ -273,6 +273,7 @@ def save_weights(file: Path, module: torch.nn.Module) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         durable.replace(file, lambda part: save_file(weights, part, BEST))
+        return sha256_of_file(file)
     except (OSError, SafetensorError) as error:
         raise _write_error(file, error) from None
 
@@ -322,14 +323,14 @@ def _damage(checkpoint: Path) -> str | None:
         if _sha256_of_state(state) != sums["state"]:
             return "state.json is damaged"
         for file in FILES:
-            if _sha256_of_file(checkpoint / file) != sums[file]:
+            if sha256_of_file(checkpoint / file) != sums[file]:
                 return f"{file} is damaged"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return " ".join(str(error).split())
     return None
 
 
-def _sha256_of_file(file: Path) -> str:
+def sha256_of_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -126,7 +126,7 @@ class Log:
     def add(self, loss: Loss) -> None:
         """Add a micro-batch to the sums; the host does not wait for the device."""
         for name, value in sums_of(loss).items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach().float()
+            self.sums[name] = self.sums.get(name, 0) + value
 
     def write_training(self, step: int, lr: float, **more: float) -> str:
         """Write the row of the steps since the previous row.
@@ -141,7 +141,7 @@ class Log:
         """
         total = _summed(self.sums, self.accelerator)
         averages, seconds = _divided(total), time.perf_counter() - self.since
-        step_seconds, speed = seconds / (step - self.step), total["weight"] / seconds
+        step_seconds, speed = seconds / (step - self.step), total["loss"][1] / seconds
         accumulation = self.accelerator.gradient_accumulation_steps
         row: dict[str, Any] = {"step": step, "lr": lr, "tokens_per_s": round(speed, 1), "seconds": float(f"{step_seconds:.4g}")}
         if self.micro_batch_flops and self.matmul_rate:
@@ -216,29 +216,30 @@ class Log:
 
 
 def means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Sums over all ranks, divided by the weight of all ranks. All ranks call it.
+    """Sums over all ranks, divided by what those of all ranks are divided by; 0 where that is 0. All ranks call it.
 
     Args:
-        sums: this rank's sums by name, scalars on its device; "weight" is one of them.
+        sums: this rank's, as `sums_of`.
         accelerator: of the run.
     """
     return _divided(_summed(sums, accelerator))
 
 
 def sums_of(loss: Loss) -> dict[str, Tensor]:
-    """What is added up over micro-batches: "loss", "weight" and the metrics."""
-    return {"loss": loss.sum, "weight": loss.weight, **loss.metrics}
+    """What is added up over micro-batches: of "loss" and of each metric the sum and what it is divided by, [2] float32."""
+    weight, sums = loss.weight.float(), {"loss": loss.sum, **loss.metrics}
+    pairs = {name: value.detach().float() for name, value in sums.items()}
+    return {name: value if value.dim() else torch.stack((value, weight)) for name, value in pairs.items()}
 
 
-def _summed(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Scalars by name, on this rank's device -> their sums over all ranks."""
+def _summed(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, tuple[float, float]]:
+    """As `sums_of`, on this rank's device -> the same over all ranks."""
     stacked = cast(Tensor, accelerator.reduce(torch.stack(list(sums.values())), "sum"))
-    return dict(zip(sums, stacked.tolist(), strict=True))
+    return {name: (total, count) for name, (total, count) in zip(sums, stacked.tolist(), strict=True)}
 
 
-def _divided(total: dict[str, float]) -> dict[str, float]:
-    weight = max(total["weight"], 1.0)
-    return {name: value / weight for name, value in total.items() if name != "weight"}
+def _divided(total: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: value / count if count else 0.0 for name, (value, count) in total.items()}
 
 
 def _cut(file: Path, done: int) -> int:

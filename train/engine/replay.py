@@ -7,7 +7,7 @@ only where the target rejected a draft. Heads, which write no text by themselves
 A generation is one set of such sequences. Generation g is made with the weights after g · refresh_every steps. Steps
 g · refresh_every … (g+1) · refresh_every − 1 draw from generations g − keep_generations … g − 1 (the first steps from generation 0), so that
 a generation is complete long before its sequences are fetched ahead. It is written in groups of prompts, each file complete or absent, next
-to a digest of the weights: a run that was killed makes only what is missing.
+to a digest of the weights and to what else it depends on: a run that was killed makes only what is missing.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -30,7 +31,7 @@ from draftsmith.inference import durable
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.reading import field, read_json
+from draftsmith.inference.reading import read_json
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import DrafterModel
@@ -167,7 +168,7 @@ def mixed_in(
     base: PackedDataset,
     samplers: dict[str, tuple[float, Sampler]],
     model: nn.Module,
-    vocab_size: int,
+    target: Target,
 ) -> "Replay":
     """The training data `base` with sampled sequences among it, in train.output.
 
@@ -177,7 +178,7 @@ def mixed_in(
         base: the training data.
         samplers: by kind, the share of the training sequences, and what samples them; a share of 0 samples none.
         model: as in `Replay`.
-        vocab_size: V.
+        target: of the run.
     """
     plan = Plan(
         shares={kind: share for kind, (share, _) in samplers.items() if share},
@@ -188,7 +189,10 @@ def mixed_in(
         batch_size=recipe.train.batch_size,
     )
     makers = {kind: sampler for kind, (_, sampler) in samplers.items()}
-    return Replay(base, Path(recipe.train.output) / "replay", plan, makers, model, vocab_size)
+    identity = target.identity.to_dict() | {"name": ""}
+    settings = {name: getattr(section, name) for name in ReplaySection.model_fields}
+    settings |= {"shares": plan.shares, "data": base.key, "seed": base.seed, "target": identity}
+    return Replay(base, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size, settings)
 
 
 class Replay:
@@ -201,19 +205,28 @@ class Replay:
         samplers: one for each kind of `plan.shares`.
         model: the model whose weights a generation belongs to; while samples are made it is in evaluation mode.
         vocab_size: V; samples with other tokens are left out.
+        settings: as JSON, what else samples depend on; those of other settings are made again.
 
     Raises:
         ValueError: generations follow each other so closely that their sequences would be fetched before they are made.
     """
 
     def __init__(
-        self, base: PackedDataset, folder: Path, plan: Plan, samplers: dict[str, Sampler], model: nn.Module, vocab_size: int
+        self,
+        base: PackedDataset,
+        folder: Path,
+        plan: Plan,
+        samplers: dict[str, Sampler],
+        model: nn.Module,
+        vocab_size: int,
+        settings: dict[str, Any],
     ) -> None:
         if plan.refresh_every < 4:
             raise ValueError(
                 f"refresh_every={plan.refresh_every}: expected 4 steps between generations at least, since rows are read ahead"
             )
         self.base, self.folder, self.plan, self.samplers, self.model, self.vocab_size = base, folder, plan, samplers, model, vocab_size
+        self.settings = settings
         self.corpus, self.key = base.corpus, base.key
         self.buffer: dict[tuple[str, int], PackedDataset | None] = {}  # None: no sample of this kind and generation is usable
 
@@ -284,14 +297,13 @@ class Replay:
     def _make(self, number: int, stop_requested: Callable[[], bool]) -> None:
         """Write this rank's share of the groups of a generation."""
         state, folder = PartialState(), self._folder(number)
-        weights = digest(self.model)
-        record = folder / "weights.json"
-        if state.is_main_process and not (record.is_file() and field(read_json(record), "sha256", str, record) == weights):
+        made_with, record = {"sha256": digest(self.model), "settings": self.settings}, folder / "weights.json"
+        if state.is_main_process and not (record.is_file() and read_json(record) == made_with):
             if folder.is_symlink() or (folder.exists() and not record.is_file() and any(folder.iterdir())):
                 raise ValueError(f"{folder} holds no samples of Draftsmith (weights.json is missing); move it away")
-            shutil.rmtree(folder, ignore_errors=True)  # made with other weights, or stopped before the record was written
+            shutil.rmtree(folder, ignore_errors=True)  # of other weights or settings, or stopped before the record was written
             folder.mkdir(parents=True)
-            durable.write_text(record, json.dumps({"sha256": weights}))
+            durable.write_text(record, json.dumps(made_with))
         state.wait_for_everyone()
         prompts = self._prompts(number)
         groups = [(kind, start) for kind in self.plan.shares for start in range(0, len(prompts), GROUP)]

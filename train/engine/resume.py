@@ -23,6 +23,7 @@ from draftsmith.train.objective import SequenceDataset
 from draftsmith.train.recipe import Recipe, TrainSection, changeable_keys
 
 FORMAT = 2  # of state.json in a checkpoint
+TARGET_FILES = "target's files"  # in a fingerprint: their hash, or the commit on the Hub
 MOST_THREADS = 4096  # that a checkpoint may ask for
 
 
@@ -114,7 +115,8 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
     # A key that is newer than the checkpoint had its default.
     defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
     defaults = json.loads(json.dumps(defaults))  # lists, as in a state
-    for name, missing in (("recipe", defaults), ("fingerprint", {})):
+    not_recorded = {key: value for key, value in state["fingerprint"].items() if key == TARGET_FILES}  # by earlier versions
+    for name, missing in (("recipe", defaults), ("fingerprint", not_recorded)):
         then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
             if now.get(key) != then.get(key):
@@ -129,9 +131,14 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
 
 
 def _check_best(newest: Path, best: dict[str, Any] | None) -> None:
-    """Raise ValueError where the best weights, which the end of the run restores, are not there."""
-    if best and best["step"] and not (file := checkpoint.best_file(newest.parent, best["step"])).is_file():
+    """Raise ValueError where the best weights, which the end of the run restores, are not there, or not what was written."""
+    if not best or not best["step"]:
+        return
+    file = checkpoint.best_file(newest.parent, best["step"])
+    if not file.is_file():
         raise ValueError(f"{newest} speaks of best weights in {file}, which is not there; restore it, or give another train.output")
+    if best.get("sha256", checkpoint.sha256_of_file(file)) != checkpoint.sha256_of_file(file):  # earlier versions kept none
+        raise ValueError(f"{file} is damaged: it is not what was saved with τ {best['tau']:.3f}; restore it, or give another train.output")
 
 
 def _check_kinds(newest: Path, before: dict[str, Any]) -> None:

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.inference.reading import read_json
-from draftsmith.models.drafter import TEXTS
+from draftsmith.models.artifact_files import FILES, TERMS, TEXTS
 from draftsmith.train.exchange.export import ENGINES
 
-FILES = (
-    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *("README.md", "recipe.yaml", "run.json", "acceptance.json", "policy.json", "survival.png"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja"),
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
-    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
-)
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".h5", ".msgpack")
 UNFINISHED = (".part", ".lock", ".tmp", ".incomplete")
 
@@ -78,16 +70,10 @@ def _why_not(folder: Path, path: str, texts: bool, is_folder: bool = False) -> s
 
 
 def is_ours(path: str) -> bool:
-    """Whether a path in a repository is one that `draftsmith publish` sends."""
+    """Whether a path in a repository is one that `draftsmith publish` sends, and that would be of other weights where it is not sent again."""
     engine = re.match(r"engines/([^/]+)/", path)
-    return path in TEXTS or (engine is not None and engine[1] in ENGINES) or any(fnmatchcase(path, pattern) for pattern in FILES)
-
-
-def without_texts(report: dict[str, Any]) -> dict[str, Any]:
-    """The content of acceptance.json without texts of prompts and answers: the shown answer, and examples of failures."""
-    failures = report.get("failures") or {}
-    kinds = [kind | {"examples": []} for kind in failures.get("kinds") or ()]
-    return report | {"text": None, "failures": failures | {"kinds": kinds}}
+    stale = path in TEXTS or (engine is not None and engine[1] in ENGINES) or any(fnmatchcase(path, pattern) for pattern in FILES)
+    return stale and not any(fnmatchcase(path, pattern) for pattern in TERMS)
 
 
 def local_names(folder: Path, artifact: Path) -> list[str]:

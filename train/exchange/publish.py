@@ -101,8 +101,8 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
     from draftsmith.eval import card
     from draftsmith.inference import durable
     from draftsmith.inference.reading import read_json
-    from draftsmith.models.weights import check_folder
-    from draftsmith.train.exchange.contents import contents_of, local_names, renamed, without_texts
+    from draftsmith.models.artifact_files import without_texts
+    from draftsmith.train.exchange.contents import contents_of, local_names, renamed
 
     _check_output(output, artifact)
     method, entry = _drafter(artifact)
@@ -120,7 +120,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
             content = renamed(part / path, repo)
             content = without_texts(content) if path == "acceptance.json" and not texts else content
             durable.write_text(part / path, json.dumps(content) + "\n")
-        check_folder(str(part))
+        _check_loads(part, method, entry)
         serve = "\n\n".join((*_export(part, engines, repo, entry), *_to_export(method, entry, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
         text = card.published(
@@ -164,6 +164,21 @@ def _drafter(artifact: Path) -> tuple[str, dict[str, Any]]:
     if entry is None:
         raise ValueError(f"{artifact} is no drafter of Draftsmith; train one, or take in another's with draftsmith import")
     return DraftModel.method, entry
+
+
+def _check_loads(folder: Path, method: str, entry: dict[str, Any]) -> None:
+    """Raises FileNotFoundError and ValueError for what nobody could load: weights that are missing, not finite, or of another config."""
+    from draftsmith.inference.draft_model import DraftModel
+    from draftsmith.models import adapter
+    from draftsmith.models.drafter import load_drafter
+    from draftsmith.models.target import Target
+
+    if method == DraftModel.method:
+        Target.load(str(folder))
+    else:
+        load_drafter(folder)
+    if adapter_hash := (entry.get("target") or {}).get("adapter_hash"):
+        adapter.check(folder, adapter_hash)
 
 
 def _check_evaluated(artifact: Path, files: list[str], without_evaluation: bool) -> None:

@@ -97,15 +97,13 @@ def head_losses(
     return total, torch.stack(hits)
 
 
-def head_metrics(hits: Tensor, counted: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """What is logged of K heads, as sums that the loop divides by `weight`.
+def head_metrics(hits: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """What is logged of K heads, as metrics of a `Loss`. Head k predicts fewer tokens than the batch supervises: its hits have their own count.
 
     Args:
         hits: [2,K,M], as `head_losses`.
         counted: [K,M] bool, as `head_weights`.
-        weight: the supervised tokens of the batch.
     """
     chains, right = hits
-    # Head k predicts fewer tokens than `weight`, the first k + 1 of a document not: scale its hits up.
-    rates = right.sum(1) / counted.sum(1).clamp(min=1) * weight
-    return survival_metrics(chains, counted.float(), weight) | {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}
+    rates = torch.stack((right.sum(1), counted.sum(1)), 1)
+    return survival_metrics(chains, counted.float()) | {f"top1_head{k}": rate for k, rate in enumerate(rates.unbind(), 1)}

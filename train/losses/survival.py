@@ -36,12 +36,11 @@ def chain(acceptance: Tensor, weights: Tensor) -> Chain:
     return Chain((acceptance.cumprod(0) * anchors).sum(1), anchors.sum())
 
 
-def survival_metrics(acceptance: Tensor, weights: Tensor, tokens: Tensor, context: ContextParallel = SINGLE_RANK) -> dict[str, Tensor]:
-    """Simulated τ and survival of a batch, times `tokens`, the batch's weight by which the loop divides.
+def survival_metrics(acceptance: Tensor, weights: Tensor, context: ContextParallel = SINGLE_RANK) -> dict[str, Tensor]:
+    """Simulated τ and survival of a batch, as metrics of a `Loss`: [2], a sum over chains and the number of chains.
 
     Args:
         acceptance, weights: [K,M], as in `chain`; of this rank's positions under context parallelism.
-        tokens: scalar, the weight of the batch.
         context: the ranks that share the sequences.
 
     Returns:
@@ -49,6 +48,5 @@ def survival_metrics(acceptance: Tensor, weights: Tensor, tokens: Tensor, contex
     """
     accepted, anchors = chain(acceptance, weights)
     *accepted, anchors = context.total(torch.stack([*accepted, anchors])).unbind()
-    survival = torch.stack(accepted) / anchors.clamp(min=1) * tokens
-    metrics = {f"survival_{k}": share for k, share in enumerate(survival.unbind(), 1)}
-    return {"sim_tau": tokens + survival.sum(), **metrics}
+    metrics = {f"survival_{k}": torch.stack((share, anchors)) for k, share in enumerate(accepted, 1)}
+    return {"sim_tau": torch.stack((anchors + sum(accepted), anchors)), **metrics}

@@ -39,6 +39,7 @@ def run_sweep(plan: Plan, jobs: int | None) -> None:
             raise ValueError(f"{path} is a link, and a sweep writes through none; move it away, or give another --output")
     with claim(plan.folder, KIND, FILES, "--output"):
         results = _read(plan)
+        _write(plan, results)  # from now on the folder is this sweep's
         _check_depths(results)
         standings = [Standing(number, values) for number, values in enumerate(plan.trials)]
         _run_rungs(plan, results, standings, devices, jobs)
@@ -140,9 +141,11 @@ def _read(plan: Plan) -> dict[str, Result]:
     content = read_json(file)
     before = field(content, "settings", dict, file)
     require_same(before, plan.settings(), f"{file} is of a sweep", "give another --output")
+    kinds = {"measure": (float, type(None)), "seconds": float, "error": str, "depth": (int, type(None))}
     try:
-        results = {name: Result(**entry) for name, entry in field(content, "results", dict, file).items()}
-    except TypeError:
+        entries = field(content, "results", dict, file)
+        results = {name: Result(**{key: field(entries[name], key, kind, file) for key, kind in kinds.items()}) for name in entries}
+    except (TypeError, AttributeError):
         raise ValueError(f"{file} is damaged; restore it, or delete it to run everything again") from None
     return {name: result for name, result in results.items() if result.measure is not None}
 
