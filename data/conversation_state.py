@@ -54,7 +54,8 @@ class ConversationState:
     def row(self, facts: dict[str, Any]) -> dict[str, Any]:
         row: dict[str, Any] = {"id": self.source.id, "domain": self.source.domain}
         if self.source.messages is None:
-            row |= {"prompt": self.prompt, "completion": self.messages[0]["content"]}
+            row |= {"text": self.prompt + self.messages[0]["content"], "given": len(self.prompt)}
+            row |= {"finish_reason": "length"} if self.reasons[0] == "length" else {}
         else:
             row["messages"] = self.messages
             if self.source.tools:

@@ -60,6 +60,7 @@ class Conversation:
         tools: descriptions of functions for the chat template.
         text: the text; beside `messages` the prompt and the answer joined, for tokenizers without a chat template.
         prompt: the first characters of `text` that are given and not supervised.
+        cut: `text` stops at a limit: it does not end there.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     text: str = ""
     prompt: int = 0
+    cut: bool = False
 
 
 class _RawExample(NamedTuple):
@@ -77,7 +79,7 @@ class _RawExample(NamedTuple):
 
 
 def read(source: Source, split: str = "train") -> Iterator[Conversation]:
-    """The examples of a source, in its order.
+    """The examples of a source, in its order. `finish_reason` "length" says that an example's answer or text stops at a limit.
 
     An example of `prompt` and `completion`, or of `instruction` and `output`, has both `messages` and `text`. The text joins the prompt and
     the answer directly, or by a blank line.
@@ -87,11 +89,17 @@ def read(source: Source, split: str = "train") -> Iterator[Conversation]:
         split: "train" or "valid", for the standard library; files and the Hub have no such parts.
 
     Raises:
-        ValueError: at once for a source that does not exist; when it is reached, for an example in none of FORMATS.
+        ValueError: at once for a source that does not exist, or a split or subset of files; when it is reached, for an example in none of
+            FORMATS.
     """
     if source.path == "stdlib":
         return (Conversation(name, source.domain or "all", text=text) for name, text in stdlib.modules(split))
     files = _files(source.path)
+    if files is not None and (source.subset or source.split != "train"):
+        given = f"subset {source.subset!r}" if source.subset else f"split {source.split!r}"
+        raise ValueError(
+            f"got {given} for {source.path!r}, which is no data set of the Hub; name the files that are wanted, and leave it out"
+        )
     if files is None:
         examples = (_RawExample(where, where, value) for where, value in hub_rows(source))
     else:
@@ -291,7 +299,10 @@ def _conversation(example: _RawExample, domain: str | None) -> Conversation:
     if messages and isinstance(system, str) and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     domain = domain or str(value.get("domain") or value.get("category") or "all")
-    return Conversation(name, domain, messages, _tools(value.get("tools"), where), text, prompt)
+    cut = value.get("finish_reason") == "length"
+    if cut and messages and messages[-1]["role"] == "assistant":
+        messages[-1].setdefault("finish_reason", "length")
+    return Conversation(name, domain, messages, _tools(value.get("tools"), where), text, prompt, cut)
 
 
 def _content(example: dict[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, str, int]:
@@ -312,7 +323,10 @@ def _content(example: dict[str, Any], where: str) -> tuple[list[dict[str, Any]] 
             raise ValueError(f"{where}: `turns` is {short(turns)}, expected a list of the user's texts; for both sides give `messages`")
         return [{"role": "user", "content": turn} for turn in turns], "", 0
     if "text" in example:
-        return None, _text(example, "text", where), 0
+        text, given = _text(example, "text", where), example.get("given", 0)
+        if type(given) is not int or not 0 <= given <= len(text):
+            raise ValueError(f"{where}: `given` is {short(given)}, expected how many characters of `text` are not supervised; {REMEDY}")
+        return None, text, given
     raise ValueError(f"{where}: got keys {sorted(map(str, example))}, expected {FORMATS}; rename them")
 
 

@@ -62,7 +62,8 @@ def read(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """The token ids of the conversations or texts of a file, a folder or a Hub data set; [] for one that the chat template does not write.
 
     Raises:
-        ValueError: as `conversations.read`; a chat template that is not valid Jinja or takes too much.
+        ValueError: as `conversations.read`; a conversation for a tokenizer without a chat template; one that is not valid Jinja or takes too
+            much.
     """
     template = Template(tokenizer) if tokenizer.chat_template else None
     for example in conversations.read(Source(path=path)):
@@ -71,6 +72,8 @@ def read(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
                 yield template.tokens(example.messages, example.tools)
             except Unusable:
                 yield []
+        elif example.messages and not example.text:
+            raise ValueError(f"{path}: {example.id!r} has messages, and this tokenizer no chat template; give texts, or a target with one")
         else:
             yield tokenizer(example.text, add_special_tokens=False, verbose=False)["input_ids"]
 

@@ -73,6 +73,8 @@ class MinHasher:
     def sign(self, conversation: Conversation) -> Signature:
         """The signature of an example's messages, or of its text where it has none. Contamination is looked for in both."""
         parts = [words(part) for part in _parts(conversation)]
+        if not any(parts):  # emoji, operators
+            parts = [list("".join(unicodedata.normalize("NFKC", part).split())) for part in _parts(conversation)]
         joined = [" ".join(part) for part in parts]
         all_words = [word for part in parts for word in (*part, BOUNDARY)][:-1]
         shingles = self._shingles(all_words)

@@ -106,9 +106,10 @@ class Encoder:
             encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(prompt), verbose=False)
         except (UnicodeEncodeError, TypeError):
             raise Unusable("text that is no valid Unicode") from None
-        ids = [*encoding["input_ids"], self.end]
-        mask = [end > prompt for _, end in encoding["offset_mapping"]] if prompt else [True] * (len(ids) - 1)
-        mask.append(True)
+        ids = encoding["input_ids"]
+        mask = [end > prompt for _, end in encoding["offset_mapping"]] if prompt else [True] * len(ids)
+        if not conversation.cut:
+            ids, mask = [*ids, self.end], [*mask, True]
         if not self.prefix:
             return ids, mask
         size = self.seq_len - len(self.prefix)

@@ -40,10 +40,12 @@ def rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def without_none(value: Any) -> Any:
-    """An example as it was written: tables give every example each key that any of them has."""
+    """An example as JSON has it: tables give every example each key that any of them has, and have times, decimals and bytes."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_none(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _plain(column: "pa.Array") -> "pa.Array":

@@ -55,7 +55,7 @@ class Decoder:
         kernels: use the Triton kernels for attention, drafting, verification and commit.
         graphs: with kernels, run each round as one CUDA graph (four, if timed) where that is possible; `refusal` says why not. Calls with
             the same sampling, seed included, use the graphs again.
-        exact: the nodes of every forward of a round, plain decoding's too. Decoders of the same `exact` and the same `context` give the
+        exact: the nodes of every forward of a round, plain decoding's too. Decoders of the same `exact`, `context` and `chunk` give the
             same answers in any dtype, whatever their drafters, one slot at a time (`inference/exact.py`).
         keep: a slot keeps the KV of its last request, target's and drafter's, for a later prompt that begins with the same tokens: the
             next turn of a conversation, of this call or another (`inference/prefix_cache.py`). Needs `context`. Answers and drafts are those

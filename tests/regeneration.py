@@ -81,6 +81,11 @@ CONVERSATIONS = [
 ]
 
 
+def halves(row):
+    """The prompt and the continuation of a row that continues a text."""
+    return row["text"][: row["given"]], row["text"][row["given"] :]
+
+
 ROLES = {
     "c9": ["system", *["user", "assistant"] * 3],
     "c10": ["user", "assistant"],

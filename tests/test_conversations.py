@@ -422,3 +422,24 @@ def test_real_examples():
     )
     tasks = examples_of(SHARED / "eval" / "spec_tasks.jsonl.gz")
     assert len(tasks) == 644 and sum(len(example.messages or ()) for example in tasks) == 724
+
+
+@pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
+def test_files_have_no_splits(wanted, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match="which is no data set of the Hub; name the files that are wanted"):
+        read(Source(path=str(tmp_path), **wanted))
+
+
+def test_times_and_decimals_of_tables_are_text(tmp_path):
+    import datetime
+    import decimal
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    call = {"name": "at", "arguments": {"when": datetime.datetime(2026, 11, 26, 7), "sum": decimal.Decimal("1.50")}}
+    messages = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
+    (example,) = read(Source(path=str(tmp_path / "rows.parquet")))
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"when": "2026-11-26 07:00:00", "sum": "1.50"}

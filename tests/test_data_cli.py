@@ -125,7 +125,9 @@ def test_the_target_answers_anew(target_folder, chats, tmp_path, capsys):
     command = ["regenerate", str(few), str(out), "--target", str(target_folder), "--max-new-tokens", "5", "--prompt-tokens", "9"]
     exit_on_error(data_cli.main, command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["id"] for row in rows] == ["0", "1", "2"] and all(row["prompt"] == "Number " + row["id"] + " " for row in rows)
+    assert [row["id"] for row in rows] == ["0", "1", "2"] and all(
+        row["text"][: row["given"]] == "Number " + row["id"] + " " for row in rows
+    )
     before = out.read_bytes()
     exit_on_error(data_cli.main, command)
     assert out.read_bytes() == before and "3 rows" in capsys.readouterr().out

@@ -69,7 +69,11 @@ def test_calls_and_reasoning_tell_examples_apart():
 
 
 def test_empty_examples_are_duplicates_of_each_other_only():
-    assert reasons(chat(), text("a"), text("?!"), chat("", "")) == ["", "", "exact duplicate", ""]
+    assert reasons(chat(), text("a"), text(" "), chat("", "")) == ["", "", "exact duplicate", ""]
+
+
+def test_examples_without_words_are_compared_as_they_are():
+    assert reasons(chat("🙂", "🎉"), chat("?!", "…"), chat("?!", "..."), chat("+", "-")) == ["", "", "exact duplicate", ""]
 
 
 def test_short_texts_are_duplicates_only_if_equal():

@@ -162,6 +162,25 @@ def test_a_held_out_source_is_part_of_the_plan_even_where_it_is_the_usual_one(to
     assert CorpusPlan((stdlib,)).key(tokenizer) != CorpusPlan((stdlib,), (stdlib,)).key(tokenizer)
 
 
+def test_a_text_may_have_a_beginning_that_is_given_and_an_end_that_is_none(tokenizer, tmp_path):
+    """As regenerated texts have them. A target with a chat template reads them as texts too."""
+    rows = [{"text": f"{n}+{n}={2 * n}, as {n} has it", "given": len(f"{n}+{n}=")} for n in range(30)]
+    rows = [row | ({"finish_reason": "length"} if n % 2 else {}) for n, row in enumerate(rows)]
+    corpora = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
+    for n, end in ((6, "<|endoftext|>"), (7, "")):
+        ids, mask = corpora["train"].sample(n)
+        assert tokenizer.decode(ids[mask]) == f"{2 * n}, as {n} has it{end}" and tokenizer.decode(ids[~mask]) == f"{n}+{n}="
+    with pytest.raises(ValueError, match="c.jsonl:1: `given` is 99, expected how many characters"):
+        load(CorpusPlan((write(tmp_path / "c.jsonl", [rows[0] | {"given": 99}]),), seq_len=64), tokenizer, tmp_path / "cache")
+
+
+def test_an_answer_that_was_cut_off_has_no_end(tokenizer, tmp_path):
+    rows = [{"prompt": f"Row {n}?", "completion": f"It is {n * n}", "finish_reason": "length"} for n in range(30)]
+    corpora = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=64, near=1.0), tokenizer, tmp_path / "cache")
+    ids, mask = corpora["train"].sample(5)
+    assert tokenizer.decode(ids[mask]) == "It is 25" and tokenizer.decode(ids).startswith("<|im_start|>user\nRow 5?<|im_end|>")
+
+
 def test_a_prompt_without_an_answer_has_nothing_to_learn(tmp_path):
     rows = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}!"} for n in range(300)] + [{"prompt": "8+9=", "completion": ""}]
     corpora = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=64, near=1.0), byte_tokenizer(), tmp_path / "cache")

@@ -3,7 +3,21 @@
 import json
 
 import pytest
-from regeneration import CONVERSATIONS, NEW, POSITIONS, ROLES, SAMPLED, alone, chat, make_target, refused, render, rows_of, with_misfits
+from regeneration import (
+    CONVERSATIONS,
+    NEW,
+    POSITIONS,
+    ROLES,
+    SAMPLED,
+    alone,
+    chat,
+    halves,
+    make_target,
+    refused,
+    render,
+    rows_of,
+    with_misfits,
+)
 
 from draftsmith.data import regenerate
 from draftsmith.data.conversation_state import ConversationState, given_hash
@@ -34,8 +48,10 @@ def test_every_answer_is_the_one_the_target_gives_alone_after_the_new_answers(ta
         reasons += ends
         assert row["domain"] == source.domain and row.get("tools") == source.tools
         if source.messages is None:
-            assert source.text.startswith(row["prompt"]) and row["prompt"]
-            assert [(row["completion"], ends[0])] == [alone(target, settings, row["prompt"], source.id, 0)]
+            prompt, completion = halves(row)
+            assert source.text.startswith(prompt) and prompt
+            assert [(completion, ends[0])] == [alone(target, settings, prompt, source.id, 0)]
+            assert row.get("finish_reason", "stop") == ends[0]
             continue
         messages, turn = row["messages"], 0
         assert [message["role"] for message in messages] == ROLES[source.id]
@@ -65,7 +81,7 @@ def test_a_text_without_a_prompt_of_its_own_gives_its_first_tokens_and_never_hal
         text = "Ün more" if tokens == 500 else "Ünïform"
         out = tmp_path / str(tokens)
         with_decoder([Conversation("a", "d", text=text)], out, target, Settings(max_new_tokens=2, prompt_tokens=tokens), show=False)
-        assert rows_of(out)[0]["prompt"] == prompt
+        assert halves(rows_of(out)[0])[0] == prompt
 
 
 def test_what_was_continued_keeps_the_space_that_a_tokenizer_drops_in_front(target):
@@ -161,8 +177,8 @@ def test_messages_need_a_chat_template_and_texts_do_not(target, tmp_path):
     texts = [both, *(source for source in CONVERSATIONS if source.messages is None)]
     with_decoder(texts, out, bare, SAMPLED, show=False)
     rows = rows_of(out)
-    assert [row["prompt"] for row in rows] == ["Who? ", "def parse_", texts[2].text[:62]]
-    assert [row["completion"] for row in rows] == [alone(bare, SAMPLED, row["prompt"], row["id"], 0)[0] for row in rows]
+    assert [halves(row)[0] for row in rows] == ["Who? ", "def parse_", texts[2].text[:62]]
+    assert [halves(row)[1] for row in rows] == [alone(bare, SAMPLED, halves(row)[0], row["id"], 0)[0] for row in rows]
     refused(
         tmp_path / "no",
         "'b' has messages, target .* no chat template",

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from regeneration import CALL, CONVERSATIONS, NEW, ROLES, SAMPLED, TOOLS, Stub, ask, asks, chat, refused, rows_of, without_waits
+from regeneration import CALL, CONVERSATIONS, NEW, ROLES, SAMPLED, TOOLS, Stub, ask, asks, chat, halves, refused, rows_of, without_waits
 
 from draftsmith.data import regenerate, server
 from draftsmith.data.conversations import Conversation
@@ -24,7 +24,7 @@ def test_a_server_is_asked_turn_by_turn_after_its_own_answers(tmp_path, quick):
     rows = {row["id"]: row for row in rows_of(tmp_path / "out")}
     assert {name: [m["role"] for m in row["messages"]] for name, row in rows.items() if "messages" in row} == ROLES
     assert [m["content"] for m in rows["c9"]["messages"][2::2]] == ["answer 2 to One?", "answer 4 to Two?", "answer 6 to Three?"]
-    assert rows["t1"]["prompt"] == "def parse_" and rows["t1"]["completion"] == "answer 0 to def parse_"
+    assert halves(rows["t1"]) == ("def parse_", "answer 0 to def parse_")
     assert "OLD" not in json.dumps([body for _, body, _ in stub.asked])
     last = max((body for _, body, _ in stub.asked if "messages" in body), key=lambda body: len(body["messages"]))
     assert [m["content"] for m in last["messages"]] == [m["content"] for m in rows["c9"]["messages"][:6]]
@@ -47,8 +47,8 @@ def test_a_text_without_a_prompt_is_cut_at_a_word_for_a_server(tmp_path, quick):
     with Stub() as stub:
         ask(stub, tmp_path / "out", texts, Settings(prompt_tokens=1))
         ask(stub, tmp_path / "undisturbed", texts, Settings(prompt_tokens=9))
-    assert [row["prompt"] for row in sorted(rows_of(tmp_path / "out"), key=lambda row: row["id"])] == ["one", "短い文章", "  "]
-    assert [row["prompt"] for row in sorted(rows_of(tmp_path / "undisturbed"), key=lambda row: row["id"])] == [text.text for text in texts]
+    assert [halves(row)[0] for row in sorted(rows_of(tmp_path / "out"), key=lambda row: row["id"])] == ["one", "短い文章", "  "]
+    assert [halves(row)[0] for row in sorted(rows_of(tmp_path / "undisturbed"), key=lambda row: row["id"])] == [text.text for text in texts]
     assert all("seed" not in body for _, body, _ in stub.asked), "a greedy answer has no seed"
 
 

@@ -210,13 +210,17 @@ def request(tokens: list[int]) -> RequestRecord:
     return RequestRecord("p", "all", "", "0", 1, 4, tokens, "length", [Round(3, 1, 1)] * len(tokens), len(tokens), True)
 
 
+def test_conversations_need_a_chat_template(tmp_path, tokenizer):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": "q"}]}) + "\n")
+    with pytest.raises(ValueError, match="'a' has messages, and this tokenizer no chat template; give texts, or a target with one"):
+        list(datastore.read(str(tmp_path / "chats.jsonl"), tokenizer))
+
+
 def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, capsys):
     text = "def parse_line(line):\n    return line.strip().split()\n"
     (tmp_path / "code.txt").write_text(text)
     with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write(
-            json.dumps({"messages": [{"role": "user", "content": "q"}]}) + "\n" + json.dumps({"prompt": "a = ", "completion": "1"}) + "\n"
-        )
+        file.write(json.dumps({"text": ""}) + "\n" + json.dumps({"prompt": "a = ", "completion": "1"}) + "\n")
     (tmp_path / "measured").mkdir()
     records = RecordStore(tmp_path / "measured")
     header = {name: {} for name in ("drafter", "settings", "skipped")} | {

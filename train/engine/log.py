@@ -216,7 +216,7 @@ class Log:
 
 
 def means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Sums over all ranks, divided by what those of all ranks are divided by; 0 where that is 0. All ranks call it.
+    """Sums over all ranks, divided by what those of all ranks are divided by; none but the loss where that is 0. All ranks call it.
 
     Args:
         sums: this rank's, as `sums_of`.
@@ -239,7 +239,7 @@ def _summed(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, tupl
 
 
 def _divided(total: dict[str, tuple[float, float]]) -> dict[str, float]:
-    return {name: value / count if count else 0.0 for name, (value, count) in total.items()}
+    return {name: value / max(count, 1.0) for name, (value, count) in total.items() if count or name == "loss"}
 
 
 def _cut(file: Path, done: int) -> int:
