@@ -17,10 +17,12 @@ from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.reading import read_json
 from draftsmith.inference.terminal import printable
+from draftsmith.models.formats.note import without_serve
 from draftsmith.models.target import SHIPPED
 
 BEGIN, END = "<!-- draftsmith eval: begin -->", "<!-- draftsmith eval: end -->"
 FOLDER = "<this folder>"  # stands for the artifact in commands, until it is published
+NOT_MEASURED = f"Not measured yet: `draftsmith eval {FOLDER}` writes the table here."
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 LICENCE = ("license", "license_name", "license_link")  # of a front matter
 METRIC = "tokens_per_round"
@@ -49,14 +51,22 @@ _LIMIT_OF_HEADS = "- It generates nothing without its target."
 _LIMIT_OF_MODELS = "- It is small, and trained to agree with its target: its own text, without one, is not meant to be read."
 
 
-def write(folder: Path, method: str, target: dict[str, Any] | None, training: dict[str, Any] | None, measured: str = "") -> None:
+def write(
+    folder: Path,
+    method: str,
+    target: dict[str, Any] | None,
+    training: dict[str, Any] | None,
+    licence: dict[str, str] | None = None,
+    measured: str = "",
+) -> None:
     """Write the model card, README.md.
 
     Args:
         folder: of the artifact.
         method: of the drafter. A draft model is a model of transformers too, and its card says how to use it there.
         target: a `TargetIdentity` as a dict.
-        training: what the config says of the training: steps, tokens, positions, data.
+        training: what the config says of the training: steps, tokens, positions, data; or where an imported drafter came from.
+        licence: fields of its front matter, of an imported drafter.
         measured: the text of `measured`; without one the card says that nothing is measured yet.
     """
     target, training, draft_model = target or {}, training or {}, method == DraftModel.method
@@ -64,11 +74,14 @@ def write(folder: Path, method: str, target: dict[str, Any] | None, training: di
     lines = [f"# {'Draft model' if draft_model else f'{method} drafter'} for {name or 'a target'}"]
     for heading, text in sections(method, target, training, measured).items():
         lines += ["", f"## {heading}", "", text] if heading else ["", text]
-    durable.write_text(folder / "README.md", _joined(front_matter(method, target, training), "\n" + "\n".join(lines) + "\n"))
+    durable.write_text(
+        folder / "README.md", _joined(front_matter(method, target, training) | (licence or {}), "\n" + "\n".join(lines) + "\n")
+    )
 
 
 def front_matter(method: str, target: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    """What the Hub reads: library, tags, task, target, data sets of the Hub, and the target's licence where a copy of its card is at hand.
+    """What the Hub reads: library, tags, task, target, data sets of the Hub, and the target's licence where a copy of its card is at hand and
+    the drafter was trained here.
 
     A head is of use with its target alone, which of the Hub's relations is `adapter`; a draft model has none of them to its target, and
     without any the Hub would call a head a fine-tune.
@@ -85,16 +98,21 @@ def front_matter(method: str, target: dict[str, Any], training: dict[str, Any]) 
     ).to_dict()
     if base and not draft_model:
         fields["base_model_relation"] = "adapter"
-    return fields | licence_of_target(name)
+    return fields if training.get("imported") else fields | licence_of_target(name)
 
 
 def licence_of_target(name: str) -> dict[str, str]:
     """The licence that a target's own card states: of a folder, or of a card in the Hub's cache; {} where none is at hand. Asks no network."""
     folder = Path(SHIPPED.get(name, name))
     file = str(folder / "README.md") if folder.is_dir() else try_to_load_from_cache(name, "README.md") if HUB_ID.fullmatch(name) else None
-    if not isinstance(file, str) or not Path(file).is_file():
+    return licence_in(Path(file)) if isinstance(file, str) else {}
+
+
+def licence_in(card: Path) -> dict[str, str]:
+    """The licence that a card states; {} where there is no card, or no licence in it."""
+    if not card.is_file():
         return {}
-    fields, _ = split(Path(file).read_text(encoding="utf-8", errors="replace"))
+    fields, _ = split(card.read_text(encoding="utf-8", errors="replace"))
     return {key: str(fields[key]) for key in LICENCE if fields and fields.get(key)}
 
 
@@ -103,7 +121,7 @@ def sections(method: str, target: dict[str, Any], training: dict[str, Any], meas
     name, adapted, draft_model = _name(target), bool(target.get("adapter_hash")), method == DraftModel.method
     first = (
         f"This model drafts tokens for `{name}` (revision `{target.get('revision') or 'local'}`, {target.get('dtype')}), which verifies\n"
-        f"{_ADAPTED.format(name=name) if adapted else _OWN} It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how."
+        f"{_ADAPTED.format(name=name) if adapted else _OWN} {_origin(training)}"
     )
     use = ["```", f'draftsmith generate --target {name} --drafter {FOLDER} "..."', "```"]
     path = f"models/{SHIPPED[name].name}" if name in SHIPPED else name
@@ -115,10 +133,16 @@ def sections(method: str, target: dict[str, Any], training: dict[str, Any], meas
         "": first,
         "Target": _target_table(target),
         "Training": _training(training),
-        "Acceptance": "\n".join((BEGIN, measured or f"Not measured yet: `draftsmith eval {FOLDER}` writes the table here.", END)),
+        "Acceptance": "\n".join((BEGIN, measured or NOT_MEASURED, END)),
         "Limits": "\n".join((_LIMITS, _LIMIT_OF_MODELS if draft_model else _LIMIT_OF_HEADS)),
         "Use": "\n".join(use),
     }
+
+
+def _origin(training: dict[str, Any]) -> str:
+    if imported := training.get("imported"):
+        return f"Its authors trained it; Draftsmith took it in from `{printable(str(imported), keep='')}`."
+    return "It was trained with Draftsmith; `recipe.yaml` and `run.json` beside this file say how."
 
 
 def _target_table(target: dict[str, Any]) -> str:
@@ -131,6 +155,8 @@ def _target_table(target: dict[str, Any]) -> str:
 
 def _training(training: dict[str, Any]) -> str:
     steps, tokens, positions = (training.get(key) for key in ("steps", "tokens", "positions"))
+    if training.get("imported") and not steps:
+        return "Not recorded here: see its authors' card."
     lines = [
         f"Trained for {steps or '?'} steps, {f'{tokens:,}' if isinstance(tokens, int) else '?'} tokens, on sequences of up to "
         f"{positions or '?'} positions."
@@ -272,11 +298,13 @@ def published(text: str, config: dict[str, Any], method: str, content: dict[str,
     own = front_matter(method, target, training)
     tags = list(dict.fromkeys([*(fields.get("tags") or ()), *own["tags"]]))
     fields = own | fields | {"tags": tags} | (results(content) if content else {})
+    if not content:  # what stands there is of an evaluation that is gone
+        fields.pop("model-index", None)
+        body = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", f"{BEGIN}\n{NOT_MEASURED}\n{END}", body, flags=re.S)
     for heading, section in sections(method, target, training).items():
         if heading and f"\n## {heading}\n" not in body:
             body = f"{body.rstrip()}\n\n## {heading}\n\n{section}\n"
-    body = re.sub(r"\n## Serve\n.*?(?=\n## |\Z)", "", body, flags=re.S)
-    return _joined(fields, f"{body.rstrip()}\n\n## Serve\n\n{serve}\n".replace(FOLDER, repo))
+    return _joined(fields, f"{without_serve(body).rstrip()}\n\n## Serve\n\n{serve}\n".replace(FOLDER, repo))
 
 
 def measured(report: Report, details: str) -> str:

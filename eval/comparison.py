@@ -261,7 +261,10 @@ def _table(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]], ce
     several = any("domain" in row for row in rows)
     for name in header if several else header[1:]:
         text = name in ("domain", "drafter")
-        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+        # A setting may be long; it must not take the names' place.
+        least = min(12, max((len(row["drafter"]) for row in rows), default=0)) if name == "drafter" else None
+        wraps = text or name == "T"
+        table.add_column(name, justify="left" if text else "right", no_wrap=not wraps, overflow="fold", min_width=least)
     for row in rows:
         first = (cell(row.get("domain", "all")),) if several else ()
         table.add_row(*first, cell(row["drafter"]), row["setting"], *cells(row))

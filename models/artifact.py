@@ -15,7 +15,17 @@ from draftsmith.inference.tree_limits import LIMITS
 from draftsmith.models.identity import TargetIdentity
 from draftsmith.models.model_files import check_config, model_file, resolve_path
 
-__all__ = ["DEEPEST", "MASK_TOKEN", "check_notes", "check_settings", "check_tree", "mask_token", "raw_config", "student_entry"]
+__all__ = [
+    "DEEPEST",
+    "MASK_TOKEN",
+    "check_confidence",
+    "check_notes",
+    "check_settings",
+    "check_tree",
+    "mask_token",
+    "raw_config",
+    "student_entry",
+]
 
 DEEPEST = LIMITS["depth"][1]  # most heads or steps of a drafter
 MASK_TOKEN = "pard_token"  # key of a parallel draft model's config, as AMD's have it
@@ -67,11 +77,7 @@ def check_settings(raw: dict[str, Any], config_class: type[PretrainedConfig], so
     if any(type(tap) is not int or tap < 0 for tap in taps):
         raise ValueError(f"{source}: `taps` should be layer numbers, got {str(taps)[:60]}; correct it or restore the file")
     check_tree(raw.get("tree"), f"{source}: `tree`")
-    if (weights := raw.get("confidence_weights")) is not None:
-        try:
-            Confidence.parse(weights)
-        except ValueError as error:
-            raise ValueError(f"{source}: `confidence_weights`: {error}: correct it or restore the file") from None
+    check_confidence(raw, source)
     check_notes(raw, source)
 
 
@@ -125,6 +131,15 @@ def mask_token(path: str) -> int | None:
     """
     raw, source = raw_config(resolve_path(path))
     return field(raw, MASK_TOKEN, (int, type(None)), source)
+
+
+def check_confidence(raw: dict[str, Any], source: str) -> None:
+    """Check the entry `confidence_weights`."""
+    if (weights := field(raw, "confidence_weights", (dict, type(None)), source)) is not None:
+        try:
+            Confidence.parse(weights)
+        except ValueError as error:
+            raise ValueError(f"{source}: `confidence_weights`: {error}: correct it or restore the file") from None
 
 
 def check_notes(raw: dict[str, Any], source: str) -> None:

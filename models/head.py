@@ -77,6 +77,11 @@ class Head:
         scale = float((own * bare).sum() / (bare * bare).sum())
         return 1.0 if abs(scale - 1) < 0.01 else scale  # soft-capping alone: 1, but for rounding
 
+    @property
+    def soft_cap(self) -> float | None:
+        """c of the soft-capping c · tanh(x / c) of logits (Gemma 2); None for most models."""
+        return getattr(self._shell.config.get_text_config(), "final_logit_softcapping", None)
+
     @torch.no_grad()
     def in_float32(self, hidden: Tensor) -> Tensor:
         """The logits [...,V] of hidden [...,H] in float32 whatever the weights' dtype, without the rounding of the head's own arithmetic."""
@@ -85,7 +90,7 @@ class Head:
         if bias is not None:
             logits += bias
         logits *= self.scale
-        if cap := getattr(self._shell.config.get_text_config(), "final_logit_softcapping", None):
+        if cap := self.soft_cap:
             logits = cap * (logits / cap).tanh()
         return logits
 

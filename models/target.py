@@ -375,6 +375,11 @@ class Target:
         """What `logits` multiplies the bare head's output by (Cohere, Granite), soft-capping aside; 1.0 for most models."""
         return self._head.scale
 
+    @property
+    def soft_cap(self) -> float | None:
+        """c of the soft-capping c · tanh(x / c) that `logits` ends with (Gemma 2); None for most models."""
+        return self._head.soft_cap
+
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> input embeddings [...,H], as the model's embedding module returns them.
 

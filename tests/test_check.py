@@ -446,5 +446,8 @@ def test_the_command(workshop, tmp_path, capsys):
         command.main([str(copy), "--target", str(workshop / "target"), "--engine", "vllm"])
     lines = capsys.readouterr().out.splitlines()
     assert exit.value.code == 1 and len(lines) == 2 and all(line.startswith("vLLM: ") for line in lines)
+    for option in ("--python", "--depth"):
+        line = failing(capsys, command.main, [copy, "--target", workshop / "target", option, "3"])
+        assert f"{option} is of a run in an engine; give --serve vllm too" in line
     ours = failing(capsys, command.main, [workshop / "eagle3", "--target", workshop / "target"])
     assert "artifact of Draftsmith's own" in ours

@@ -9,13 +9,13 @@ from export_cases import save_drafter, save_target
 from random_targets import randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaModel
+from transformers import LlamaModel, PhiConfig, PhiForCausalLM
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
-from draftsmith.models.drafter import load_drafter
+from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.formats import published
-from draftsmith.models.formats.hydra import HYDRA_FILE
+from draftsmith.models.formats.hydra import HYDRA_FILE, write_hydra
 from draftsmith.models.formats.verify import faults
 from draftsmith.models.target import Target
 from draftsmith.train.exchange import export, take_in
@@ -136,6 +136,17 @@ def test_an_export_loads_into_the_authors_code(tmp_path, workshop, target, name,
     again = load_drafter(tmp_path / "again", target)
     assert again.config.tree == drafter.config.tree and again.config.target == drafter.config.target
     same(again, authors, target)
+
+
+def test_a_shared_head_s_bias_goes_along(tmp_path):
+    sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    target = Target.wrap(randomise(PhiForCausalLM(PhiConfig(vocab_size=V, **sizes)), 0.2).eval(), name="somebody/target")
+    assert target.head.bias.abs().max() > 0
+    drafter = randomise(new_drafter("hydra", target, num_heads=2, share_head=True), 0.2).eval()
+    write_hydra(drafter, tmp_path, torch.float32)
+    again = published.read_published(str(tmp_path), target)
+    ids = torch.arange(24)[None] * 7 % V
+    torch.testing.assert_close(logits_of(again, target, ids)[1], logits_of(drafter, target, ids)[1], rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_that_differ_have_no_place_there(tmp_path, workshop, target, capsys):

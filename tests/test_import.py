@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models.artifact_files import TERMS
 from draftsmith.models.drafter import load_drafter
 from draftsmith.models.formats import published
 from draftsmith.models.target import Target
@@ -104,6 +105,23 @@ def test_import_makes_the_artifact_again(workshop, target, name, engine, tmp_pat
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert "expected a new or an empty folder" in failing(capsys, take_in.main, [folder, "--output", output])
     assert "is no published" in failing(capsys, take_in.main, [workshop / name, "--output", tmp_path / "again"])
+
+
+def test_terms_of_an_imported_drafter_are_its_authors(workshop, tmp_path):
+    theirs = edited(workshop / "out" / "medusa for vllm", tmp_path / "theirs", lambda config, tensors: None)
+    for file in theirs.glob("*LICENSE*"):
+        file.unlink()
+    words = [str(theirs), "--target", str(workshop / "target"), "--output"]
+    (theirs / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# Theirs\n")
+    (theirs / "NOTICE.txt").write_text("Name us.\n")
+    take_in.main([*words, str(tmp_path / "a")])
+    text = (tmp_path / "a" / "README.md").read_text()
+    assert "license: cc-by-nc-4.0\n" in text and "Its authors trained it; Draftsmith took it in from `theirs`." in text
+    assert "was trained with Draftsmith" not in text and "recipe.yaml" not in text and "Not recorded here" in text
+    assert (tmp_path / "a" / "NOTICE.txt").read_text() == "Name us.\n" and not (tmp_path / "a" / "LICENSE").exists()
+    (theirs / "README.md").unlink()
+    take_in.main([*words, str(tmp_path / "b")])
+    assert "license" not in (tmp_path / "b" / "README.md").read_text(), "not the target's"
 
 
 def without_our_words(config, tensors):
@@ -220,7 +238,7 @@ def test_what_is_and_what_is_no_published_folder(workshop, tmp_path):
         assert published.format_of(path) == ""
 
 
-def test_a_hub_id_downloads_the_config_the_weights_and_nothing_else(workshop, target, monkeypatch):
+def test_a_hub_id_downloads_the_config_the_weights_the_terms_and_nothing_else(workshop, target, monkeypatch):
     seen = {}
 
     def snapshot(source, allow_patterns):
@@ -231,4 +249,5 @@ def test_a_hub_id_downloads_the_config_the_weights_and_nothing_else(workshop, ta
     monkeypatch.setattr(published, "raw_config", lambda source: ({"architectures": ["LlamaForCausalLMEagle3"]}, "config.json"))
     drafter = published.read_published("someone/eagle3-head", target)
     assert drafter.config.version == 3 and drafter.config.tree == CHAIN
-    assert seen == {"someone/eagle3-head": ["config.json", "*.safetensors", "*.safetensors.index.json", "draftsmith.json"]}
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "README.md", *TERMS, "draftsmith.json"]
+    assert seen == {"someone/eagle3-head": wanted}

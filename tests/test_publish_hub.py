@@ -240,8 +240,24 @@ def test_an_artifact_without_an_evaluation_is_refused(server, artifact, capsys):
         (artifact / name).unlink()
     assert "has no evaluation; run `draftsmith eval" in refused(capsys, artifact)
     assert server.requests == []
+    assert "model-index" in (artifact / "README.md").read_text()
     run(artifact, "--without-evaluation")
-    assert "acceptance.json" not in there(server)
+    sent = there(server)
+    assert "acceptance.json" not in sent and b"model-index" not in sent["README.md"] and b"Not measured yet" in sent["README.md"]
+
+
+def test_what_nobody_could_load_is_refused(server, workshop, artifact, tmp_path, capsys):
+    for name in ("acceptance.json", "records.jsonl"):
+        (artifact / name).unlink()
+    good, config = load_file(artifact / "model.safetensors"), json.loads((artifact / "config.json").read_text())
+    first = next(iter(good))
+    for change, says in (({first: good[first] * float("nan")}, "has NaN or infinite weights in"), ({first: good[first][:1]}, first)):
+        save_file(good | {name: tensor.contiguous() for name, tensor in change.items()}, artifact / "model.safetensors", {"format": "pt"})
+        assert says in refused(capsys, artifact, "--without-evaluation")
+    save_file(good, artifact / "model.safetensors", {"format": "pt"})
+    adapted = config | {"target": config["target"] | {"adapter_hash": "a" * 64}}
+    (artifact / "config.json").write_text(json.dumps(adapted))
+    assert "adapter" in refused(capsys, artifact, "--without-evaluation") and server.requests == []
 
 
 def test_an_evaluation_of_other_weights_is_refused(server, artifact, capsys):
@@ -297,9 +313,10 @@ def test_the_same_again_sends_nothing(server, artifact, capsys):
 
 def test_files_of_an_earlier_publication_go_and_other_files_stay(server, artifact, capsys):
     run(artifact, "--formats", "vllm")
-    server.repositories[REPO].files |= {"images/mine.jpg": b"x", "notes.txt": b"y", "engines/mine/a.txt": b"z"}
+    by_hand = {"images/mine.jpg": b"x", "notes.txt": b"y", "engines/mine/a.txt": b"z", "LICENSE": b"MIT"}
+    server.repositories[REPO].files |= by_hand
     folder = run(artifact)
-    assert there(server) == files_of(folder) | {"images/mine.jpg": b"x", "notes.txt": b"y", "engines/mine/a.txt": b"z"}
+    assert there(server) == files_of(folder) | by_hand
     assert "deleted there, being of an earlier publication: engines/vllm/config.json" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import torch
 from draftsmith.models.dflash import DflashConfig, DflashModel
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
+from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.peagle import PeagleModel
 from draftsmith.models.target import Target
@@ -187,6 +188,10 @@ def limits_of(drafter: Any, target: Target) -> list[Limit]:
         return eagle_limits(drafter.config, target)
     if isinstance(drafter, DflashModel):
         return _dflash_limits(drafter.config, target)
+    if isinstance(drafter, MedusaModel):
+        capped = drafter.config.share_head and target.soft_cap
+        why = "applies the target's head without its soft-capping: equal first choices, other probabilities"
+        return [Limit(engine, why, False) for engine in ("vLLM", "TensorRT-LLM")] if capped else []
     return _mlp_limits(drafter.config) if isinstance(drafter, MlpModel) else []
 
 

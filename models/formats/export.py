@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +12,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
+from draftsmith.models.artifact_files import TERMS
 from draftsmith.models.formats import gguf_file, quantise
 from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
@@ -20,7 +22,7 @@ from draftsmith.models.formats.medusa import write_medusa
 from draftsmith.models.formats.mlp import write_mlp
 from draftsmith.models.formats.mtp import FILE as MTP_FILE
 from draftsmith.models.formats.mtp import write_mtp
-from draftsmith.models.formats.note import NOTE, licence_of, write_note
+from draftsmith.models.formats.note import NOTE, licence_of, without_serve, write_note
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.formats.rules import path_faults
 from draftsmith.models.formats.student import fitted, write_student
@@ -36,7 +38,6 @@ KEPT = (
     "report.html",
     "survival.png",
 )  # of an artifact: how it was trained, and what was measured
-LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 class Source(NamedTuple):
@@ -119,8 +120,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
     def write(part: Path) -> None:
         ours = _write_format(source, family, engine, part, called, dtype, kind)
         _write_beside(source, engine, family, part, _card(source, family, engine, row))
-        said = faults(part, target, [engine])
-        said += differences(part, engine, family, ours, target, tolerance_of(target, dtype))
+        said = faults(part, target, [engine]) or differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
             raise ValueError(f"the export failed its own check, and was not written: {'; '.join(said)}")
 
@@ -164,7 +164,9 @@ def export_names(source: Source, kind: str, folder: Path, dtype: torch.dtype) ->
         ]:
             raise ValueError(f"the export failed its own check, and was not written: {wrong[0]} is read as other numbers")
         card = source.folder / "README.md" if source.folder else None
-        before = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+        before = (
+            without_serve(card.read_text(encoding="utf-8")) if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+        )
         _write_beside(source, kind, family, part, f"{before.rstrip()}\n\n{text}\n")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +183,7 @@ def _write_format(source: Source, family: str, engine: str, part: Path, called: 
     if not kind:
         return _write_weights(source, family, engine, part, called, dtype)
     if family == "student":
-        gguf_file.check_student(source.drafter)  # for others there is no second reading of such weights
+        gguf_file.check_student(source.drafter, f"--quantise {kind}", "leave --quantise out")  # for others there is no second reading
     if engine == "gguf":
         quantise.check_blocks(source.drafter)
     ours = _write_weights(source, family, engine, part, called, dtype, eight_bits=engine == "gguf")
@@ -220,7 +222,10 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, called:
     if engine == "tensorrt-llm" and family == "eagle3":
         settings = {"decoding_type": "Eagle3", "max_draft_len": source.depth, "speculative_model": called}
         _write_yaml(part, settings | {"eagle3_layers_to_capture": list(drafter.taps)})
-    return drafter.to(dtype).float()
+    rounded = copy.deepcopy(drafter).to(dtype).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it was said when the drafter was loaded
+        return rounded.attach(target)
 
 
 def _write_yaml(part: Path, settings: dict[str, Any]) -> None:
@@ -237,19 +242,20 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
     target_folder = Path(source.target.name)
     licences = {"target": licence_of(target_folder), "drafter": licence_of(source.folder) if source.folder else ""}
     for origin, prefix in ((target_folder, "target-"), (source.folder, "")):
-        for file in [file for pattern in LICENCES for file in origin.glob(pattern)] if origin and origin.is_dir() else []:
+        for file in [file for pattern in TERMS for file in origin.glob(pattern)] if origin and origin.is_dir() else []:
             if file.is_file():
                 shutil.copyfile(file, part / (prefix + file.name))
     durable.write_text(part / "README.md", card)
     drafter = {"target": source.made_for, "tree": source.tree, "training": source.training}
-    drafter |= {"confidence": source.confidence} if family == "student" else {"depth": source.steps}
+    weights = getattr(getattr(source.drafter, "config", None), "confidence_weights", None)
+    drafter |= {"confidence": source.confidence} if family == "student" else {"depth": source.steps, "confidence_weights": weights}
     write_note(part, engine, family, drafter, source.folder, licences)
 
 
 def _card(source: Source, family: str, engine: str, row: Row) -> str:
     """The artifact's card, and how to serve this folder."""
     card = source.folder / "README.md" if source.folder else None
-    text = card.read_text(encoding="utf-8") if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
+    text = without_serve(card.read_text(encoding="utf-8")) if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
     serve = serving(row, source.target.name, "<this folder>", source.depth)
     checked = "was run with folders like this one" if row.proof == "run" else "was not run: the folder follows the rules in its source"
     return f"{text.rstrip()}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"

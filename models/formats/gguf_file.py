@@ -51,8 +51,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]
     )
 
 
-def check_student(model: PreTrainedModel) -> None:
-    """Raises ValueError for a draft model that is no plain Llama: its file would be a guess."""
+def check_student(model: PreTrainedModel, option: str = "--to gguf", other_way: str = _OTHER_WAY) -> None:
+    """Raises ValueError for a draft model that is no plain Llama: its file would be a guess. option, other_way: of the error."""
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     odd = [f"model_type {config.model_type}"] if config.model_type != "llama" else []
@@ -60,7 +60,7 @@ def check_student(model: PreTrainedModel) -> None:
     odd += [f"RoPE of type {rope['rope_type']}"] if rope.get("rope_type", "default") != "default" else []
     odd += [f"hidden_act {config.hidden_act}"] if getattr(config, "hidden_act", "silu") != "silu" else []
     if odd:
-        raise ValueError(f"--to gguf: only plain Llamas are written here, not {', '.join(odd)}; {_OTHER_WAY}")
+        raise ValueError(f"{option}: only plain Llamas are written here, not {', '.join(odd)}; {other_way}")
 
 
 def write_llama(

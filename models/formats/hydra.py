@@ -35,7 +35,8 @@ PREFIX = {"mlp": False, "prefix-mlp": True}  # hydra_head_arch -> whether a deco
 
 
 def write_hydra(drafter: HydraModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write config.json and the weights. Heads get a copy of the target's output layer where they share it, and a bias of 0 where they have none.
+    """Write config.json and the weights. Heads get a copy of the target's output layer where they share it, and a bias of 0 where neither
+    has one.
 
     Args:
         drafter: attached to its target.
@@ -59,7 +60,9 @@ def write_hydra(drafter: HydraModel, folder: Path, dtype: torch.dtype) -> None:
         if config.share_head:
             state[f"hydra_lm_head.{k}.weight"] = target.head_weight * target.head_scale
         if not config.head_bias:
-            state[f"hydra_lm_head.{k}.bias"] = torch.zeros(config.vocab_size, device=target.device)
+            bias = getattr(target.head, "bias", None) if config.share_head else None
+            none = torch.zeros(config.vocab_size, device=target.device)
+            state[f"hydra_lm_head.{k}.bias"] = none if bias is None else bias * target.head_scale
     names = hydra_heads(config.num_layers, config.prefix)
     tensors = {
         stored: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in state.items() for stored in names.theirs(name)

@@ -5,14 +5,15 @@ That is the target's identity, the draft tree, the depth, the notes on training,
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from draftsmith.inference import durable
 from draftsmith.inference.reading import field, read_json
-from draftsmith.models.artifact import DEEPEST, check_notes, check_tree
+from draftsmith.models.artifact import DEEPEST, check_confidence, check_notes, check_tree
 
-__all__ = ["NOTE", "licence_of", "read_note", "write_note"]
+__all__ = ["NOTE", "licence_of", "read_note", "without_serve", "write_note"]
 
 NOTE = "draftsmith.json"
 
@@ -23,7 +24,7 @@ def write_note(folder: Path, engine: str, family: str, drafter: dict[str, Any], 
     Args:
         folder: its other files are hashed.
         engine, family: of `engines.ROWS`.
-        drafter: target (a `TargetIdentity` as a dict), tree, training; depth, or confidence for a draft model.
+        drafter: target (a `TargetIdentity` as a dict), tree, training; depth and confidence_weights, or confidence for a draft model.
         source: the artifact's folder, whose weights are hashed; None on the Hub.
         licences: of target and drafter, as their cards name them.
     """
@@ -57,6 +58,7 @@ def read_note(folder: Path) -> dict[str, Any]:
     if depth is not None and not 1 <= depth <= DEEPEST:
         raise ValueError(f"{source}: `depth` is {depth}; expected 1 to {DEEPEST}: correct it or restore the file")
     check_notes(note, source)
+    check_confidence(note, source)
     return note
 
 
@@ -71,6 +73,11 @@ def licence_of(folder: Path) -> str:
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()[:200] if card.is_file() else []
     front = lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
     return next((line.partition(":")[2].strip() for line in front if line.startswith("license:")), "")
+
+
+def without_serve(card: str) -> str:
+    """A card without the section on serving, which is of one export."""
+    return re.sub(r"\n## Serve\n.*?(?=\n## |\Z)", "", card, flags=re.S)
 
 
 def _within(folder: Path, name: str) -> bool:

@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from draftsmith.inference.expand import parse_tree_spec
+from draftsmith.inference.reading import field
 from draftsmith.models.artifact import raw_config
+from draftsmith.models.artifact_files import TERMS
 from draftsmith.models.drafter import DrafterModel, methods
 from draftsmith.models.formats import hydra
 from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
@@ -76,18 +78,20 @@ def target_of(path: str) -> dict[str, Any]:
     note = read_note(Path(source)) if os.path.isdir(source) else {}
     if note.get("target"):
         return note["target"]
-    raw, _ = raw_config(source)
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    raw, file = raw_config(source)
+    inner = field(raw, "speculators_config", (dict, type(None)), file) or {}
+    verifier = field(inner, "verifier", (dict, type(None)), file) or {}
     name = raw.get("base_model_name_or_path") or verifier.get("name_or_path")
     return {"name": name} if isinstance(name, str) and name else {}
 
 
 def folder_of(path: str) -> Path:
-    """The local folder; of a Hub id its config and safetensors are downloaded, and nothing else."""
+    """The local folder; of a Hub id its config, its safetensors, its card and its terms are downloaded, and nothing else."""
     source = resolve_path(path)
     if os.path.isdir(source):
         return Path(source)
-    return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json", NOTE]))
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "README.md", *TERMS, NOTE]
+    return Path(snapshot_download(source, allow_patterns=wanted))
 
 
 def check_files(folder: Path) -> None:
@@ -146,12 +150,20 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     if note.get("target") and (warning := check_same(TargetIdentity.from_dict(note["target"]), target.identity)):
         warnings.warn(warning, stacklevel=2)
     check_files(folder)
-    if kind == "eagle":
-        drafter: DrafterModel = read_eagle(folder, target)
-    else:
-        readers = {"medusa": read_medusa, "hydra": hydra.read_hydra, "mlp": read_mlp, "mtp": read_mtp}
-        readers |= {"dflash": read_dflash, "dspark": read_dflash}
-        drafter = readers[kind](folder, open_tensors(folder), target)
+    readers = {
+        "medusa": read_medusa,
+        "hydra": hydra.read_hydra,
+        "mlp": read_mlp,
+        "mtp": read_mtp,
+        "dflash": read_dflash,
+        "dspark": read_dflash,
+    }
+    try:
+        drafter: DrafterModel = read_eagle(folder, target) if kind == "eagle" else readers[kind](folder, open_tensors(folder), target)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"{folder}: config.json has a value of another kind than expected ({error}); correct it, or copy the complete folder"
+        ) from None
     if kind in ("eagle", "mtp") and note.get("depth"):
         drafter.config.steps = note["depth"]
     if note.get("tree"):
@@ -160,7 +172,7 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
         drafter.config.tree = note["tree"]
     if note.get("target"):
         drafter.config.target = note["target"]
-    drafter.config.training = note.get("training")
+    drafter.config.training, drafter.config.confidence_weights = note.get("training"), note.get("confidence_weights")
     if dtype is not None:
         drafter.to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return drafter

@@ -19,6 +19,7 @@ from draftsmith.models.formats import plain, quantise, rules
 from draftsmith.models.formats.eagle import MASK
 from draftsmith.models.formats.engines import ENGINES, FAMILIES, NAMES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
+from draftsmith.models.formats.medusa import SHARED
 from draftsmith.models.formats.note import changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
 from draftsmith.models.target import Target
@@ -26,6 +27,7 @@ from draftsmith.models.target import Target
 __all__ = ["EXACT", "differences", "family_in", "faults", "tolerance_of"]
 
 EXACT, ROUNDED = 1e-4, 3e-2  # of the largest logit: sums in another order, and weights rounded to half precision
+UNEXPECTED = (TypeError, AttributeError, LookupError, RuntimeError)  # of a config with values of other kinds
 LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
 
 
@@ -53,8 +55,16 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         )
     try:
         check_files(folder)
+        return lines + _faults(folder, target, engines, kind, raw, note)
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
+    except UNEXPECTED as error:
+        return [*lines, f"all: config.json has a value of another kind than expected ({' '.join(str(error).split())})"]
+
+
+def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, raw: dict[str, Any], note: dict[str, Any]) -> list[str]:
+    """`faults` of a folder whose files can be read. kind, raw, note: of `format_of`, its config and `read_note`."""
+    lines = list[str]()
     if kind in NAMES.values():  # no engine reads them
         return lines + _not_serving(engines, [], FAMILIES[kind]) + _unreadable(folder, target)
     _, tensors = plain.read_folder(folder)
@@ -142,6 +152,8 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
     inputs = plain.Inputs(tokens, states, hidden, embedding, lambda x: target.logits(x).float())
     if family == "medusa":
         rows = plain.medusa_logits(config, tensors, inputs)
+        if target.soft_cap and ours.config.share_head and tensors.keys() & {SHARED, f"0.{ours.config.num_layers}.weight"}:
+            rows = target.soft_cap * (rows / target.soft_cap).tanh()  # which engines leave out: equal first choices
         return _compare("root", dict(enumerate(logits)), {root: rows[root] for root in range(LENGTH - 1)}, tolerance)
     if family == "mlp":
         second = plain.mlp_logits(config, tensors, inputs)
@@ -171,7 +183,7 @@ def _student(folder: Path, engine: str, tokens: Tensor) -> Tensor:
         return plain.llama_logits(*plain.gguf_content(folder / FILE), tokens, True)
     config, tensors = plain.read_folder(folder)
     simple = config["model_type"] == "llama" and (config.get("rope_parameters") or {}).get("rope_type", "default") == "default"
-    if simple and not (config.get("attention_bias") or config.get("mlp_bias")):
+    if simple and config.get("hidden_act", "silu") == "silu" and not (config.get("attention_bias") or config.get("mlp_bias")):
         return plain.llama_logits(config, tensors, tokens, False)
     model = Target.load(str(folder), dtype=torch.float32).model
     with torch.no_grad():

@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen: Any = parser().parse_args(arguments)
     options.check_numbers(chosen)
+    for name in ("python", "depth"):
+        if getattr(chosen, name) is not None and not chosen.serve:
+            raise ValueError(f"--{name} is of a run in an engine; give --serve vllm too, or leave it out")
 
     from draftsmith.inference.terminal import printable
     from draftsmith.models.formats.published import folder_of

@@ -9,8 +9,10 @@ The table of drafters and engines, and which of them were run: models/FORMATS.md
 """
 
 import argparse
+import math
 import os
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,19 +84,22 @@ def open_target(name: str, revision: str | None = None, trust_remote_code: bool 
     """A target in float32 without its decoder layers, and the dtype that its checkpoint has. Raises as `Target.load`."""
     import torch
 
+    from draftsmith.models.artifact import raw_config
     from draftsmith.models.target import Target
 
-    seen: list[torch.dtype] = []
-    kinds = {"BF16": torch.bfloat16, "F16": torch.float16}
+    weights: Counter[str] = Counter()  # by dtype
 
     def note(headers: dict[str, Any]) -> torch.dtype:
-        names = {header.dtype for header in headers.values()}
-        seen.append(kinds.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32)
+        for header in headers.values():
+            weights[header.dtype] += math.prod(header.shape)
         return torch.float32
 
     target = Target.load(name, dtype=note, layers=False, revision=revision, trust_remote_code=trust_remote_code)
-    config: Any = target.model.config
-    return target, seen[0] if os.path.isdir(name) or name in ("tiny", "tiny-draft") else config.dtype or torch.float32
+    if weights:
+        return target, {"BF16": torch.bfloat16, "F16": torch.float16}.get(weights.most_common(1)[0][0], torch.float32)
+    raw, _ = raw_config(name, revision or "main")  # of the Hub not all headers are at hand, and the loaded config says float32
+    said = [scope.get(key) for scope in (raw, raw.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
+    return target, next((dtype for dtype in (torch.bfloat16, torch.float16) if str(dtype).removeprefix("torch.") in said), torch.float32)
 
 
 def open_source(path: str, target: str | None, trust_remote_code: bool = False) -> "tuple[Source, torch.dtype]":

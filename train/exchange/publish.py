@@ -102,12 +102,14 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
     from draftsmith.inference import durable
     from draftsmith.inference.reading import read_json
     from draftsmith.models.artifact_files import without_texts
+    from draftsmith.models.weights import check_folder
     from draftsmith.train.exchange.contents import contents_of, local_names, renamed
 
     _check_output(output, artifact)
     method, entry = _drafter(artifact)
     contents = contents_of(artifact, texts)
     _check_evaluated(artifact, contents.files, without_evaluation)
+    _check_loads(artifact, method, entry)
     readme = artifact / "README.md"
     if "README.md" not in contents.files or not card.is_marked(artifact):
         raise ValueError(f"{readme} is no model card with the line {card.BEGIN}; delete it, and run draftsmith eval, which writes another")
@@ -120,7 +122,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
             content = renamed(part / path, repo)
             content = without_texts(content) if path == "acceptance.json" and not texts else content
             durable.write_text(part / path, json.dumps(content) + "\n")
-        _check_loads(part, method, entry)
+        check_folder(str(part))
         serve = "\n\n".join((*_export(part, engines, repo, entry), *_to_export(method, entry, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
         text = card.published(

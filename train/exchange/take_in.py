@@ -8,6 +8,7 @@ eval, compare and generate take such a folder or Hub id as it is; an artifact ca
 
 import argparse
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval import card
     from draftsmith.eval.loading import command
     from draftsmith.inference import durable
-    from draftsmith.models.formats.published import KINDS, format_of, read_published, target_of
+    from draftsmith.models.artifact_files import TERMS
+    from draftsmith.models.formats.published import KINDS, folder_of, format_of, read_published, target_of
     from draftsmith.train.exchange.export import PRECISION, open_target
 
     output = Path(os.path.expanduser(chosen.output)).absolute()
@@ -45,12 +47,18 @@ def main(arguments: list[str]) -> None:
         warnings.filterwarnings("ignore", message=PRECISION)
         target, _ = open_target(name, trust_remote_code=chosen.trust_remote_code)
         drafter = read_published(chosen.drafter, target)
+    local = Path(os.path.expanduser(chosen.drafter))
+    imported = local.name if local.is_dir() else chosen.drafter
+    drafter.config.training = (drafter.config.training or {}) | {"imported": imported}
 
     def write(part: Path) -> None:
         drafter.save_pretrained(part)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(part)
-        card.write(part, drafter.method, drafter.config.target, drafter.config.training)
+        source = folder_of(chosen.drafter)
+        for file in (file for pattern in TERMS for file in source.glob(pattern) if file.is_file()):
+            shutil.copy(file, part)
+        card.write(part, drafter.method, drafter.config.target, drafter.config.training, card.licence_in(source / "README.md"))
 
     output.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(output, write)

@@ -20,9 +20,9 @@ def parser() -> argparse.ArgumentParser:
     described = new_parser("plan", __doc__)
     described.add_argument("recipe", help="YAML file, or the name of one that is shipped")
     described.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys")
-    described.add_argument("--gpus", type=int, default=8, help="of each machine (default 8)")
-    described.add_argument("--nodes", type=int, default=1, help="machines (default 1)")
-    described.add_argument("--gpu-memory", type=float, default=80, metavar="GiB", help="of each GPU (default 80)")
+    described.add_argument("--gpus", type=int, help="of each machine (default 8)")
+    described.add_argument("--nodes", type=int, help="machines (default 1)")
+    described.add_argument("--gpu-memory", type=float, metavar="GiB", help="of each GPU (default 80)")
     described.add_argument("--cpu", action="store_true", help="one process without a GPU")
     described.add_argument("--tflops", type=float, help="peak of one GPU, in 10^12 FLOP/s (default 989, an H100's in bf16)")
     described.add_argument("--hours", type=float, help="that the run may take: says the tokens/s that this needs")
@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0")
         if value is not None and not value <= MOST:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a finite number, {MOST:,} at most")
-    machine = Machine(options.gpus, options.nodes, options.gpu_memory * GIB, options.cpu)
+        if value is not None and options.cpu and name in ("gpus", "nodes", "gpu_memory"):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} with --cpu, which is one process without a GPU; leave out one of them")
+    machine = Machine(options.gpus or 8, options.nodes or 1, (options.gpu_memory or 80) * GIB, options.cpu)
     tflops = options.tflops or (None if options.cpu else 989.0)
     plan = report(options.recipe, options.overrides, machine, tflops, options.hours)
     if options.json:

@@ -214,7 +214,7 @@ class PlannedRun:
         complete = self._bytes(self.target.model)
         if self.layout == "none":
             return complete
-        spread = self.machine.gpus if self.layout == "layers" else self.ranks
+        spread = self.ranks if self.layout != "layers" else 1 if self.machine.cpu else self.machine.gpus
         gathered = 2 * max(layers) if self.layout == "shard" else 0
         return complete - sum(layers) * (1 - 1 / spread) + gathered
 

@@ -7,6 +7,7 @@ FLOPs counted in the objective, τ from measured runs of the method (train/plan/
 import importlib
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -305,7 +306,7 @@ def _show_advice(plan: dict[str, Any], console: Console) -> None:
             words += ["--num_processes", str(step["ranks"])]
             if machine["nodes"] > 1:
                 words += ["--num_machines", str(machine["nodes"])]
-        console.print("run     ", *words, plan["script"], plan["recipe"], *overrides, soft_wrap=True)
+        console.print("run     ", *words, plan["script"], plan["recipe"], *map(shlex.quote, overrides), soft_wrap=True)
         return
     least = min(estimate["total"] for estimate in plan["launchers"])
     usable = USABLE * machine["memory"] / GIB
