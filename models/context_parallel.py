@@ -48,14 +48,6 @@ class ContextParallel:
         """
         return part if self.size == 1 else _UpTo.apply(part, self)
 
-    def total(self, own: Tensor) -> Tensor:
-        """The sum over the group, without a gradient."""
-        if self.group is None:
-            return own
-        own = own.clone()
-        dist.all_reduce(own, group=self.group)
-        return own
-
 
 SINGLE_RANK = ContextParallel()
 

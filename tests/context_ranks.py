@@ -136,7 +136,6 @@ FAULTS = {
     "weight counted by every rank": lambda: setattr(
         eagle, "supervised_tokens", lambda batch, here, plain=eagle.supervised_tokens: plain(batch)
     ),
-    "chains of a rank alone": lambda: setattr(ContextParallel, "total", lambda self, own: own),
 }
 
 

@@ -79,9 +79,9 @@ def test_differences_of_rounding_are_ties(sampling):
         weight = model.get_output_embeddings().weight
         weight[VOCAB // 2 :] = weight[: VOCAB // 2] * (1 + 0.01 * torch.randn(VOCAB // 2, 1, generator=torch.Generator().manual_seed(0)))
     target = Target.wrap(model.bfloat16())
-    verdicts = []
-    for seed in range(4):
-        asked = prompts(32, seed)
+    verdicts, seed = [], 0
+    while len(verdicts) < 12 and seed < 24:  # how many one seed gives depends on the CPU's arithmetic
+        asked, seed = prompts(32, seed), seed + 1
         plain = decode_recorded(target, None, asked, list(range(32)), sampling, NEW, slots=8)
         for number, (expected, got) in enumerate(zip(plain, drafted(target, asked, plain, sampling, seed), strict=True)):
             for pair in (None, (expected, got)):  # with hidden states, and by the margin alone

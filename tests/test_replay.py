@@ -168,9 +168,9 @@ def test_other_weights_make_a_generation_anew(tmp_path):
 
 def test_other_settings_make_a_generation_anew(tmp_path):
     samplers = {"samples": maker(lambda: 0, calls := [])}
-    for temperature, made in ((1.0, 40), (1.0, 40), (0.5, 80)):
+    for temperature, samples in ((1.0, 40), (1.0, 40), (0.5, 80)):
         buffer(tmp_path, samplers=samplers, settings={"sample_temperature": temperature}).refresh(0, lambda: False)
-        assert len(calls) == made
+        assert len(calls) == samples
 
 
 @pytest.mark.parametrize("when", range(1, 5))

@@ -177,7 +177,7 @@ def objective3(
             total = total + regression * section.decay**j * feature_loss(states[j], hidden, weights[j])
     tokens = supervised_tokens(batch | {"loss_mask": mask}, own)
     # Of answers alone, as the held-out figures are: the tokens that a chat template repeats in every conversation are easy.
-    return Loss(total, tokens, survival_metrics(hits, at_each_step(answers), context))
+    return Loss(total, tokens, survival_metrics(hits, at_each_step(answers)))
 
 
 def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
@@ -219,7 +219,7 @@ def objective1(
     )
     total = regression + section.classification * losses.sum
     tokens = supervised_tokens(batch, own)
-    return Loss(total, tokens, survival_metrics(losses.hits, weights, context))
+    return Loss(total, tokens, survival_metrics(losses.hits, weights))
 
 
 def _at(out: TargetOutput, positions: slice) -> TargetOutput:

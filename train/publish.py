@@ -26,7 +26,12 @@ from draftsmith.train.recipe import Recipe, changeable_keys, save
 if TYPE_CHECKING:
     from peft import PeftModel
 
-EVALUATED = ("tree", "training", "transformers_version")  # of a config: what an evaluation, another version or another place changes
+EVALUATED = (
+    "draftsmith",
+    "tree",
+    "training",
+    "transformers_version",
+)  # of a config: what an evaluation, another version or another place changes
 # README.md, the sign of completeness, first.
 MEASURED = ("README.md", "acceptance.json", "policy.json", "records.jsonl", "records.part.jsonl", "report.html", "survival.png")
 

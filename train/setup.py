@@ -238,8 +238,8 @@ def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> Feature
 
     def begin() -> None:
         before = Index.read(folder)
-        kept, precision = (before.taps, before.precision) if before else (section.taps or taps, section.precision)
-        capture.begin(folder, Index.of(target, kept, precision), target)
+        own_taps, precision = (before.taps, before.precision) if before else (section.taps or taps, section.precision)
+        capture.begin(folder, Index.of(target, own_taps, precision), target)
 
     if cached:
         processes.on_main(begin)

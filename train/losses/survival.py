@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
-
 
 class Chain(NamedTuple):
     """The chains of a batch.
@@ -36,17 +34,15 @@ def chain(acceptance: Tensor, weights: Tensor) -> Chain:
     return Chain((acceptance.cumprod(0) * anchors).sum(1), anchors.sum())
 
 
-def survival_metrics(acceptance: Tensor, weights: Tensor, context: ContextParallel = SINGLE_RANK) -> dict[str, Tensor]:
+def survival_metrics(acceptance: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Simulated τ and survival of a batch, as metrics of a `Loss`: [2], a sum over chains and the number of chains.
 
     Args:
         acceptance, weights: [K,M], as in `chain`; of this rank's positions under context parallelism.
-        context: the ranks that share the sequences.
 
     Returns:
         `sim_tau` and `survival_1` … `survival_K`.
     """
     accepted, anchors = chain(acceptance, weights)
-    *accepted, anchors = context.total(torch.stack([*accepted, anchors])).unbind()
     metrics = {f"survival_{k}": torch.stack((share, anchors)) for k, share in enumerate(accepted, 1)}
-    return {"sim_tau": torch.stack((anchors + sum(accepted), anchors)), **metrics}
+    return {"sim_tau": torch.stack((anchors + accepted.sum(), anchors)), **metrics}
