@@ -10,7 +10,7 @@ Letters: V target vocabulary · H hidden size · S positions · R reference forw
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -232,11 +232,8 @@ def _logits(target: Target, states: Tensor, prompt: list[int], answer: list[int]
 def _margin(
     target: Target, logits: Tensor, plain: int, answer: int, sampling: Sampling, request: int, position: Tensor
 ) -> tuple[float, float]:
-    """The distance of two tokens' scores by the mean of the references' logits [R,V], in float32, and how far rounding may move it."""
-    scores = _scores(logits.mean(0), sampling, request, position)
-    gap = (scores[plain] - scores[answer]).abs().item()
-    if gap == float("inf"):  # one of the two is not in the kept set: what counts is how far its logit is from the set's boundary
-        gap = _boundary(logits.mean(0), plain, answer, sampling)
+    """How far the scores of the mean of the references' logits [R,V] are from the other token, in float32, and how far rounding may move them."""
+    gap = _distance_to(logits.mean(0), plain, answer, sampling, request, position)
     gaps = logits[:, plain] - logits[:, answer]
     moved = (gaps - gaps.mean()).abs().max().item()
     return gap, (moved + _rounding(logits[:, [plain, answer]], target.dtype)) / (sampling.temperature or 1.0)
@@ -252,8 +249,7 @@ def _is_best(target: Target, logits: Tensor, token: int, sampling: Sampling, req
     scores = _scores(logits, sampling, request, position)
     best = int(scores.argmax())
     allowed = 2 * _rounding(logits[[best, token]], target.dtype) / (sampling.temperature or 1.0)
-    gap = (scores[best] - scores[token]).item()
-    return (gap if gap < float("inf") else _boundary(logits, best, token, sampling)) <= allowed
+    return _distance_to(logits, best, token, sampling, request, position) <= allowed
 
 
 def _scores(logits: Tensor, sampling: Sampling, request: int, position: Tensor) -> Tensor:
@@ -263,8 +259,46 @@ def _scores(logits: Tensor, sampling: Sampling, request: int, position: Tensor) 
     return warp(logits, sampling) + noise.to(logits.device)
 
 
-def _boundary(logits: Tensor, first: int, second: int, sampling: Sampling) -> float:
-    inside = torch.isfinite(warp(logits, sampling))
-    lowest = logits[inside].min()
-    highest = logits[~inside].max() if (~inside).any() else logits.min()
-    return max(abs((logits[first] - lowest).item()), abs((logits[second] - highest).item()))
+def _distance_to(logits: Tensor, first: int, second: int, sampling: Sampling, request: int, position: Tensor) -> float:
+    """By how much differences of scores must change for sampling to draw the other one of two tokens by logits [V]: the two change their order,
+    or one of them enters or leaves the kept set."""
+    scores = _scores(logits, sampling, request, position)
+    gap = (scores[first] - scores[second]).abs().item()
+    if not math.isfinite(gap):
+        return max(_edge(logits, token, sampling) for token in (first, second) if not scores[token].isfinite())
+    return min(gap, _edge(logits, first if scores[first] >= scores[second] else second, sampling))
+
+
+def _edge(logits: Tensor, token: int, sampling: Sampling) -> float:
+    """By how much differences of scores must change for a token to enter the kept set of `warp`, or to leave it; infinite where nothing is cut."""
+    if sampling.greedy:
+        return math.inf
+    least, kept = math.inf, warp(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    if 0 < sampling.top_k < len(kept):
+        kth, below = kept.topk(sampling.top_k + 1).values[-2:].tolist()
+        own, kept = kept[token].item(), warp(logits, replace(sampling, top_p=1.0, min_p=0.0))
+        if not kept[token].isfinite():
+            return kth - own
+        least = own - below
+    if sampling.top_p < 1.0:
+        before, kept = kept, warp(logits, replace(sampling, min_p=0.0))
+        least = min(least, _nucleus_edge(before, token, sampling.top_p, bool(kept[token].isfinite())))
+        if not kept[token].isfinite():
+            return least
+    if sampling.min_p > 0.0:
+        least = min(least, abs((kept[token] - kept.max()).item() - math.log(sampling.min_p)))
+    return least
+
+
+def _nucleus_edge(scores: Tensor, token: int, top_p: float, inside: bool) -> float:
+    """`_edge` of top-p, which drops a token where it and all below have a probability of 1 − p at most, of scores [V].
+
+    Where differences change by d, tokens that are less than d apart change their order, and the log-odds of those below change by d at most.
+    """
+    ordered, index = scores.double().sort(stable=True)
+    probability, own = ordered.softmax(-1), int((index == token).nonzero())
+    below, cut = probability.cumsum(-1), math.log((1 - top_p) / top_p)
+    if inside:  # those from j on pass it by, for some j
+        apart, mass = ordered[own] - ordered[: own + 1], below[: own + 1] - probability[: own + 1] + probability[own]
+        return torch.maximum(apart, mass.clamp(max=1).logit() - cut).min().item()
+    return torch.maximum(ordered[own:] - ordered[own], cut - below[own:].clamp(max=1).logit()).min().item()

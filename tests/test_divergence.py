@@ -91,6 +91,25 @@ def test_differences_of_rounding_are_ties(sampling):
     assert len(verdicts) >= 12 and set(verdicts) == {"tie"}
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.7, "min_p": 0.1}])
+def test_no_smaller_change_takes_a_token_over_the_edge_of_the_kept_set(cut):
+    generator, sampling = torch.Generator().manual_seed(1), Sampling(temperature=0.7, **cut)
+    crossed, distances = 0, []
+    for _ in range(6):
+        logits = torch.randn(14, generator=generator)
+        logits[7:] = logits[:7] + 0.01 * torch.randn(7, generator=generator)  # pairs that are nearly equal
+        inside = lossless.warp(logits, sampling).isfinite()
+        for token in range(14):
+            distance = lossless._edge(logits, token, sampling)
+            for size in (0.999, 4.0):
+                noise = size * distance * sampling.temperature * (torch.rand(150, 14, generator=generator) - 0.5)
+                moved = lossless.warp(logits + noise, sampling).isfinite()[:, token] != inside[token]
+                assert size > 1 or not moved.any(), (token, distance)
+                crossed += bool(moved.any())
+            distances.append(distance)
+    assert crossed > 20 and min(distances) < 0.1 and lossless._edge(logits, 0, Sampling()) == float("inf")
+
+
 def test_a_token_that_its_own_hidden_state_does_not_give_is_a_bug():
     """The states are right, and what was taken from them is not: a bug after the forward."""
     target = Target.wrap(tiny("llama").bfloat16())
