@@ -273,20 +273,20 @@ def _edge(logits: Tensor, token: int, sampling: Sampling) -> float:
     """By how much differences of scores must change for a token to enter the kept set of `warp`, or to leave it; infinite where nothing is cut."""
     if sampling.greedy:
         return math.inf
-    least, kept = math.inf, warp(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
-    if 0 < sampling.top_k < len(kept):
-        kth, below = kept.topk(sampling.top_k + 1).values[-2:].tolist()
-        own, kept = kept[token].item(), warp(logits, replace(sampling, top_p=1.0, min_p=0.0))
-        if not kept[token].isfinite():
+    least, remaining = math.inf, warp(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    if 0 < sampling.top_k < len(remaining):
+        kth, below = remaining.topk(sampling.top_k + 1).values[-2:].tolist()
+        own, remaining = remaining[token].item(), warp(logits, replace(sampling, top_p=1.0, min_p=0.0))
+        if not remaining[token].isfinite():
             return kth - own
         least = own - below
     if sampling.top_p < 1.0:
-        before, kept = kept, warp(logits, replace(sampling, min_p=0.0))
-        least = min(least, _nucleus_edge(before, token, sampling.top_p, bool(kept[token].isfinite())))
-        if not kept[token].isfinite():
+        before, remaining = remaining, warp(logits, replace(sampling, min_p=0.0))
+        least = min(least, _nucleus_edge(before, token, sampling.top_p, bool(remaining[token].isfinite())))
+        if not remaining[token].isfinite():
             return least
     if sampling.min_p > 0.0:
-        least = min(least, abs((kept[token] - kept.max()).item() - math.log(sampling.min_p)))
+        least = min(least, abs((remaining[token] - remaining.max()).item() - math.log(sampling.min_p)))
     return least
 
 
