@@ -282,11 +282,13 @@ def _edge(logits: Tensor, token: int, sampling: Sampling) -> float:
         least = own - below
     if sampling.top_p < 1.0:
         before, remaining = remaining, warp(logits, replace(sampling, min_p=0.0))
-        least = min(least, _nucleus_edge(before, token, sampling.top_p, bool(remaining[token].isfinite())))
+        distance = _nucleus_edge(before, token, sampling.top_p, bool(remaining[token].isfinite()))
         if not remaining[token].isfinite():
-            return least
+            return distance
+        least = min(least, distance)
     if sampling.min_p > 0.0:
-        least = min(least, abs((remaining[token] - remaining.max()).item() - math.log(sampling.min_p)))
+        distance = (remaining[token] - remaining.max()).item() - math.log(sampling.min_p)
+        return min(least, distance) if distance >= 0 else -distance
     return least
 
 
