@@ -44,12 +44,13 @@ class Disk:
         def save(*arguments, **options):
             self.watching = self.saves == 1
             try:
-                plain(*arguments, **options)
+                saved = plain(*arguments, **options)
                 if counts and self.watching:
                     self.before("the end")
             finally:
                 self.watching = False
             self.saves += counts
+            return saved
 
         return save
 
