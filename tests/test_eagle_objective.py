@@ -62,7 +62,7 @@ def test_prompts_are_supervised_in_training_alone(target):
     def total_and_means(data, prompts):
         loss = objective3(drafter, data, target=target, section=EagleSection(steps=3, prompts=prompts))
         assert loss.weight == (everything if prompts and drafter.training else data)["loss_mask"].sum()
-        return float(loss.sum.detach()), {name: float(torch.div(*value)) for name, value in loss.metrics.items()}
+        return float(loss.sum.detach()), {name: float(value[0] / value[1].clamp(min=1)) for name, value in loss.metrics.items()}
 
     total, means = total_and_means(batch, True)
     answers_total, answers_means = total_and_means(batch, False)

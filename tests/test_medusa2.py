@@ -245,7 +245,7 @@ def test_it_does_not_go_on_with_another_target(words, target_folder, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
     model.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="target's weights"):
+    with pytest.raises(ValueError, match="target's files"):
         run(keys, tmp_path / "out", "train.steps=7")
 
 

@@ -1,4 +1,4 @@
-"""From no data to a measured speed-up on a real chat model: `make real`, an hour or more on two cores.
+"""From no data to a measured speed-up on a real chat model: `make real`, an hour or more on two cores with bf16 instructions, several without.
 
 python -m draftsmith.train.benchmarks.real runs/real
 
