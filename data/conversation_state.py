@@ -64,7 +64,7 @@ class ConversationState:
 
 
 def given_hash(source: Conversation) -> str:
-    """Of what stays of a conversation: all but the turns that are answered anew."""
+    """A hash of what stays of a conversation: of all but the turns that are answered anew."""
     given = [source.text, source.prompt] if source.messages is None else _plan(source.messages)
     return hashlib.sha256(json.dumps([given, source.tools], sort_keys=True).encode()).hexdigest()[:16]
 

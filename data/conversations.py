@@ -165,7 +165,7 @@ def _file_examples(path: Path) -> Iterator[_RawExample]:
     kind = _kind(path)
     if kind in (".parquet", ".arrow"):
         for number, value in tables.rows(path, kind):
-            yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", tables.without_none(value))
+            yield _RawExample(f"{path}:{number}", f"{path.name}:{number}", tables.as_json(value))
     elif kind == ".json":
         yield from _list_examples(path)
     elif kind == ".txt":
@@ -265,7 +265,7 @@ def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
         examples = datasets.load_dataset(source.path, name=source.subset, split=source.split, streaming=True)
     except (ValueError, OSError, RuntimeError) as error:
         raise _hub_error(source, error) from None
-    return ((f"{source.path}:{n}", tables.without_none(value)) for n, value in enumerate(examples, 1))
+    return ((f"{source.path}:{n}", tables.as_json(value)) for n, value in enumerate(examples, 1))
 
 
 def _hub_commit(source: Source) -> str:

@@ -126,7 +126,7 @@ def _rows(source: str | Path | None) -> tuple[str, Iterator[tuple[int, Any]]]:
             f"{HUB}owner/name"
         )
     if file.suffix in TABLES:
-        return str(file), ((number, tables.without_none(row)) for number, row in tables.rows(file, file.suffix))
+        return str(file), ((number, tables.as_json(row)) for number, row in tables.rows(file, file.suffix))
     # `check_text` says in which key half a surrogate pair is.
     return str(file), ((number, parse(line, f"{file}:{number}", surrogates=True)) for number, line in lines(file) if line.strip())
 

@@ -39,12 +39,12 @@ def rows(path: Path, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
 
 
-def without_none(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """An example as JSON has it: tables give every example each key that any of them has, and have times, decimals and bytes."""
     if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
+        return {key: as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_none(item) for item in value]
+        return [as_json(item) for item in value]
     return value if isinstance(value, str | int | float | None) else str(value)
 
 

@@ -232,7 +232,7 @@ def _logits(target: Target, states: Tensor, prompt: list[int], answer: list[int]
 def _margin(
     target: Target, logits: Tensor, plain: int, answer: int, sampling: Sampling, request: int, position: Tensor
 ) -> tuple[float, float]:
-    """How far the scores of the mean of the references' logits [R,V] are from the other token, in float32, and how far rounding may move them."""
+    """`_distance_to` the other token by the mean of the references' logits [R,V], in float32, and how much rounding may change it."""
     gap = _distance_to(logits.mean(0), plain, answer, sampling, request, position)
     gaps = logits[:, plain] - logits[:, answer]
     moved = (gaps - gaps.mean()).abs().max().item()

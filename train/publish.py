@@ -31,7 +31,7 @@ EVALUATED = (
     "tree",
     "training",
     "transformers_version",
-)  # of a config: what an evaluation, another version or another place changes
+)  # keys of a config that may differ in an artifact that is the same
 # README.md, the sign of completeness, first.
 MEASURED = ("README.md", "acceptance.json", "policy.json", "records.jsonl", "records.part.jsonl", "report.html", "survival.png")
 

@@ -224,7 +224,7 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, called:
         _write_yaml(part, settings | {"eagle3_layers_to_capture": list(drafter.taps)})
     rounded = copy.deepcopy(drafter).to(dtype).float()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it was said when the drafter was loaded
+        warnings.simplefilter("ignore")  # loading the drafter has warned already
         return rounded.attach(target)
 
 

@@ -52,7 +52,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]
 
 
 def check_student(model: PreTrainedModel, option: str = "--to gguf", other_way: str = _OTHER_WAY) -> None:
-    """Raises ValueError for a draft model that is no plain Llama: its file would be a guess. option, other_way: of the error."""
+    """Raises ValueError for a draft model that is no plain Llama: its file would be a guess.
+
+    Args:
+        model: the draft model.
+        option: what the error names.
+        other_way: what the error advises.
+    """
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     odd = [f"model_type {config.model_type}"] if config.model_type != "llama" else []

@@ -61,8 +61,8 @@ def write_hydra(drafter: HydraModel, folder: Path, dtype: torch.dtype) -> None:
             state[f"hydra_lm_head.{k}.weight"] = target.head_weight * target.head_scale
         if not config.head_bias:
             bias = getattr(target.head, "bias", None) if config.share_head else None
-            none = torch.zeros(config.vocab_size, device=target.device)
-            state[f"hydra_lm_head.{k}.bias"] = none if bias is None else bias * target.head_scale
+            zeros = torch.zeros(config.vocab_size, device=target.device)
+            state[f"hydra_lm_head.{k}.bias"] = zeros if bias is None else bias * target.head_scale
     names = hydra_heads(config.num_layers, config.prefix)
     tensors = {
         stored: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in state.items() for stored in names.theirs(name)

@@ -76,7 +76,7 @@ def licence_of(folder: Path) -> str:
 
 
 def without_serve(card: str) -> str:
-    """A card without the section on serving, which is of one export."""
+    """The card without its section on serving, which describes one export."""
     return re.sub(r"\n## Serve\n.*?(?=\n## |\Z)", "", card, flags=re.S)
 
 

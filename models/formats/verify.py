@@ -69,7 +69,7 @@ def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, 
         return lines + _not_serving(engines, [], FAMILIES[kind]) + _unreadable(folder, target)
     _, tensors = plain.read_folder(folder)
     family = family_in(folder)
-    serving = [engine for own, engine in ROWS if own == family and engine != "gguf"]  # which reads no such folder
+    serving = [engine for own, engine in ROWS if own == family and engine != "gguf"]  # llama.cpp reads model.gguf alone
     lines += _not_serving(engines, serving, f"{FAMILIES[family]} in safetensors")
     wanted = [engine for engine in engines if engine in serving] if engines else [note["engine"]] if note else serving
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
@@ -95,7 +95,7 @@ def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, 
 
 
 def _not_serving(engines: list[str] | None, serving: list[str], what: str) -> list[str]:
-    """Lines for those of the engines that serve no such folder."""
+    """A line for each of the engines that does not serve such a folder."""
     return [f"{ENGINES[engine]}: it does not serve {what}" for engine in engines or () if engine not in serving]
 
 
@@ -153,7 +153,7 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
     if family == "medusa":
         rows = plain.medusa_logits(config, tensors, inputs)
         if target.soft_cap and ours.config.share_head and tensors.keys() & {SHARED, f"0.{ours.config.num_layers}.weight"}:
-            rows = target.soft_cap * (rows / target.soft_cap).tanh()  # which engines leave out: equal first choices
+            rows = target.soft_cap * (rows / target.soft_cap).tanh()  # engines leave the soft-capping out, which changes no ranking
         return _compare("root", dict(enumerate(logits)), {root: rows[root] for root in range(LENGTH - 1)}, tolerance)
     if family == "mlp":
         second = plain.mlp_logits(config, tensors, inputs)

@@ -216,7 +216,7 @@ class Log:
 
 
 def means(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Sums over all ranks, divided by what those of all ranks are divided by; none but the loss where that is 0. All ranks call it.
+    """The means over all ranks. A metric that nothing was counted for is left out; the loss is 0 then. All ranks call it.
 
     Args:
         sums: this rank's, as `sums_of`.

@@ -137,7 +137,8 @@ def _check_best(newest: Path, best: dict[str, Any] | None) -> None:
     file = checkpoint.best_file(newest.parent, best["step"])
     if not file.is_file():
         raise ValueError(f"{newest} speaks of best weights in {file}, which is not there; restore it, or give another train.output")
-    if best.get("sha256", checkpoint.sha256_of_file(file)) != checkpoint.sha256_of_file(file):  # earlier versions kept none
+    recorded = best.get("sha256")  # earlier versions kept none
+    if recorded is not None and recorded != checkpoint.sha256_of_file(file):
         raise ValueError(f"{file} is damaged: it is not what was saved with τ {best['tau']:.3f}; restore it, or give another train.output")
 
 

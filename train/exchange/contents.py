@@ -70,7 +70,7 @@ def _why_not(folder: Path, path: str, texts: bool, is_folder: bool = False) -> s
 
 
 def is_ours(path: str) -> bool:
-    """Whether a path in a repository is one that `draftsmith publish` sends, and that would be of other weights where it is not sent again."""
+    """Whether `draftsmith publish` sends a file of this path, and the file does not fit other weights."""
     engine = re.match(r"engines/([^/]+)/", path)
     stale = path in TEXTS or (engine is not None and engine[1] in ENGINES) or any(fnmatchcase(path, pattern) for pattern in FILES)
     return stale and not any(fnmatchcase(path, pattern) for pattern in TERMS)
