@@ -30,7 +30,8 @@ def gradients(model, seed):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path):
+def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizer, "_iteration_dtype", lambda device: torch.bfloat16)  # torch's, on every processor
     section = new_recipe(tmp_path, optimizer="muon", lr=0.02, head_lr=0.005, betas=(0.9, 0.98), weight_decay=decay).train
     ours, theirs = Small(), Small()
     made = optimizer.new_optimizer(ours, section)
@@ -54,12 +55,22 @@ def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path):
     assert changed == 6
 
 
-def test_the_update_has_singular_values_near_one(tmp_path):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_update_has_singular_values_near_one(monkeypatch, dtype):
+    monkeypatch.setattr(optimizer, "_iteration_dtype", lambda device: dtype)
     for shape in ((7, 30), (30, 7), (16, 16)):
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-        values = torch.linalg.svdvals(left.T @ optimizer.orthogonal(matrix).float() @ right.T)
-        assert values.min() > 0.6 and values.max() < 1.3
+        update = optimizer.orthogonal(matrix)
+        values = torch.linalg.svdvals(left.T @ update.float() @ right.T)
+        assert update.dtype == dtype and values.min() > 0.6 and values.max() < 1.3
+
+
+def test_a_processor_without_bf16_products_iterates_in_float32(monkeypatch):
+    dtype = optimizer._iteration_dtype.__wrapped__
+    assert dtype("cuda") == torch.bfloat16
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert dtype("cpu") == torch.float32 and dtype("cuda") == torch.bfloat16
 
 
 def test_state_is_named_for_trained_parameters_only(tmp_path):

@@ -73,6 +73,23 @@ def test_outputs_equal_plain_linear_layers(always, counted, dtype):
     assert len(counted) == 10 and layers[0].weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("one_token", "small_tree", "sizes"), ((2.0, 2.0, [1, 2]), (0.9, 2.0, [2]), (1.15, 2.0, [1, 2]), (2.0, 0.9, []))
+)
+def test_one_token_uses_the_plain_weight_where_that_is_faster(always, counted, monkeypatch, one_token, small_tree, sizes):
+    monkeypatch.setattr(packing, "MIN_GAIN", 1.15)
+    gains = iter((one_token, small_tree))
+    monkeypatch.setattr(packing, "gain", lambda slow, fast: next(gains))
+    layer = nn.Linear(48, 80)
+    assert pack(layer) == [layer] * bool(sizes)
+    del counted[:]
+    with torch.no_grad(), packed_weights():
+        for tokens in (1, 2):
+            x = torch.randn(tokens, 48)
+            torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert [shape[0] for shape in counted] == sizes
+
+
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_with_one_input_are_one_product(always, counted, dtype, bias):
