@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # --help imports no model library
     from draftsmith.eval.records import Records
     from draftsmith.eval.report import Report
     from draftsmith.eval.settings import Settings
+    from draftsmith.inference.policy import LoadPolicy
 
 CHOSEN_TREES = ("best", "largest")
 PROBE_S = 30.0
@@ -104,7 +105,6 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
     from draftsmith.inference.kernels import missing
-    from draftsmith.inference.policy import LoadPolicy
     from draftsmith.inference.sampler import Sampling
 
     out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError("--exact is for one slot and without kernels; got --slots or --kernels; leave them out")
     if chosen.load_aware and chosen.kernels:
         raise ValueError("--load-aware verifies trees of several sizes, --kernels of one; expected one; leave one out")
-    policy = LoadPolicy.read(Path(os.path.expanduser(chosen.policy))) if chosen.policy is not None else None
+    policy = _policy(chosen.policy) if chosen.policy is not None else None
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
     if chosen.kernels and (reason := missing(target.device)):
@@ -170,9 +170,12 @@ def main(arguments: list[str]) -> None:
     )
     for rule in rules:
         loading.check_rule(rule, drafter)
+    named = loading.provenance(name)
+    if policy is not None:
+        _check_policy(policy, {"method": drafter.method, **named}, chosen.slots)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
     original = partial(loading.without_adapters, target, chosen.trust_remote_code)
-    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), loading.provenance(name), original)
+    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), named, original)
     report = report_of(records, _checked_beside(name, records, beside), devices)
     if main_process:
         _deliver(records, report, folder, not out, chosen.json)
@@ -203,6 +206,30 @@ def _report_again(chosen: argparse.Namespace, arguments: list[str]) -> None:
     if folder.resolve() != source.resolve():
         durable.replace(folder / record_store.RECORDS, lambda part: shutil.copyfile(source / record_store.RECORDS, part))
     _deliver(records, report, folder, False, chosen.json)
+
+
+def _policy(file: str) -> "LoadPolicy":
+    """The policy of --policy. Raises ValueError where there is none."""
+    from draftsmith.inference.policy import LoadPolicy
+
+    path = Path(os.path.expanduser(file))
+    if not path.is_file():
+        raise ValueError(f"--policy {file}: there is no such file; give the policy.json of an evaluation")
+    return LoadPolicy.read(path)
+
+
+def _check_policy(policy: "LoadPolicy", drafter: dict[str, str], slots: int) -> None:
+    """Raises ValueError for the policy of another drafter than this one: its method, name and hash. Says where it drafts nothing."""
+    other = [name for name in ("method", "hash") if policy.drafter.get(name) and drafter[name] and policy.drafter[name] != drafter[name]]
+    if other:
+        whose = f"{policy.drafter.get('name', '?')!r} ({policy.drafter.get('method', '?')})"
+        raise ValueError(
+            f"--policy is of the drafter {whose} of other {other[0]}, got {drafter['name']!r} ({drafter['method']}); "
+            "give the policy that an evaluation of this drafter wrote"
+        )
+    largest = policy.entries[-1].largest if policy.entries else 0
+    if slots > largest:
+        print(f"--policy covers batches up to {largest}: with more of the {slots} slots in use nothing is drafted", file=sys.stderr)
 
 
 def _read_beside(folders: list[str]) -> "dict[str, tuple[str, Records]]":

@@ -217,7 +217,7 @@ def print_comparison(report: dict[str, Any]) -> None:
     settings, expected = report["settings"], report["settings"].get("expected", False)
     how = "measured" if "expected" not in settings else "expected" if expected else "decoded"
     title = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {how}"
-    if not all(greedy(row["setting"]) for row in report["rows"]):
+    if "rule" in settings and not all(greedy(row["setting"]) for row in report["rows"]):  # of measured folders each row's label has it
         title += f", rule {settings['rule']}"
     console, everything = Console(), [*report["domains"], *report["rows"]]
     rounds = ".1f" if expected else ".0f"

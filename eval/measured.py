@@ -45,7 +45,7 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: folders that cannot be read, or whose target, settings or prompts differ.
     """
-    if len(set(folders)) < len(folders):
+    if len({os.path.realpath(os.path.expanduser(folder)) for folder in folders}) < len(folders):
         raise ValueError(f"--measured: got a folder twice in {', '.join(folders)}; expected distinct ones; leave one out")
     names = names_of(folders)
     measured = [read(folder) for folder in folders]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 EXACT = 14  # prompts on which two drafters differ, up to which all 2^P exchanges are enumerated
+ROUNDING = 1e-6  # relative, of sums of float32 probabilities
 SAMPLES = 9_999  # exchanges that are drawn where there are more
 
 
@@ -18,7 +19,7 @@ def sign_flip(tokens: Tensor, rounds: Tensor) -> float:
         tokens: [2,P].
         rounds: [2,P].
     """
-    differ = ((tokens[0] != tokens[1]) | (rounds[0] != rounds[1])).nonzero().flatten()
+    differ = (_differ(tokens) | _differ(rounds)).nonzero().flatten()
     half = torch.stack((tokens[1] - tokens[0], rounds[1] - rounds[0])).double()[:, differ] / 2  # [2,P]
     centre = torch.stack((tokens.sum(), rounds.sum())).double() / 2
     if not len(differ):
@@ -38,5 +39,11 @@ def sign_flip(tokens: Tensor, rounds: Tensor) -> float:
 
 def wins(tokens: Tensor, rounds: Tensor) -> tuple[int, int, int]:
     """Prompts on which drafter 1 has the higher τ, on which both have the same, and on which it has the lower one; arguments as above."""
-    difference = tokens[1] * rounds[0] - tokens[0] * rounds[1]
-    return int((difference > 0).sum()), int((difference == 0).sum()), int((difference < 0).sum())
+    products = torch.stack((tokens[0] * rounds[1], tokens[1] * rounds[0]))
+    higher, differ = products[1] > products[0], _differ(products)
+    return int((differ & higher).sum()), int((~differ).sum()), int((differ & ~higher).sum())
+
+
+def _differ(pairs: Tensor) -> Tensor:
+    """Whether the two values of pairs [2,P] differ by more than rounding, of which expected rounds have some -> [P]."""
+    return (pairs[0] - pairs[1]).abs() > ROUNDING * pairs.abs().amax(0)

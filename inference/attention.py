@@ -6,9 +6,11 @@ query heads per KV head. Layers read max_length + M keys.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import repeat
+from threading import RLock
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from draftsmith.inference.kernels import active
 from draftsmith.inference.support import check_supported
 from draftsmith.inference.tree import DraftTree, pack
 
-__all__ = ["MAX_NODES", "TreeAttention", "check_supported", "tree_attention", "tree_attention_forward"]
+__all__ = ["MAX_NODES", "TreeAttention", "check_supported", "own_attention", "running", "tree_attention", "tree_attention_forward"]
 
 NAME = "tree"
 MAX_NODES = 256  # the kernel's limit, for queries and for keys after the committed ones
@@ -272,6 +274,7 @@ AttentionInterface.register(NAME, tree_attention_forward)
 _CONFIGS: "weakref.WeakKeyDictionary[PreTrainedModel, list[Any]]" = weakref.WeakKeyDictionary()
 # Per model: how many contexts are open, and the setting of each config before the first. Decoders on one target may overlap.
 _OPEN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]]" = weakref.WeakKeyDictionary()
+_RUNNING: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -284,22 +287,44 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
     if model not in _CONFIGS:
         _CONFIGS[model] = _configs_of(model)
     configs = _CONFIGS[model]
-    if model not in _OPEN:
-        _OPEN[model] = (0, [config._attn_implementation for config in configs])
-        for config in configs:
-            config._attn_implementation = NAME
-    count, before = _OPEN[model]
-    _OPEN[model] = (count + 1, before)
+    with running(model):
+        if model not in _OPEN:
+            _OPEN[model] = (0, [config._attn_implementation for config in configs])
+            _set(configs, repeat(NAME))
+        count, before = _OPEN[model]
+        _OPEN[model] = (count + 1, before)
     try:
         yield
     finally:
-        count, before = _OPEN[model]
-        if count > 1:
-            _OPEN[model] = (count - 1, before)
-        else:
-            del _OPEN[model]
-            for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation = implementation
+        with running(model):
+            count, before = _OPEN[model]
+            if count > 1:
+                _OPEN[model] = (count - 1, before)
+            else:
+                del _OPEN[model]
+                _set(configs, before)
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it `model` runs with its own attention, also while another thread decodes with it; that thread's rounds wait."""
+    with running(model):
+        configs = _CONFIGS[model] if model in _OPEN else []
+        _set(configs, _OPEN[model][1] if configs else [])
+        try:
+            yield
+        finally:
+            _set(configs, repeat(NAME))
+
+
+def running(model: nn.Module) -> AbstractContextManager[Any]:
+    """The lock of a model: its forwards run one at a time, and its attention changes between them."""
+    return _RUNNING.setdefault(model, RLock())
+
+
+def _set(configs: list[Any], implementations: Iterable[Any]) -> None:
+    for config, implementation in zip(configs, implementations, strict=False):
+        config._attn_implementation = implementation
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:

@@ -92,8 +92,9 @@ class Decoder:
         check_supported(target.model.config, target.model)
         self.target = target
         self.drafter: Drafter = Plain() if drafter is None else drafter
-        if kernels and (reason := missing(target.device)):
-            raise ValueError(f"kernels: {reason}")
+        for device in (target.device, getattr(self.drafter, "device", target.device)) if kernels else ():
+            if reason := missing(device):
+                raise ValueError(f"kernels: {reason}")
         if kernels and self.drafter.max_nodes > MAX_NODES:
             raise ValueError(f"kernels: got trees of {self.drafter.max_nodes} nodes; expected {MAX_NODES} at most; cut the tree")
         if kernels and isinstance(adaptive, LoadAware):
@@ -304,6 +305,7 @@ class Decoder:
             self.adaptive.bind(drafter.max_depth)
         return reusable.cache, addresses
 
+    @torch.inference_mode(False)  # as `_bind`
     def _graph_runner(self, cache: TreeCache, addresses: Any, sampling: Sampling) -> GraphRunner:
         """The last call's runner, if everything that its graphs read is still where it was."""
         reusable = self._reusable

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.attention import TreeAttention
+from draftsmith.inference.attention import MAX_NODES, TreeAttention
 from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContext, Target
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
@@ -25,6 +26,7 @@ from draftsmith.inference.verify import HostResult, Verdict, pack_results, unpac
 
 __all__ = ["GraphRunner", "InFlightRound", "refusal"]
 
+PENDING = 2  # tokens that a draft model encodes with its first level, at most
 WARMUP = 3  # runs on a side stream before a capture: libraries allocate their workspaces then
 
 
@@ -40,6 +42,11 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
         return f"experts in {str(target.dtype).removeprefix('torch.')} are counted by the host; they are not in bfloat16"
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
         return "the drafter is on another device"
+    spec = getattr(drafter, "tree_spec", None)
+    if isinstance(spec, DynamicTree) and (spec.depth - 1) * spec.width + PENDING > MAX_NODES:
+        return f"a dynamic tree of depth {spec.depth} and width {spec.width} encodes more nodes than the kernels' {MAX_NODES}"
+    if _finds_outliers(target.model.config):
+        return "its bitsandbytes int8 layers look for outliers on the host"
     if processed:
         return "penalties, processors and constraints need the tokens before each node"
     from draftsmith.inference.kernels.verify import supported
@@ -50,6 +57,13 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
 def _has_experts(config: Any) -> bool:
     config = config.get_text_config()
     return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _finds_outliers(config: Any) -> bool:
+    """Whether the checkpoint came in LLM.int8() with a threshold; one that is quantised here has none (models/quantised.py)."""
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else vars(settings)
+    return bool(settings.get("load_in_8bit", settings.get("_load_in_8bit"))) and settings.get("llm_int8_threshold", 6.0) > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Drafter, NodeOutput, ResumableDrafter, RoundContext, Target
-from draftsmith.inference.drafts import HostDrafter
+from draftsmith.inference.drafts import HostDrafter, forget
 from draftsmith.inference.expand import TreeSpec
 from draftsmith.inference.lookup import Suffix
 from draftsmith.inference.stopping import Stopping
@@ -49,6 +49,7 @@ class Hybrid:
 
     def forget(self) -> None:
         self._begin()
+        forget(self.trained)
         self.lookup.forget()
 
     @property

@@ -48,6 +48,10 @@ OFF = PolicyEntry(0, StaticTree(()), 0)
 class LoadPolicy:
     """The entries of a policy, by batch.
 
+    Attributes:
+        entries: in ascending order.
+        drafter: whose policy it is, as an evaluation records it: method, name and hash; {} where the file does not say.
+
     Args:
         content: of the file.
         source: its name, for errors.
@@ -59,6 +63,8 @@ class LoadPolicy:
     def __init__(self, content: dict[str, Any], source: str = "policy") -> None:
         if content.get("kind") != KIND or content.get("format") != FORMAT:
             raise ValueError(f"{source}: not a load policy of format {FORMAT}; give the file that draftsmith eval wrote")
+        drafter = content.get("drafter")
+        self.drafter: dict[str, Any] = drafter if isinstance(drafter, dict) else {}
         self.entries: list[PolicyEntry] = []
         for entry in field(content, "entries", list, source):
             if type(entry) is not dict:

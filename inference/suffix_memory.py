@@ -35,6 +35,8 @@ class StoredSuffix(Suffix):
         super().__init__(memory=memory)
         self.file, self._vocab, self._tokenizer_hash, self._write = file, vocab_size, tokenizer_hash, write
         self._opened: list[int] = []  # the tokens of the file
+        if file.is_dir():
+            raise ValueError(f"suffix memory {str(file)!r} is a folder; expected a file; give one, as in suffix:memory.json")
         if file.is_symlink():
             raise ValueError(f"suffix memory {str(file)!r} is a link; expected a file of its own; give the file that it leads to")
         if not file.parent.is_dir():

@@ -189,6 +189,8 @@ class EagleModel(FeatureDrafter):
             else:
                 d2t, t2d = self.get_buffer("d2t"), self.get_buffer("t2d")
                 self._vocabulary = vocab.from_tensors(d2t, t2d, self.config.vocab_size, self.config.draft_vocab_size)
+        if self._vocabulary.targets.device != self.device:  # the drafter was moved
+            self._vocabulary = self._vocabulary.to(self.device)
         return self._vocabulary
 
     def check_content(self) -> None:

@@ -24,6 +24,7 @@ __all__ = ["BUDGET", "block_mask", "on_spans"]
 BUDGET = 1 << 20
 QUERIES = 128
 FLEX_BLOCK = 128
+SHAPES = 64  # compilations of FlexAttention in a process: two for each shape of heads
 
 
 def on_spans(
@@ -194,5 +195,5 @@ def compiled() -> Any:
         """A function of this module: dynamo limits recompilations by function, and the target compiles flex_attention too."""
         return flex_attention(*tensors, **options)
 
-    # fullgraph: past that limit it raises instead of falling back to a table of scores.
-    return torch.compile(attention, fullgraph=True)
+    # fullgraph: past that limit it raises instead of falling back to a table of scores. Every shape of heads compiles twice.
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)(torch.compile(attention, fullgraph=True))

@@ -3,7 +3,6 @@
 Letters: B rows · S positions · V vocabulary · H hidden size · L layers · T taps.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
+from draftsmith.inference.attention import own_attention, running
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.packed_linear import pack, packed_weights
 from draftsmith.models.document_attention import Documents, attends_by_document, document_attention, documents_of
@@ -96,7 +96,6 @@ class Target:
         self._wanted: frozenset[int] = frozenset()
         self._caught: dict[int, Tensor] = {}
         self._compiled: dict[int, Callable[..., Any]] = {}
-        self._running = threading.RLock()  # features may be computed in one thread while another decodes
 
     @classmethod
     def load(
@@ -259,7 +258,9 @@ class Target:
         self.watch(taps)
         extra = {"tree_attention": tree} if tree is not None else {"documents": documents} if documents else {}
         attention = document_attention(self.model) if documents else nullcontext()
-        with self._running, packed_weights(), attention, self._catching(taps) as caught:
+        # Features may be computed in one thread while another decodes.
+        alone = running(self.model) if tree is not None else own_attention(self.model)
+        with alone, packed_weights(), attention, self._catching(taps) as caught:
             output = self.decoder(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -289,7 +290,8 @@ class Target:
 
         def run(inputs: dict[str, Tensor]) -> TargetOutput:
             ids, positions = inputs.values()
-            real = self.by_document and type(positions) is Tensor  # `draftsmith plan` runs it on fake tensors
+            with own_attention(self.model):
+                real = self.by_document and type(positions) is Tensor  # `draftsmith plan` runs it on fake tensors
             more: dict[str, Any] = {"documents": documents_of(positions)} if real else apart(self.config, self.dtype, inputs)
             with self._replaced_forwards(self._compiled):
                 return self.forward(ids, taps=taps, **{"position_ids": positions, **more})

@@ -1,5 +1,7 @@
 """Tree attention inside real models against one plain forward per root-to-node path."""
 
+import threading
+
 import pytest
 import torch
 from planting import PlantingDrafter, round_context
@@ -9,6 +11,7 @@ from zoo import CONFIGS, VOCAB, WINDOW, tiny
 
 from draftsmith.inference.attention import TreeAttention, tree_attention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.target import Target
 
@@ -170,7 +173,7 @@ def test_the_setting_is_restored_and_needed():
             pass
         assert config._attn_implementation == "tree", "an inner context must not end the outer one"
         with pytest.raises(ValueError, match="no tree data"):
-            target.forward(torch.tensor([[1, 2]]))
+            target.decoder(torch.tensor([[1, 2]]))
         raise RuntimeError("stop here")
     assert config._attn_implementation == "eager"
     first, second = tree_attention(target.model), tree_attention(target.model)
@@ -180,3 +183,24 @@ def test_the_setting_is_restored_and_needed():
     assert config._attn_implementation == "tree"
     second.__exit__(None, None, None)
     assert config._attn_implementation == "eager"
+
+
+def test_features_while_another_thread_decodes():
+    """Each keeps its attention: as alone, the answers and the features, packed documents among them."""
+    target = Target.wrap(tiny("llama"))
+    target.model.set_attn_implementation("sdpa")
+    prompts = [[1, 2, 3], [4, 5]]
+    positions = torch.tensor([[*range(5), *range(7)]])
+    batch = {"input_ids": torch.arange(12)[None], "position_ids": positions}
+    hidden = target.features(batch).hidden
+    expected = Decoder(target, slots=2).generate(prompts, None, 60, ())
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(Decoder(target, slots=2).generate(prompts, None, 60, ())))
+    with tree_attention(target.model):
+        assert torch.equal(target.features(batch).hidden, hidden)
+        thread.start()
+        beside = [target.features(batch).hidden for _ in range(20)]
+    thread.join()
+    assert all(torch.equal(each, hidden) for each in beside)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert target.model.config._attn_implementation == "sdpa"

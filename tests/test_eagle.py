@@ -12,6 +12,7 @@ from zoo import VOCAB, tiny
 
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.decoder import Decoder
+from draftsmith.models import vocab
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import default_taps
@@ -51,6 +52,18 @@ def test_a_draft_vocabulary_that_was_not_given_is_refused(target):
         _ = drafter.vocabulary
     with pytest.raises(ValueError, match="d2t"):
         Decoder(target, drafter).generate(PROMPTS[1:2], None, 4, ())
+
+
+@pytest.mark.parametrize("size", (VOCAB // 2, VOCAB))
+def test_the_draft_vocabulary_is_where_the_drafter_is(target, tmp_path, size):
+    """It is checked while the weights are read, on the CPU; they move afterwards."""
+    drafter = new_drafter("eagle", target, version=3, taps=[0, 1], steps=2, num_heads=4, num_kv_heads=2, draft_vocab_size=size)
+    if size < VOCAB:
+        drafter.take(vocab.choose(torch.ones(VOCAB, dtype=torch.int64), size, frozenset()))
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, device="meta")
+    assert loaded.vocabulary.targets.device == loaded.fc.weight.device == torch.device("meta")
+    assert load_drafter(tmp_path, target).vocabulary.targets.equal(drafter.vocabulary.targets)
 
 
 def test_damaged_maps_are_refused(target, tmp_path):

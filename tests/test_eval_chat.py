@@ -227,9 +227,17 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
         and "suffix: up to 32 nodes a round, 16 deep; no training" in printed
         and "answers are the same" not in printed
     )
+    sampled = [str(folder / f"{name}-sampled") for name in ("ngram", "suffix")]
+    for name in sampled:
+        words = (*common[:-1], "1", "--limit", "2", "--probe", "0", "--out", name)
+        exit_on_error(acceptance.main, [Path(name).name.removesuffix("-sampled"), *words])
+    capsys.readouterr()
+    exit_on_error(compare.main, ["--measured", *sampled])
+    assert "new tokens, measured" in capsys.readouterr().out
     for words, says in (
         ([folders[0], str(folder / "target")], "no records.jsonl in"),
         ([folders[0], folders[0]], "got a folder twice"),
+        ([folders[0], folders[0] + "/"], "got a folder twice"),
         ([*folders, "--limit", "2"], "got --limit"),
     ):
         assert says in failing(capsys, compare.main, ["--measured", *words])

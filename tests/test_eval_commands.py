@@ -109,6 +109,8 @@ def test_a_policy_is_written_and_followed(folder, drafter, capsys):
     (folder / "off.json").write_text(json.dumps({"kind": "load policy", "format": 1, "entries": entries}))
     off = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0", "--policy", str(folder / "off.json"))
     assert off["overall"]["0"]["tau"] == 1.0 < report["overall"]["0"]["tau"] and off["settings"]["policy"] == [[1, 0]]
+    with pytest.raises(ValueError, match=r"--policy is of the drafter .* of other method, got 'ngram' \(ngram\)"):
+        evaluate(folder, "other", "ngram", "--temperature", "0", "--policy", str(folder / f"load {drafter}" / "policy.json"))
     again = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0")
     assert again["settings"]["policy"] is None and again["overall"]["0"]["tau"] == report["overall"]["0"]["tau"]
 
@@ -128,7 +130,7 @@ def test_a_policy_without_a_successor_is_removed(folder):
     [
         (("--estimate", "H1000"), "got device 'H1000'; expected one of A100"),
         (("--estimate", "H200", "--probe", "0"), "--estimate needs what the probe records"),
-        (("--policy", "nowhere.json"), "nowhere.json"),
+        (("--policy", "nowhere.json"), "--policy nowhere.json: there is no such file; give the policy.json of an evaluation"),
         (("--policy", "prompts.jsonl", "--adaptive-depth"), "both choose the depth"),
         (("--rule", "target-sample", "--rule", "rejection"), "got rule rejection with a dynamic tree"),
         (("--rule", "target-sample", "--rule", "membership"), "--rule membership needs a filter"),

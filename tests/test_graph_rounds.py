@@ -342,6 +342,15 @@ def test_graphs_give_the_same_answers(kind, sampling):
         assert [answer.tokens for answer in decoder.generate(PROMPTS, sampling, 14)] == [answer.tokens for answer in expected]
 
 
+def test_a_decoder_that_began_in_inference_mode_goes_on_outside(monkeypatch):
+    taped.install(monkeypatch, replayed=False)
+    target = Target.wrap(tiny("llama"))
+    decoder = Decoder(target, slots=2, context=40, kernels=True)
+    with torch.inference_mode():
+        (first,) = decoder.generate(PROMPTS[:1], None, 4)
+    assert decoder.generate(PROMPTS[:1], None, 4)[0].tokens == first.tokens
+
+
 def test_reasons():
     target = Target.wrap(tiny("llama"))
     assert refusal(target, Plain(), Sampling(), False) == "kernels are off"
@@ -352,7 +361,14 @@ def test_reasons():
         assert "another device" in refusal(fake, away, Sampling(), False)
         assert "processors" in refusal(fake, Plain(), Sampling(), True)
         assert "rejection" in refusal(fake, Plain(), Sampling(1.0, rule="rejection"), False)
-        assert refusal(fake, Plain(), Sampling(), False) == ""
+        wide = type("Wide", (), {"capturable": True, "device": fake.device, "tree_spec": DynamicTree(40, 8, 64)})()
+        assert "encodes more nodes than the kernels' 256" in refusal(fake, wide, Sampling(), False)
+        wide.tree_spec = DynamicTree(32, 8, 64)
+        assert refusal(fake, wide, Sampling(), False) == refusal(fake, Plain(), Sampling(), False) == ""
+        for threshold, says in ((6.0, "outliers"), (0.0, "")):
+            fake.model.config.quantization_config = {"load_in_8bit": True, "llm_int8_threshold": threshold}
+            assert says in refusal(fake, Plain(), Sampling(), False)
+        del fake.model.config.quantization_config
     assert Decoder(target, kernels=False).refusal(Sampling()) == "kernels are off"
 
 

@@ -114,3 +114,16 @@ def test_prompts_that_are_nearly_equal_give_a_finite_interval():
     rounds = torch.tensor([40, 20] + [40000, 40001] * 4)
     interval = of_ratio(torch.cat((tokens[:2], 1500 * tokens)), rounds)
     assert 1.4 < interval.low < interval.estimate < interval.high < 3.5
+
+
+def test_one_prompt_that_has_everything_is_too_few():
+    tokens = torch.zeros(2, 10).index_fill_(1, torch.tensor([3]), 5.0)
+    assert of_ratio_of_ratios(tokens, tokens)[1:] == (None, None)
+
+
+def test_a_single_short_answer_leaves_an_interval_of_the_differences_size():
+    """Of samples without the odd prompt the error is next to nothing; their distances must not decide."""
+    tokens = torch.tensor([12.0] * 11 + [1.0]).expand(2, 12)
+    rounds = torch.tensor([[12.0] * 8 + [11.0] * 3 + [1.0], [1.0] * 12])
+    interval = of_difference(tokens, rounds)
+    assert interval.estimate == pytest.approx(10.06, abs=0.01) and interval.high - interval.low < 7

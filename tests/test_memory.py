@@ -79,6 +79,8 @@ def test_what_is_no_memory_is_refused_in_one_line_and_left_as_it_is(tmp_path, ta
         (tmp_path / name).write_text(content)
     (tmp_path / "text").write_text("my notes")
     (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder' is a folder; expected a file"):
+        StoredSuffix(tmp_path / "folder", VOCAB, "hash")
     (tmp_path / "link").symlink_to(tmp_path / "good")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     names = sorted(os.listdir(tmp_path))
@@ -226,6 +228,18 @@ def test_a_hybrid_with_lookahead_learns_from_its_own_trees_only(target, plain):
     drafter.lookup._new_tokens = checked
     assert texts(Decoder(target, drafter, slots=2).generate(PROMPTS, None, NEW, ())) == plain
     assert min(taken[True], taken[False]) >= 3
+
+
+def test_a_hybrid_forgets_what_its_drafter_learnt(target):
+    drafter = Hybrid(Recycling())
+    measured = []
+    for _ in range(2):
+        forget(drafter)
+        (answer,) = Decoder(target, drafter).generate(PROMPTS[:1], None, NEW, ())
+        measured.append((answer.tokens, len(answer.rounds)))
+    assert measured[0] == measured[1] and drafter.trained.remembers
+    (answer,) = Decoder(target, drafter).generate(PROMPTS[:1], None, NEW, ())
+    assert answer.tokens == measured[0][0] and len(answer.rounds) < measured[0][1]
 
 
 def test_the_names_open_them(tmp_path):

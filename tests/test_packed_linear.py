@@ -73,9 +73,7 @@ def test_outputs_equal_plain_linear_layers(always, counted, dtype):
     assert len(counted) == 10 and layers[0].weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("one_token", "small_tree", "sizes"), ((2.0, 2.0, [1, 2]), (0.9, 2.0, [2]), (1.15, 2.0, [1, 2]), (2.0, 0.9, []))
-)
+@pytest.mark.parametrize(("one_token", "small_tree", "sizes"), ((2.0, 2.0, [1, 2]), (0.9, 2.0, [2]), (1.15, 2.0, [1, 2]), (2.0, 0.9, [])))
 def test_one_token_uses_the_plain_weight_where_that_is_faster(always, counted, monkeypatch, one_token, small_tree, sizes):
     monkeypatch.setattr(packing, "MIN_GAIN", 1.15)
     gains = iter((one_token, small_tree))

@@ -136,3 +136,11 @@ def test_differences_of_headers():
         {"what": "prompts.count", "values": {"a": None, "b": 3}},
     ]
     assert differences({"a": a, "b": a}) == []
+
+
+def test_rounding_is_no_win():
+    """Expected rounds are sums of probabilities, which two runs of one drafter round differently."""
+    tokens, rounds = as_tensors([20, 30, 40], [20, 30, 40]), as_tensors([10.0, 15.0, 16.0], [10.0 + 1e-7, 15.0 - 2e-7, 12.0])
+    tokens, rounds = torch.stack(tokens), torch.stack(rounds)
+    assert wins(tokens, rounds) == (1, 2, 0) and sign_flip(tokens, rounds) == 1.0
+    assert wins(tokens[:, :2], rounds[:, :2]) == (0, 2, 0) and sign_flip(tokens[:, :2], rounds[:, :2]) == 1.0

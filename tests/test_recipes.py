@@ -53,6 +53,8 @@ def test_overrides_numbers_and_order(tmp_path):
     odd = ["target.revision=7e12345", "train.output=2025-11-21", "data.valid=null", "train.lr=3E-4"]
     loaded = recipe.load(MedusaRecipe, file, odd)
     assert (loaded.target.revision, loaded.train.output, loaded.data.valid, loaded.train.lr) == ("7e12345", "2025-11-21", None, 3e-4)
+    loaded = recipe.load(MedusaRecipe, file, ["train.steps=1_000", "train.lr=.5", "target.revision=0100", "target.path=1:30"])
+    assert (loaded.train.steps, loaded.train.lr, loaded.target.revision, loaded.target.path) == (1000, 0.5, "0100", "1:30")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,10 @@ def test_overrides_numbers_and_order(tmp_path):
     [
         ("train.stepz=3", "unknown recipe key 'train.stepz'; the nearest is 'train.steps'"),
         ("medusa.head=3", "the nearest is 'medusa.heads'"),
+        ("5=3", "unknown recipe key '5'; --help lists all keys"),
+        ("train.steps=0100", "recipe key 'train.steps'"),
+        ("train.steps=1:30", "recipe key 'train.steps'"),
+        ("train.lr=1:30.5", "recipe key 'train.lr'"),
         ("train.steps=many", "recipe key 'train.steps'"),
         ("train.steps=2.5", "recipe key 'train.steps'"),
         ("train.lr=-1", "greater than 0"),

@@ -18,6 +18,7 @@ from draftsmith.eval.records import Divergence, RequestRecord, Round, request_li
 from draftsmith.eval.report import as_json, report_of
 from draftsmith.eval.settings import Settings, label
 from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -91,6 +92,12 @@ def test_what_is_read_is_what_was_measured(target, complete):
         assert each.tokens.shape == each.entropy.shape == each.target_log_probs.shape and each.ranks.shape == each.drafted.shape
         assert ((each.ranks[:, 0] == 0) == (each.drafted[:, 0] == each.tokens)).all() and (each.entropy >= 0).all()
     assert as_json(report_of(record_store.read(folder))) == as_json(report)
+
+
+def test_labels_tell_settings_apart():
+    assert label(Sampling(0.7, top_k=5, top_p=0.9, rule=USUAL_RULE)) == "0.7 top_k=5 top_p=0.9"
+    labels = [label(Sampling(1.0, seed=seed, rule=USUAL_RULE)) for seed in (1234567, 1234568)]
+    assert labels == ["1 seed=1234567", "1 seed=1234568"]
 
 
 def test_it_continues_wherever_it_was_cut(target, complete, tmp_path, monkeypatch):

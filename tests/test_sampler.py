@@ -94,6 +94,16 @@ def test_counter_layout():
     assert torch.equal(gumbel(seed, request[:, 0], position[:, 1], 5), noise[:, 1, :5]), "nor of the vocabulary"
 
 
+def test_noise_in_pieces_is_the_same(monkeypatch):
+    request, position = torch.tensor([[3], [2**32 - 1]]).expand(2, 3), torch.tensor([0, 17, 2**31]).expand(2, 3)
+    copies = torch.arange(6).view(2, 3)
+    together = [gumbel(5, request, position, 11), gumbel(5, request, position, 11, sampler.PURPOSE_DRAFT, copies)]
+    for size in (1, 22, 40):  # a row, two and three at once
+        monkeypatch.setattr(sampler, "AT_ONCE", size)
+        apart = [gumbel(5, request, position, 11), gumbel(5, request, position, 11, sampler.PURPOSE_DRAFT, copies)]
+        assert all(map(torch.equal, together, apart))
+
+
 def test_noise_is_finite_at_both_ends(monkeypatch):
     ends = torch.tensor([[0, 2**32 - 1, 2**31, 1]])
     monkeypatch.setattr(sampler, "philox", lambda seed, counter: tuple(ends[:, i].expand(1, 1) for i in range(4)))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from draftsmith.eval.servers.records import (
     request_line,
 )
 from draftsmith.eval.servers.report import report_of
-from draftsmith.eval.servers.requests import RequestFailed, read_stream
+from draftsmith.eval.servers.requests import RequestFailed, ask, open_benchmarked, read_stream
 from draftsmith.eval.servers.run import ServeSettings, arrivals, order, plan, request_of
 from draftsmith.eval.service import percentiles
 from draftsmith.inference.errors import exit_on_error
@@ -121,6 +122,43 @@ def test_a_stream_is_timed_by_its_chunks_with_text():
     ).read()
     assert (reply.text, reply.chunks, reply.end, reply.reason) == ("abcd", [2.0, 4.0, 4.0, 5.0], 7.0, "stop")
     assert (reply.prompt_tokens, reply.tokens, reply.timings) == (3, 7, {"draft_n": 4})
+
+
+def test_requests_of_one_client_share_a_connection():
+    """The end of a body may come after its last event; the next request waits for it, within limits, and needs no other connection."""
+    connections = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            connections.append(1)
+            super().setup()
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in (text("a", finish_reason="stop") + b"data: [DONE]\n\n", b""):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                self.wfile.flush()
+                time.sleep(0.02)
+
+        def log_message(self, *words):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        server = open_benchmarked(f"http://127.0.0.1:{served.server_port}", 10, "")
+
+        async def ask_all():
+            async with server.connected(1):
+                return [await ask(server, "completions", "{}", time.perf_counter) for _ in range(4)]
+
+        assert [reply.text for reply in asyncio.run(ask_all())] == ["a"] * 4
+        served.shutdown()
+    assert len(connections) == 1
 
 
 def test_the_partsof_a_stream_may_end_anywhere():
@@ -433,6 +471,12 @@ def test_a_server_that_fails_throughout_ends_the_benchmark(prompts, capsys, monk
         assert "nothing was measured: none of 8 requests was answered; the last error: 500 slow down" in line
 
 
+def test_a_duration_that_ends_before_the_first_request_says_so(prompts, capsys, monkeypatch):
+    monkeypatch.setattr(serve_run, "WARM_UP", 0)
+    with FakeServer() as server:
+        assert "no request ended in time; raise --duration" in refused(capsys, server, prompts=prompts, repeats=1, duration="1e-9")
+
+
 def test_a_stream_without_usage_is_counted_by_chunk_and_gives_no_speedup(prompts, capsys):
     with FakeServer() as plain, FakeServer(depth=2, engine="", faults={"*": "no usage"}) as drafting:
         report = measured(capsys, plain, drafting, prompts=prompts)
@@ -617,6 +661,16 @@ def test_rounds_without_drafts_count_where_all_tokens_are_known():
         shared = replace(counters, after=after | {"generated": generated})
         (row,) = report_of(ServeRecords(header(), requests, [shared]))["rows"]
         assert (row["tau"]["tau"], row["tau"]["drafting"], row["tau"]["drafted"]) == (tau, 0.5 if tau == 2.0 else 1.0, 3.0)
+
+
+def test_a_segment_without_drafts_counts():
+    """A look-up drafts nothing for the first answer, 10 rounds after its first token; the second has 4 rounds, 6 tokens accepted."""
+    times, names = [0.1 * number for number in range(1, 12)], ("drafts", "drafted", "accepted", "generated")
+    readings = [dict(zip(names, values, strict=True)) for values in ((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 11.0), (4.0, 8.0, 6.0, 22.0))]
+    counters = [CountersRecord("concurrency 2", 0, 1, segment, *readings[segment : segment + 2]) for segment in (0, 1)]
+    requests = [replace(served(1, "p", 0.0, times, 11), segment=segment) for segment in (0, 1)]
+    (row,) = report_of(ServeRecords(header(), requests, counters))["rows"]
+    assert row["tau"]["tau"] == pytest.approx(20 / 14) and row["tau"]["drafting"] == pytest.approx(4 / 14) and row["tau"]["drafted"] == 2
 
 
 @pytest.mark.parametrize("engine", ["sglang", "llamacpp"])

@@ -175,6 +175,7 @@ class Recipe(Section):
 
 
 R = TypeVar("R", bound=Recipe)
+NEAR = 0.5  # similarity, of 0 … 1, at which a known key may be what was meant
 
 
 def sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -244,8 +245,8 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
     of_methods = keys_of_methods() - known.keys() if shared else set()
     for key in values:
         if key not in known and key not in of_methods:
-            near = difflib.get_close_matches(key, [*known, *of_methods], n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown recipe key {key!r}; the nearest is {near!r}")
+            near = difflib.get_close_matches(key, [*known, *of_methods], n=1, cutoff=NEAR)
+            raise ValueError(f"unknown recipe key {key!r}; {f'the nearest is {near[0]!r}' if near else '--help lists all keys'}")
     try:
         return schema.model_validate(_nest({key: value for key, value in values.items() if key in known}))
     except ValidationError as error:

@@ -172,8 +172,10 @@ def _deliver(records: "ServeRecords", evaluation: "Records | None", folder: Path
     from draftsmith.eval.servers.report import report_of
     from draftsmith.inference import durable
 
+    if not records.requests:
+        raise ValueError("nothing was measured: no request ended in time; raise --duration")
     if all(each.error for each in records.requests):
-        last = f"; the last error: {records.requests[-1].error}" if records.requests else ""
+        last = f"; the last error: {records.requests[-1].error}"
         raise ValueError(f"nothing was measured: none of {len(records.requests)} requests was answered{last}; see to the servers")
     report = report_of(records, evaluation)
     if folder:

@@ -123,10 +123,13 @@ def _tau(records: ServeRecords, load: Load, server: int, answered: Sequence[Serv
         tokens and survival by depth.
     """
     counters = [each for each in records.counters if (each.load, each.server) == (load.label, server)]
-    counted = [(each, values) for each in counters if (values := difference(each.before, each.after)).get("drafts")]
-    if counted:
+    # A segment without a draft has rounds too.
+    counted = [(each, values) for each in counters if "drafts" in (values := difference(each.before, each.after))]
+    if any(values["drafts"] for _, values in counted):
         drafts, drafted, accepted = (sum(values.get(name, 0.0) for _, values in counted) for name in ("drafts", "drafted", "accepted"))
-        survivals = [sum(column) for column in zip(*(values.get("survivals", []) for _, values in counted), strict=False)]
+        survivals = [
+            sum(column) for column in zip(*(values.get("survivals", []) for _, values in counted if values["drafts"]), strict=False)
+        ]
         rounds = sum(_rounds(each, values, records.requests) for each, values in counted)
         tau = {"tau": 1 + accepted / rounds, "low": None, "high": None, "source": "counters of vLLM"}
         return tau | {"drafted": drafted / drafts, "drafting": drafts / rounds, "survival": [depth / drafts for depth in survivals]}

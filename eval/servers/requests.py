@@ -6,6 +6,7 @@ that tokens are counted by the server's `usage`, not by chunks.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from draftsmith.data.text_files import parse, short
 
 Clock = Callable[[], float]
 FIELDS = (b"event", b"id", b"retry")  # of server-sent events, beside `data`
+AFTER = 1.0  # seconds, for a stream to end after its last event
 NAMED = 8  # models that an error line names
 
 
@@ -150,11 +152,22 @@ async def ask(server: Server, path: str, body: str, clock: Clock) -> Reply:
                 raise RequestFailed(f"{response.status_code} {server.message(await server.text(response))}".strip())
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise RequestFailed(server.printable(f"an answer in {response.headers['Content-Encoding']}, which was not asked for"))
-            return await read_stream(response.aiter_raw(), clock, server.message)
+            blocks = response.aiter_raw()
+            reply = await read_stream(blocks, clock, server.message)
+            await _read_to_end(blocks)
+            return reply
     except TimeoutError:
         raise RequestFailed(f"no complete answer within {server.timeout:g} seconds") from None
     except (httpx.RequestError, TooLong) as error:
         raise RequestFailed(server.printable(f"{type(error).__name__} {error}".strip())) from None
+
+
+async def _read_to_end(blocks: AsyncIterator[bytes]) -> None:
+    """Read what a server still sends after its last event, so that the next request can use the connection. One that does not end is closed."""
+    with suppress(TimeoutError, httpx.RequestError):
+        async with asyncio.timeout(AFTER):
+            async for _ in blocks:
+                pass
 
 
 async def read_stream(blocks: AsyncIterator[bytes], clock: Clock, message: Callable[[str], str] = short) -> Reply:

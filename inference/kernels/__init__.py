@@ -20,7 +20,7 @@ def missing(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install draftsmith[kernels]"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # for tests, which repair the interpreter
-        return f"they need a CUDA device, the model is on the {device.type}"
+        return f"they need a CUDA device, a model is on the {device.type}"
     return ""
 
 

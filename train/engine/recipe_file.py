@@ -81,10 +81,11 @@ def _check(events: Iterator[yaml.Event]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as a recipe means it: 2e-3 is a number, 2025-11-21 is text, and a key that is given twice is an error."""
+    """YAML as a recipe means it: 2e-3 is a number, 2025-11-21 and 1:30 are text, 0100 is no octal number, and a key that is given twice is an
+    error."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge")]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp", "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -99,4 +100,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}$"), list("-+0123456789"))
+_EXPONENT = r"[eE][-+]?\d{1,3}"
+_FLOAT = rf"(\d[\d_]*\.[\d_]*|\.\d[\d_]*)({_EXPONENT})?|\d+{_EXPONENT}|\.(inf|Inf|INF)"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^([-+]?({_FLOAT})|\.(nan|NaN|NAN))$"), list("-+.0123456789"))
