@@ -39,8 +39,8 @@ def sign_flip(tokens: Tensor, rounds: Tensor) -> float:
 
 def wins(tokens: Tensor, rounds: Tensor) -> tuple[int, int, int]:
     """Prompts on which drafter 1 has the higher τ, on which both have the same, and on which it has the lower one; arguments as above."""
-    products = torch.stack((tokens[0] * rounds[1], tokens[1] * rounds[0]))
-    higher, differ = products[1] > products[0], _differ(products)
+    crossed = torch.stack((tokens[0] * rounds[1], tokens[1] * rounds[0]))
+    higher, differ = crossed[1] > crossed[0], _differ(crossed)
     return int((differ & higher).sum()), int((~differ).sum()), int((differ & ~higher).sum())
 
 

@@ -63,7 +63,7 @@ def label(sampling: Sampling) -> str:
     """A sampling setting in a report: its temperature, what else is not off, the constraint and the rule, as in `0.7 top_p=0.9 rule=rejection`."""
     defaults = {each.name: each.default for each in fields(Sampling)}
     values = {name: getattr(sampling, name) for name in FILTERS}
-    # Integers whole: seeds that differ in their last digit are two settings.
+    # All digits of integers: seeds that differ in their last digit are two settings.
     others = [f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in values.items() if value != defaults[name]]
     rule = [] if sampling.greedy or sampling.rule == USUAL_RULE else [f"{RULE}{sampling.rule}"]
     constraint = [sampling.constraint.name] if sampling.constraint else []

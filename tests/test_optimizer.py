@@ -66,7 +66,7 @@ def test_the_update_has_singular_values_near_one(monkeypatch, dtype):
         assert update.dtype == dtype and values.min() > 0.6 and values.max() < 1.3
 
 
-def test_a_processor_without_bf16_products_iterates_in_float32(monkeypatch):
+def test_a_processor_without_bf16_matmuls_iterates_in_float32(monkeypatch):
     dtype = optimizer._iteration_dtype.__wrapped__
     assert dtype("cuda") == torch.bfloat16
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
