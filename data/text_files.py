@@ -125,15 +125,29 @@ def parse(line: str, where: str, surrogates: bool = False) -> Any:
     """The JSON of a line; `surrogates`: halves of surrogate pairs may be in it.
 
     Raises:
-        ValueError: as `check`, or no JSON. It begins with `where`.
+        ValueError: as `check`, no JSON, or a key that is there twice, of which Python would drop the first. It begins with `where`.
     """
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_object)
     except RecursionError:
         raise too_deep(where) from None
+    except _Twice as error:
+        raise ValueError(f"{where}: {error}; leave one out") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}), got {short(line)}; mend the line or leave it out") from None
     return check(value, line, where, surrogates)
+
+
+class _Twice(ValueError):
+    """A key that an object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(f"key {short(next(key for key in keys if keys.count(key) > 1))} is there twice")
+    return value
 
 
 def check(value: Any, source: str, where: str, surrogates: bool = False) -> Any:

@@ -561,6 +561,12 @@ FILES = [
             ("nested too deep", ".jsonl", b'{"text": "a", "b": ' + DEEP.encode() + b"}", "bad.jsonl:1: JSON of more than 100 levels"),
             ("a list nested too deep", ".json", b"[" + DEEP.encode() + b"]", "bad.json:1: JSON of more than 100 levels"),
             ("200 levels", ".jsonl", b'{"text": "a", "b": ' + b"[" * 200 + b"]" * 200 + b"}", "bad.jsonl:1: JSON of more than 100 levels"),
+            (
+                "a key twice",
+                ".jsonl",
+                b'{"messages": [], "messages": [{"role": "user", "content": "a"}]}',
+                "bad.jsonl:1: key 'messages' is there twice",
+            ),
             ("a number of 5,000 digits", ".jsonl", b'{"text": ' + b"9" * 5000 + b"}", "bad.jsonl:1: not JSON"),
             ("a huge line", ".jsonl", b'{"text": "' + b"a" * (65 << 20) + b'"}\n', "bad.jsonl:1: a line of more than 67,108,864 bytes"),
             ("a huge example", ".json", b'[{"text": "' + b"a" * (70 << 20), "bad.json:1: an example of more than 67,108,864"),
