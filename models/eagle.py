@@ -189,9 +189,14 @@ class EagleModel(FeatureDrafter):
             else:
                 d2t, t2d = self.get_buffer("d2t"), self.get_buffer("t2d")
                 self._vocabulary = vocab.from_tensors(d2t, t2d, self.config.vocab_size, self.config.draft_vocab_size)
-        if self._vocabulary.targets.device != self.device:  # the drafter was moved
-            self._vocabulary = self._vocabulary.to(self.device)
         return self._vocabulary
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EagleModel":
+        """What nn.Module moves its tensors by; the vocabulary goes with them."""
+        super()._apply(fn, recurse)
+        if self._vocabulary is not None:
+            self._vocabulary = self._vocabulary.to(self.device)
+        return self
 
     def check_content(self) -> None:
         _ = self.vocabulary  # raises where d2t is no map

@@ -120,7 +120,7 @@ def look(kind: str, folder: str, rank: int) -> dict:
 if __name__ == "__main__":
     output, kind, folders = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     state = PartialState(cpu=True)
-    packing._pays = lambda layers: True  # whatever this machine is good at
+    packing._least_tokens = lambda group: 1  # whatever this machine is good at
     facts = {Path(folder).name: look(kind, folder, state.process_index) for folder in folders}
     (output / f"{kind}-{state.process_index}.json").write_text(json.dumps(facts))
     state.wait_for_everyone()

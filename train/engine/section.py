@@ -142,8 +142,6 @@ class TrainSection(Section):
     def _steps(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return value
-        if isinstance(value, int):
-            raise ValueError("expected text: YAML reads 10:15 as a number; write '10:15'")
         first, _, last = str(value).partition(":")
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
             raise ValueError("expected first:last, steps from 1, such as 10:15")
