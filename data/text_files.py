@@ -125,7 +125,7 @@ def parse(line: str, where: str, surrogates: bool = False) -> Any:
     """The JSON of a line; `surrogates`: halves of surrogate pairs may be in it.
 
     Raises:
-        ValueError: as `check`, no JSON, or a key that is there twice, of which Python would drop the first. It begins with `where`.
+        ValueError: as `check`, no JSON, or a key that is given twice, of which Python would drop the first. It begins with `where`.
     """
     try:
         value = json.loads(line, object_pairs_hook=_object)
@@ -143,10 +143,11 @@ class _Twice(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object by its keys and values. Raises _Twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(f"key {short(next(key for key in keys if keys.count(key) > 1))} is there twice")
+        raise _Twice(f"key {short(next(key for key in keys if keys.count(key) > 1))} is given twice")
     return value
 
 

@@ -219,14 +219,18 @@ def _policy(file: str) -> "LoadPolicy":
 
 
 def _check_policy(policy: "LoadPolicy", drafter: dict[str, str], slots: int) -> None:
-    """Raises ValueError for the policy of another drafter than this one: its method, name and hash. Says where it drafts nothing."""
+    """Check that the policy is this drafter's, given as method, name and hash; warn where the slots are more than the policy covers.
+
+    Raises:
+        ValueError: the policy of another drafter.
+    """
     differing = [
         name for name in ("method", "hash") if policy.drafter.get(name) and drafter[name] and policy.drafter[name] != drafter[name]
     ]
     if differing:
         whose = f"{policy.drafter.get('name', '?')!r} ({policy.drafter.get('method', '?')})"
         raise ValueError(
-            f"--policy is of the drafter {whose} of other {differing[0]}, got {drafter['name']!r} ({drafter['method']}); "
+            f"--policy is for the drafter {whose}, got {drafter['name']!r} ({drafter['method']}): another {differing[0]}; "
             "give the policy that an evaluation of this drafter wrote"
         )
     largest = policy.entries[-1].largest if policy.entries else 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 SAMPLES = 2000
 FEWEST = 8  # prompts for an interval: with fewer, acceptances of two kinds are covered too seldom
-LEAST_ERROR = 0.3  # of a sample, in errors of the estimate; of simulated prompts as many intervals hold the true value with 0.1 (benchmarks/coverage.py)
+LEAST_ERROR = 0.3  # of a sample, in errors of the estimate; with 0.1 the coverage of simulated prompts is the same (benchmarks/coverage.py)
 TOO_FEW = "too few prompts"
 T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # 97.5 % of Student's t with 1, 2, … degrees of freedom
 
@@ -90,7 +90,7 @@ def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interva
     drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
     samples = columns[:, drawn]  # [C,SAMPLES,P]
     error, errors = _standard_error(columns, statistic), _standard_error(samples, statistic)
-    if not error.isfinite():  # without one prompt nothing would be left to divide by
+    if not error.isfinite():  # one prompt has all rounds: without it the statistic divides by 0
         return Interval(float(estimate), None, None)
     # A sample of equal prompts has no error of its own, and one of nearly equal prompts next to none: distances would have no bound.
     distances = (statistic(samples.sum(-1)) - estimate).abs() / errors.clamp(min=LEAST_ERROR * error)

@@ -309,12 +309,13 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it `model` runs with its own attention, also while another thread decodes with it; that thread's rounds wait."""
     with running(model):
-        configs = _CONFIGS[model] if model in _OPEN else []
-        _set(configs, _OPEN[model][1] if configs else [])
+        configs, own = (_CONFIGS[model], _OPEN[model][1]) if model in _OPEN else ([], [])
+        current = [config._attn_implementation for config in configs]
+        _set(configs, own)
         try:
             yield
         finally:
-            _set(configs, repeat(NAME))
+            _set(configs, current)
 
 
 def running(model: nn.Module) -> AbstractContextManager[Any]:

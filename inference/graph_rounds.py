@@ -26,7 +26,6 @@ from draftsmith.inference.verify import HostResult, Verdict, pack_results, unpac
 
 __all__ = ["GraphRunner", "InFlightRound", "refusal"]
 
-PENDING = 2  # tokens that a draft model encodes with its first level, at most
 WARMUP = 3  # runs on a side stream before a capture: libraries allocate their workspaces then
 
 
@@ -43,7 +42,7 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
         return "the drafter is on another device"
     spec = getattr(drafter, "tree_spec", None)
-    if isinstance(spec, DynamicTree) and (spec.depth - 1) * spec.width + PENDING > MAX_NODES:
+    if isinstance(spec, DynamicTree) and (spec.depth - 1) * spec.width + getattr(drafter, "pending_limit", 0) > MAX_NODES:
         return f"a dynamic tree of depth {spec.depth} and width {spec.width} encodes more nodes than the kernels' {MAX_NODES}"
     if _finds_outliers(target.model.config):
         return "its bitsandbytes int8 layers look for outliers on the host"

@@ -5,7 +5,7 @@ multiplication itself. oneDNN takes a weight that was rearranged once. A call of
 same input become one product. SmolLM2-135M, all matmuls of a forward, one core of an EPYC (Zen 4), ms at 1 / 8 / 64 tokens: float32
 63 / 101 / 326, packed 61 / 64 / 227; bfloat16 58 / 59 / 144, packed 35 / 36 / 121; joining layers then saves
 3.3 at 1 token and 3.8 at 8. On another EPYC, with AVX2 alone, one token is slower packed than plain, and 2 to 64 are faster: its complete
-forward takes 94 / 165 ms in float32 at 1 / 8 tokens, with 61 of 211 layers packed 94 / 149.
+forward takes 96 / 167 ms in float32 at 1 / 8 tokens, with 61 of 211 layers packed 96 / 149.
 """
 
 import threading

@@ -192,7 +192,7 @@ class EagleModel(FeatureDrafter):
         return self._vocabulary
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EagleModel":
-        """What nn.Module moves its tensors by; the vocabulary goes with them."""
+        """nn.Module moves its tensors with this method; the draft vocabulary moves too."""
         super()._apply(fn, recurse)
         if self._vocabulary is not None:
             self._vocabulary = self._vocabulary.to(self.device)

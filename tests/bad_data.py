@@ -565,7 +565,7 @@ FILES = [
                 "a key twice",
                 ".jsonl",
                 b'{"messages": [], "messages": [{"role": "user", "content": "a"}]}',
-                "bad.jsonl:1: key 'messages' is there twice",
+                "bad.jsonl:1: key 'messages' is given twice",
             ),
             ("a number of 5,000 digits", ".jsonl", b'{"text": ' + b"9" * 5000 + b"}", "bad.jsonl:1: not JSON"),
             ("a huge line", ".jsonl", b'{"text": "' + b"a" * (65 << 20) + b'"}\n', "bad.jsonl:1: a line of more than 67,108,864 bytes"),

@@ -109,8 +109,10 @@ def test_a_policy_is_written_and_followed(folder, drafter, capsys):
     (folder / "off.json").write_text(json.dumps({"kind": "load policy", "format": 1, "entries": entries}))
     off = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0", "--policy", str(folder / "off.json"))
     assert off["overall"]["0"]["tau"] == 1.0 < report["overall"]["0"]["tau"] and off["settings"]["policy"] == [[1, 0]]
-    with pytest.raises(ValueError, match=r"--policy is of the drafter .* of other method, got 'ngram' \(ngram\)"):
+    with pytest.raises(ValueError, match=r"--policy is for the drafter .*, got 'ngram' \(ngram\): another method"):
         evaluate(folder, "other", "ngram", "--temperature", "0", "--policy", str(folder / f"load {drafter}" / "policy.json"))
+    evaluate(folder, f"two slots {drafter}", name, *tree, "--temperature", "0", "--policy", str(folder / "off.json"), "--slots", "2")
+    assert "--policy covers batches up to 1: with more of the 2 slots in use nothing is drafted" in capsys.readouterr().err
     again = evaluate(folder, f"off {drafter}", name, *tree, "--temperature", "0")
     assert again["settings"]["policy"] is None and again["overall"]["0"]["tau"] == report["overall"]["0"]["tau"]
 

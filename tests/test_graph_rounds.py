@@ -351,6 +351,14 @@ def test_a_decoder_that_began_in_inference_mode_goes_on_outside(monkeypatch):
     assert decoder.generate(PROMPTS[:1], None, 4)[0].tokens == first.tokens
 
 
+def test_kernels_need_the_drafters_device_too(monkeypatch):
+    monkeypatch.setattr(decoders, "missing", lambda device: "no kernels there" if device.type == "meta" else "")
+    away = type("Away", (Plain,), {"device": torch.device("meta")})()
+    Decoder(Target.wrap(tiny("llama")), Plain(), kernels=True)
+    with pytest.raises(ValueError, match="kernels: no kernels there"):
+        Decoder(Target.wrap(tiny("llama")), away, kernels=True)
+
+
 def test_reasons():
     target = Target.wrap(tiny("llama"))
     assert refusal(target, Plain(), Sampling(), False) == "kernels are off"

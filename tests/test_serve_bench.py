@@ -124,8 +124,9 @@ def test_a_stream_is_timed_by_its_chunks_with_text():
     assert (reply.prompt_tokens, reply.tokens, reply.timings) == (3, 7, {"draft_n": 4})
 
 
-def test_requests_of_one_client_share_a_connection():
-    """The end of a body may come after its last event; the next request waits for it, within limits, and needs no other connection."""
+@pytest.mark.parametrize(("pause", "timeout"), ((0.02, 10), (0.5, 0.4)))
+def test_requests_of_one_client_share_a_connection(pause, timeout):
+    """The end of a body may come after its last event; the next request waits for it, and needs no other connection. The answer is in time."""
     connections = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -141,16 +142,17 @@ def test_requests_of_one_client_share_a_connection():
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             for part in (text("a", finish_reason="stop") + b"data: [DONE]\n\n", b""):
+                if not part:
+                    time.sleep(pause)
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
                 self.wfile.flush()
-                time.sleep(0.02)
 
         def log_message(self, *words):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
-        server = open_benchmarked(f"http://127.0.0.1:{served.server_port}", 10, "")
+        server = open_benchmarked(f"http://127.0.0.1:{served.server_port}", timeout, "")
 
         async def ask_all():
             async with server.connected(1):
@@ -661,6 +663,11 @@ def test_rounds_without_drafts_count_where_all_tokens_are_known():
         shared = replace(counters, after=after | {"generated": generated})
         (row,) = report_of(ServeRecords(header(), requests, [shared]))["rows"]
         assert (row["tau"]["tau"], row["tau"]["drafting"], row["tau"]["drafted"]) == (tau, 0.5 if tau == 2.0 else 1.0, 3.0)
+
+
+def test_rates_that_print_the_same_are_one_load():
+    chosen = serve_bench.parser().parse_args(["--url", "http://127.0.0.1:1", "--rate", "1.00000001,1.00000002,2"])
+    assert [load.label for load in serve_bench._loads(chosen)] == ["1 requests/s", "2 requests/s"]
 
 
 def test_a_segment_without_drafts_counts():

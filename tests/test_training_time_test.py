@@ -312,3 +312,9 @@ def test_refusals():
             attend(query, keys, values, document)
     with pytest.raises(ValueError, match="count -1"):
         shift_left(key, -1)
+
+
+def test_flex_attention_may_compile_for_more_shapes_than_dynamos_default(monkeypatch):
+    default = torch._dynamo.config.recompile_limit
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: lambda: torch._dynamo.config.recompile_limit)
+    assert span_attention.compiled.__wrapped__()() == span_attention.SHAPES > default == torch._dynamo.config.recompile_limit

@@ -147,13 +147,14 @@ async def ask(server: Server, path: str, body: str, clock: Clock) -> Reply:
         RequestFailed: no complete answer. Nothing is repeated.
     """
     try:
-        async with asyncio.timeout(server.timeout), server.client.stream("POST", path, content=body) as response:
+        async with asyncio.timeout(server.timeout) as limit, server.client.stream("POST", path, content=body) as response:
             if response.status_code != 200:
                 raise RequestFailed(f"{response.status_code} {server.message(await server.text(response))}".strip())
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise RequestFailed(server.printable(f"an answer in {response.headers['Content-Encoding']}, which was not asked for"))
             blocks = response.aiter_raw()
             reply = await read_stream(blocks, clock, server.message)
+            limit.reschedule(None)  # the answer is complete
             await _read_to_end(blocks)
             return reply
     except TimeoutError:

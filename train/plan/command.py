@@ -43,8 +43,10 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: expected a finite number, {MOST:,} at most")
         if value is not None and options.cpu and name in ("gpus", "nodes", "gpu_memory"):
             raise ValueError(f"--{name.replace('_', '-')} {value:g} with --cpu, which is one process without a GPU; leave out one of them")
-    gpus = Machine(options.gpus or 8, options.nodes or 1, (options.gpu_memory or 80) * GIB)
-    machine = Machine(0, 1, 0, cpu=True) if options.cpu else gpus
+    if options.cpu:
+        machine = Machine(0, 1, 0, cpu=True)
+    else:
+        machine = Machine(options.gpus or 8, options.nodes or 1, (options.gpu_memory or 80) * GIB)
     tflops = options.tflops or (None if options.cpu else 989.0)
     plan = report(options.recipe, options.overrides, machine, tflops, options.hours)
     if options.json:
