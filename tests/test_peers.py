@@ -25,7 +25,7 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.formats.eagle import read_eagle
 from draftsmith.models.target import Target
-from draftsmith.train.benchmarks import peers, peers_medusa, peers_samples, peers_table
+from draftsmith.train.benchmarks import paired, peers, peers_medusa, peers_samples
 from draftsmith.train.engine.optimizer import new_optimizer
 from draftsmith.train.engine.order import sample_rows
 from draftsmith.train.losses.calibration import fit_confidence
@@ -148,8 +148,8 @@ def test_a_step_is_timed_once(name):
 
 
 def counts(rounds, answer=1):
-    result = {name: [[64, 64], rounds] for name in peers_table.MEASURES}
-    return result | {"answers": {name: [answer, 2] for name in peers_table.MEASURES}}
+    result = {name: [[64, 64], rounds] for name in paired.MEASURES}
+    return result | {"answers": {name: [answer, 2] for name in paired.MEASURES}}
 
 
 @pytest.fixture
@@ -212,18 +212,18 @@ def test_differences_are_paired_by_prompt_and_seed():
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = torch.full((3, 40), 64.0), torch.randint(16, 64, (3, 40), generator=generator).float()
     ours = torch.stack((tokens, rounds), 1)
-    assert peers_table.difference(ours, ours) == (0, 0, 0)
+    assert paired.difference(ours, ours) == (0, 0, 0)
     better = torch.stack((tokens, 0.8 * rounds), 1)  # τ is larger by a quarter of itself in each draw
-    delta, low, high = peers_table.difference(ours, better)
+    delta, low, high = paired.difference(ours, better)
     taus = tokens.sum(1) / rounds.sum(1)
     assert delta == pytest.approx(float(taus.mean()) / 4, rel=1e-5) and low < delta < high
     shuffled = torch.stack((tokens, 0.8 * rounds[:, torch.randperm(40, generator=generator)]), 1)
-    assert high - low < 0.5 * (lambda _, low, high: high - low)(*peers_table.difference(ours, shuffled))
+    assert high - low < 0.5 * (lambda _, low, high: high - low)(*paired.difference(ours, shuffled))
     seeds = torch.tensor([[[64.0] * 9, [64.0] * 9], [[64.0] * 9, [32.0] * 9]])  # τ 1 and 2: prompts do not differ, seeds do
     base = torch.tensor([[[64.0] * 9, [64.0] * 9]] * 2)
     half = 12.71 * 0.5**0.5 / 2**0.5  # Student's t with one degree of freedom times the standard error of two seeds
-    assert peers_table.difference(base, seeds) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
-    assert peers_table.difference(base[:, :, :7], seeds[:, :, :7]) == (0.5, None, None)
+    assert paired.difference(base, seeds) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
+    assert paired.difference(base[:, :, :7], seeds[:, :, :7]) == (0.5, None, None)
 
 
 # Runs

@@ -3,34 +3,20 @@
 Letters: P is the number of prompts, M that of seeds.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.data import prompts
-from draftsmith.eval import intervals, loading
-from draftsmith.eval.answers import decode_all, encode_prompts
-from draftsmith.eval.intervals import Interval
-from draftsmith.inference.decoder import Decoder
+from draftsmith.eval import intervals
 from draftsmith.inference.packed_linear import pack
-from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import load_drafter
 from draftsmith.models.formats.eagle import read_eagle
-from draftsmith.models.target import Target
-
-CHAIN, TREE = ("chain", 4, None, None), ("dynamic", 4, 4, 16)  # kind, depth, width and nodes
-MEASURES = {
-    f"{name}, T = {temperature}": (tree, temperature)
-    for name, tree in (("chain of 4", CHAIN), ("tree of 16", TREE))
-    for temperature in (0, 1)
-}
-NEW_TOKENS = 64
+from draftsmith.train.benchmarks import paired
+from draftsmith.train.benchmarks.paired import MEASURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,62 +37,20 @@ class Measured:
     counts: dict[str, Any]
 
 
-@lru_cache(maxsize=1)
-def open_target(path: str, limit: int | None) -> tuple[Target, list[list[int]]]:
-    """The target, and token ids of the prompts that ship for it, at most `limit` of each domain."""
-    target, _ = loading.open_models(path, [], "auto")
-    encoded, _ = encode_prompts(target, prompts.load(None if path == "tiny" else "chat", limit), NEW_TOKENS)
-    return target, [prompt.ids for prompt in encoded]
-
-
 def measure(name: str, folder: Path, foreign: bool, path: str, limit: int | None) -> dict[str, Any]:
-    """Decode all prompts with a drafter, in each of MEASURES.
+    """Decode all prompts with a drafter, in each of MEASURES, as `paired.decode` says.
 
     Args:
         name: for the progress bar.
         folder: of the drafter.
         foreign: in the layout of engines, not in ours.
-        path, limit: as in `open_target`.
-
-    Returns:
-        By measure, the tokens [P] and the rounds [P] of each prompt; `answers`: by measure, a hash of each answer.
+        path, limit: as in `paired.open_target`.
     """
-    target, ids = open_target(path, limit)
+    target, encoded = paired.open_target(path, limit)
     drafter: Any = read_eagle(folder, target) if foreign else load_drafter(folder, target)
     torch.nn.Module.to(drafter, target.dtype)
     pack(drafter)
-    result: dict[str, Any] = {"answers": {}}
-    for measure, ((kind, depth, width, nodes), temperature) in MEASURES.items():
-        drafter.tree_spec = loading.tree_spec_from_options(kind, drafter, depth, width, nodes)
-        decoder, sampling = Decoder(target, drafter, slots=8), Sampling(temperature=temperature)
-        answers = decode_all(f"{name}: {measure}", decoder, ids, sampling, NEW_TOKENS)
-        result[measure] = [[len(answer.tokens) for answer in answers], [len(answer.rounds) for answer in answers]]
-        result["answers"][measure] = [hash(tuple(answer.tokens)) for answer in answers]
-    return result
-
-
-def taus(counts: Tensor) -> Tensor:
-    """τ [...] of tokens and rounds, counts [...,2,P]."""
-    return counts[..., 0, :].sum(-1) / counts[..., 1, :].sum(-1)
-
-
-def difference(first: Tensor, second: Tensor) -> Interval:
-    """Mean over seeds of second's τ less first's, with its 95 % interval: over prompts, and over seeds where there are several.
-
-    Both parts are paired: the runs of a seed trained on the same samples, and all decoded the same prompts.
-
-    Args:
-        first, second: tokens and rounds [M,2,P] of two methods with the same seeds.
-    """
-    both = torch.stack((first, second)).double()
-    deltas = taus(both[1]) - taus(both[0])  # [M]
-    over_prompts, delta = intervals.of_difference(both.sum(1)[:, 0], both.sum(1)[:, 1]), float(deltas.mean())
-    if over_prompts.low is None:
-        return Interval(delta, None, None)
-    half = over_prompts.estimate - over_prompts.low
-    if len(deltas) > 1:
-        half = math.hypot(half, intervals.t_quantile(len(deltas) - 1) * float(deltas.std()) / len(deltas) ** 0.5)
-    return Interval(delta, delta - half, delta + half)
+    return paired.decode(name, target, drafter, encoded)
 
 
 def table(measured: Sequence[Measured], features: dict[str, float], tokens: int) -> str:
@@ -125,9 +69,9 @@ def table(measured: Sequence[Measured], features: dict[str, float], tokens: int)
     header = ("method", "setting", *(f"τ, {name}" for name in MEASURES), "CPU s a step", "tokens")
     lines = [_line(header), "|---" * len(header) + "|"]
     for group, runs in groups.items():
-        cells = [f"{_mean(counts[name][group]):.3f}" for name in MEASURES]
+        cells = [f"{paired.mean_tau(counts[name][group]):.3f}" for name in MEASURES]
         if group != ours:
-            deltas = (difference(counts[name][ours], counts[name][group]) for name in MEASURES)
+            deltas = (paired.difference(counts[name][ours], counts[name][group]) for name in MEASURES)
             cells = [
                 f"{cell}; {delta:+.3f} ({intervals.shown(low, high, '+.3f')})"
                 for cell, (delta, low, high) in zip(cells, deltas, strict=True)
@@ -142,8 +86,8 @@ def table(measured: Sequence[Measured], features: dict[str, float], tokens: int)
     ]
     notes += ["paired by prompt and seed. CPU seconds: of a training step, and of making the features that it reads."]
     for method in dict.fromkeys(method for method, _ in others):
-        best = {name: max(_mean(counts[name][group]) for group in others if group[0] == method) for name in MEASURES}
-        ratios = (f"{_mean(counts[name][ours]) / best[name]:.3f} ({name})" for name in MEASURES)
+        best = {name: max(paired.mean_tau(counts[name][group]) for group in others if group[0] == method) for name in MEASURES}
+        ratios = (f"{paired.mean_tau(counts[name][ours]) / best[name]:.3f} ({name})" for name in MEASURES)
         notes.append(f"{ours[0]} over the best of {method} in each measure: {', '.join(ratios)}.")
     notes.append(f"{sum(same)} of {len(same)} answers are the same with every drafter.")
     return "\n".join((*lines, "", *notes, ""))
@@ -155,9 +99,4 @@ def _line(cells: Sequence[str]) -> str:
 
 def _counts(measure: str, runs: Sequence[Measured]) -> Tensor:
     """Tokens and rounds [M,2,P] of the runs of a method."""
-    return torch.tensor([run.counts[measure] for run in sorted(runs, key=lambda run: run.seed)], dtype=torch.float64)
-
-
-def _mean(counts: Tensor) -> float:
-    """Mean over seeds of τ, of counts [M,2,P]."""
-    return float(taus(counts).mean())
+    return paired.counts(measure, [run.counts for run in sorted(runs, key=lambda run: run.seed)])

@@ -9,7 +9,6 @@ The same command goes on where an earlier one stopped, and lengths, seeds and re
 """
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -28,7 +27,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, integers
+from draftsmith.train.sweep.plan import as_words, check_jobs, integers, module_of, of_length, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
@@ -85,13 +84,12 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         script, colon, recipe = name.partition(":")
         if not colon:
             raise ValueError(f"{name!r} is not of the form script:recipe, for example eagle:eagle3-tiny")
-        schema = schema_of(importlib.import_module(f"draftsmith.train.{script}"))
+        schema = schema_of(module_of(script))
         base = recipes.load(schema, recipe, [*MEASURE, *keys])
-        size = base.train.batch_size * base.data.seq_len
+        size = step_tokens(base)
         for tokens in budgets:
             steps = max(1, tokens // size)
-            own = [f"train.steps={steps}", f"train.warmup_steps={-(-base.train.warmup_steps * steps // base.train.steps)}"]
-            own += [f"train.eval_every={steps}"]
+            own = [*as_words(of_length(base, steps)), f"train.eval_every={steps}"]
             for seed in seeds:
                 output = folder / "runs" / stem / f"{stem}-{steps * size}-{seed}"
                 every = (*MEASURE, *keys, *own, f"train.seed={seed}", f"train.output={output}")
@@ -121,7 +119,7 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
 
         def record(run: Run, result: Result) -> None:
             if result.measure is None:
-                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.folder.with_suffix('.log')}")
+                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.log}")
             results[run.name] = result
             trial.remove_weights(run)
             content = {"settings": before["settings"] | settings, "results": {name: asdict(each) for name, each in results.items()}}

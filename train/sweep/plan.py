@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from draftsmith.train import cli
@@ -64,19 +65,16 @@ class Plan:
 
     def words(self, trial: int, rung: int) -> list[str]:
         """The overrides of a trial, with the steps and evaluation batches that give it the tokens of the rung, and the warm-up in proportion."""
-        train = self.recipes[trial].train
-        steps = self.steps(trial, rung)
-        warmup = -(-train.warmup_steps * steps // self.base.train.steps)
         values = {key: values[0] for key, values in self.grid.items()} | self.trials[trial]
-        values |= {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+        values |= of_length(self.recipes[trial], self.steps(trial, rung))
         own, base = _evaluated_tokens(self.recipes[trial]), _evaluated_tokens(self.base)
         if own != base:  # all trials are measured on as much text
-            values["train.eval_batches"] = str(max(1, round(train.eval_batches * base / own)))
+            values["train.eval_batches"] = str(max(1, round(self.recipes[trial].train.eval_batches * base / own)))
         return as_words(values)
 
     def steps(self, trial: int, rung: int) -> int:
         """Steps in which a trial sees as many tokens as the base recipe in the rung."""
-        return max(1, round(self.rungs[rung] * _step_tokens(self.base) / _step_tokens(self.recipes[trial])))
+        return max(1, round(self.rungs[rung] * step_tokens(self.base) / step_tokens(self.recipes[trial])))
 
     def runs(self, trial: int, rung: int) -> list[Run]:
         """The runs of a trial in a rung, one for each seed."""
@@ -89,7 +87,7 @@ class Plan:
             folder = self.folder / "trials" / run_name
             own = [f"train.output={folder}", "train.resume=auto", *([] if seed is None else [f"train.seed={seed}"])]
             words = (self.method, self.recipe, *self.words(trial, rung), *own)
-            runs.append(Run(run_name, folder, words, steps, steps * _step_tokens(recipe), recipe.train.tau_prompts > 0, data))
+            runs.append(Run(run_name, folder, words, steps, steps * step_tokens(recipe), recipe.train.tau_prompts > 0, data))
         return runs
 
 
@@ -100,15 +98,12 @@ def make_plan(options: Namespace) -> Plan:
         ValueError: a method that trains no drafter, an unknown key or a value that the recipe refuses, a grid that is too large or has a single
             trial, an option that is out of range.
     """
-    methods = [name for name, source in cli.methods().items() if "\ndef build_untrained(" in source]
-    if options.method not in methods:
-        raise ValueError(f"no method {options.method!r} trains a drafter; expected one of {', '.join(methods)}")
+    module = module_of(options.method)
     if not 2 <= options.eta <= 512:
         raise ValueError(f"--eta {options.eta}: expected 2 to 512")
     check_jobs(options.jobs)
     grid = read_grid(options.words)
     fixed, trials = _checked_grid(grid, options.seeds)
-    module = importlib.import_module(f"draftsmith.train.{options.method}")
     schema = schema_of(module)
 
     def load(words: Iterable[str]) -> Recipe:
@@ -140,6 +135,14 @@ def make_plan(options: Namespace) -> Plan:
     return plan
 
 
+def module_of(method: str) -> ModuleType:
+    """The script of a method that trains a drafter. Raises ValueError for any other name."""
+    methods = [name for name, source in cli.methods().items() if "\ndef build_untrained(" in source]
+    if method not in methods:
+        raise ValueError(f"no method {method!r} trains a drafter; expected one of {', '.join(methods)}")
+    return importlib.import_module(f"draftsmith.train.{method}")
+
+
 def check_jobs(jobs: int | None) -> None:
     """Raises ValueError for a number of processes that is out of range."""
     if jobs is not None and not 1 <= jobs <= 512:
@@ -168,7 +171,14 @@ def as_words(values: dict[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _step_tokens(recipe: Recipe) -> int:
+def of_length(recipe: Recipe, steps: int) -> dict[str, str]:
+    """The keys that give a run of this recipe other steps, with the warm-up in proportion."""
+    warmup = -(-recipe.train.warmup_steps * steps // recipe.train.steps)
+    return {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+
+
+def step_tokens(recipe: Recipe) -> int:
+    """Positions of all sequences of a step."""
     return recipe.train.batch_size * recipe.data.seq_len
 
 

@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         name: within the sweep.
-        folder: train.output. The log of its last process is beside it.
+        folder: train.output.
         words: what follows `draftsmith train`.
         steps: train.steps.
         tokens: positions of all its sequences.
@@ -50,6 +50,11 @@ class Run:
     tokens: int
     measures_tau: bool
     data: str
+
+    @property
+    def log(self) -> Path:
+        """The file beside its folder that has what its last process said."""
+        return self.folder.with_name(f"{self.folder.name}.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Po
     shared = {"OMP_NUM_THREADS": str(min(threads, max(1, int(given))) if given.isdecimal() else threads)}
     if devices:  # with fewer runs at a time than GPUs each has several, which target.parallel=layers can use
         shared = {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs]) or devices[slot % len(devices)]}
-    log = os.open(run.folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         return subprocess.Popen(
             [*TRAIN, *run.words],
@@ -203,7 +208,7 @@ def _reason(run: Run, status: int) -> str:
     """Why a run failed: its log's last error, or its last line."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    lines = [line for line in run.folder.with_suffix(".log").read_text("utf-8", "replace").splitlines() if line.strip()]
+    lines = [line for line in run.log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return printable((errors or lines or [f"exit status {status}"])[-1].strip(), "")[:300]
 
