@@ -66,6 +66,28 @@ def test_the_update_has_singular_values_near_one(monkeypatch, dtype):
         assert update.dtype == dtype and values.min() > 0.6 and values.max() < 1.3
 
 
+@pytest.mark.parametrize("values", ["equal", "down to 1e-6", "three", "one large"])
+def test_float32_gives_the_iteration_on_the_matrix_itself(monkeypatch, values):
+    """In float64 the iteration on x; in float32 the one on x·xᵀ, whose square of the condition number must not be felt."""
+    monkeypatch.setattr(optimizer, "_iteration_dtype", lambda device: torch.float32)
+    spectra = {
+        "equal": torch.ones(24),
+        "down to 1e-6": torch.logspace(0, -6, 24),
+        "three": (torch.arange(24) < 3).float(),
+        "one large": torch.where(torch.arange(24) < 1, 1.0, 1e-5),
+    }
+    for shape in ((24, 90), (90, 24), (24, 24)):
+        left, _, right = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(2)).double(), full_matrices=False)
+        matrix = (left * spectra[values].double()) @ right
+        exact = matrix / matrix.norm()
+        for _ in range(optimizer.ITERATIONS):
+            a, b, c = optimizer.QUINTIC
+            square = exact @ exact.T
+            exact = a * exact + (b * square + c * square @ square) @ exact
+        assert (optimizer.orthogonal(matrix.float()) - exact).norm() < 1e-3 * exact.norm()
+    assert not optimizer.orthogonal(torch.zeros(4, 6)).any()
+
+
 def test_a_processor_without_bf16_matmuls_iterates_in_float32(monkeypatch):
     dtype = optimizer._iteration_dtype.__wrapped__
     assert dtype("cuda") == torch.bfloat16

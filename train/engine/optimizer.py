@@ -191,10 +191,24 @@ def orthogonal(matrix: Tensor) -> Tensor:
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    if x.dtype == torch.float32:
+        x = _factor(x @ x.T) @ x
+    else:
+        for _ in range(ITERATIONS):
+            square = x @ x.T
+            x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def _factor(square: Tensor) -> Tensor:
+    """What the iteration multiplies x [m,n] by, from x·xᵀ [m,m] alone: a third of the work where n is 12 m. In bfloat16 its rounding is too coarse."""
+    a, b, c = QUINTIC
+    factor = torch.eye(len(square), device=square.device)
+    for _ in range(ITERATIONS):
+        step = torch.addmm(square, square, square, beta=b, alpha=c)
+        step.diagonal().add_(a)
+        factor, square = step @ factor, step @ square @ step
+    return factor
 
 
 @cache
