@@ -98,7 +98,7 @@ class Encoder:
         if conversation.messages is not None and self.template:
             return self.template.encode(conversation.messages, conversation.tools)
         text, prompt = conversation.text, conversation.prompt
-        if not text:
+        if conversation.messages is not None and not text:
             Template(self.tokenizer)  # raises: there is none
         if prompt and prompt >= len(text):
             raise Unusable("no answer")

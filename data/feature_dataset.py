@@ -129,5 +129,7 @@ class FeatureDataset:
         tokens = sum(len(ids) for ids, *_ in self.fresh.values())
         if tokens * self.store.index.bytes_per_token > features.SHARD_BYTES:
             self.close()
-        for key, (hidden, taps) in capture.compute(self.store.target, missing, self.store.index.taps):
-            self.fresh[key] = (missing[key], hidden, taps)
+        target = self.store.target
+        with torch.autocast(target.device.type, enabled=False):  # an evaluation's would be in the store for good
+            for key, (hidden, taps) in capture.compute(target, missing, self.store.index.taps):
+                self.fresh[key] = (missing[key], hidden, taps)

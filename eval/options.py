@@ -60,7 +60,8 @@ def new_parser(command: str, description: str | None) -> argparse.ArgumentParser
 def add_models(parser: argparse.ArgumentParser) -> None:
     """--target, --dtype, --trust-remote-code."""
     parser.add_argument(
-        "--target", help="folder, Hub id or GGUF file of the target (default: the one that a drafter was trained for, else `tiny`)"
+        "--target",
+        help="folder, Hub id or GGUF file of the target (default: the one that the drafter was trained for, if there is one, else `tiny`)",
     )
     parser.add_argument(
         "--dtype",

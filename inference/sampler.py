@@ -32,7 +32,7 @@ class Sampling:
     """How tokens are drawn and drafts verified. The filters apply in the order of the fields.
 
     Attributes:
-        temperature: 0 is greedy decoding, where neither the filters nor the rule matter.
+        temperature: 0 is greedy decoding, where top_k, top_p, min_p and the rule do not matter.
         top_k: 0 is off.
         top_p: 1 is off.
         min_p: 0 is off.

@@ -63,8 +63,8 @@ class Head:
         return self.module.get_parameter("weight")
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.module(hidden) if self.plain else self._full(hidden)
-        return logits.to(hidden.device)  # the head of a model on several devices may be on another one
+        moved = hidden.to(self.weight.device)  # stored features are on the CPU, the head of a model on several devices on any of them
+        return (self.module(moved) if self.plain else self._full(moved)).to(hidden.device)
 
     @cached_property
     @torch.no_grad()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.formats import engines, export, layouts, plain, verify
-from draftsmith.models.formats.engines import ENGINES, ROWS
+from draftsmith.models.formats.engines import ENGINES, ROWS, serving
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.target import Target
 from draftsmith.train.exchange import export as command
@@ -63,6 +63,12 @@ def test_each_drafter_is_exported_to_each_engine(workshop, name, engine, tmp_pat
     assert (folder / "target-LICENSE").read_text() == "Do as you like.\n"
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0") and "## Serve" in card
+
+
+def test_an_engine_drafts_a_token_where_the_best_tree_has_none():
+    """Which eval chooses where drafting does not pay: engines refuse a draft length of 0."""
+    line = serving(ROWS["medusa", "vllm"], "org/model", "drafter", 0)
+    assert '"num_speculative_tokens":1' in line
 
 
 def test_every_row_of_the_table_is_tried_and_every_gap_is_refused():

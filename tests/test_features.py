@@ -315,6 +315,16 @@ def test_a_store_takes_no_features_of_another_dtype(target, corpus, tmp_path):
         setup.open_store(SimpleNamespace(features=FeaturesSection(mode="cache", store=str(tmp_path / "s"))), half, TAPS)
 
 
+def test_an_evaluations_autocast_is_not_in_the_store(target, corpus, tmp_path):
+    capturing.begin(tmp_path / "s", features.Index.of(target, (), "float32"), target)
+    data = rows_of(target, corpus, tmp_path / "s", (), computing=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        batch = data.batch(torch.arange(len(data)))
+    capture(target, [corpus], tmp_path / "captured", "float32")
+    stored = rows_of(target, corpus, tmp_path / "captured", ()).batch(torch.arange(len(data)))
+    torch.testing.assert_close(batch["hidden"], stored["hidden"], rtol=0, atol=1e-5)  # other batches; bf16 would be 1e-2 away
+
+
 def test_a_full_disk_is_said_before_the_first_byte(target, corpus, tmp_path, monkeypatch):
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(capturing.shutil, "disk_usage", lambda folder: Usage(10, 9, 9000))

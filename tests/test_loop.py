@@ -77,6 +77,52 @@ def test_a_crash_between_checkpoints_resumes_to_the_last_bit(tmp_path):
     assert torch.equal(run(tmp_path / "cut", save_every=2), expected)
 
 
+@pytest.mark.parametrize("settings", [{}, {"save_every": 2, "eval_every": 2}], ids=["at the end", "on the way"])
+def test_an_evaluation_that_fails_loses_no_step(tmp_path, settings):
+    measured = []
+
+    def fit(folder, failing_at):
+        def measure_tau():
+            measured.append(folder.name)
+            if len(measured) == failing_at:
+                raise MemoryError("no room to decode")
+            return float(len(measured))
+
+        model = new_model()
+        _, step = loop.fit(
+            new_recipe(folder, **settings), model, objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=measure_tau
+        )
+        return step, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    expected = fit(tmp_path / "uninterrupted", 0)
+    evaluations = len(measured)
+    del measured[:]
+    with pytest.raises(MemoryError):
+        fit(tmp_path / "cut", failing_at := max(1, evaluations - 2))
+    assert checkpoint.latest(tmp_path / "cut" / "checkpoints").name == f"step-{STEPS if not settings else 2 * failing_at:08d}"
+    step, weights = fit(tmp_path / "cut", 0)
+    assert step == expected[0] and torch.equal(weights, expected[1]) and len(measured) == evaluations + 1
+    assert fit(tmp_path / "cut", 0)[0] == step and len(measured) == evaluations + 1  # a finished run is not evaluated again
+    rows = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "valid_tau" in row] == ([2, 4, 6, 7] if settings else [7])
+
+
+def test_held_out_sequences_are_drawn_once(tmp_path):
+    """As they are packed the longest come first."""
+
+    class Watched(Numbers):
+        asked: list[int] = []
+
+        def batch(self, rows):
+            self.asked.extend(rows.tolist())
+            return super().batch(rows)
+
+    valid = Watched()
+    loop.fit(new_recipe(tmp_path, eval_batches=1, eval_every=4), new_model(), objective, Numbers(), valid, {"data": "numbers"})
+    assert valid.asked[:8] == valid.asked[8:] == order.drawn_rows(22)[:8].tolist() != list(range(8))
+    assert sorted(order.drawn_rows(22).tolist()) == list(range(22))
+
+
 def test_a_finished_run_goes_on_with_more_steps(tmp_path):
     run(tmp_path, schedule="constant", steps=3)
     longer = run(tmp_path, schedule="constant", steps=6)

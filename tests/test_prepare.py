@@ -188,6 +188,13 @@ def test_a_prompt_without_an_answer_has_nothing_to_learn(tmp_path):
     assert corpora["train"].report["dropped"] == {"no answer": [1, ANY]}
 
 
+def test_an_empty_text_is_counted_without_a_chat_template(tmp_path):
+    rows = [{"text": f"{n} and {n} are {2 * n}"} for n in range(300)] + [{"text": ""}]
+    corpora = load(CorpusPlan((write(tmp_path / "t.jsonl", rows),), seq_len=64, near=1.0), byte_tokenizer(), tmp_path / "cache")
+    assert sum(len(corpus) for corpus in corpora.values()) == 300
+    assert sum(number for number, _ in corpora["train"].report["dropped"].values()) == 1
+
+
 def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):
     train, valid = write(tmp_path / "a.jsonl", map(conversation, range(30))), write(tmp_path / "b.jsonl", map(conversation, range(25, 28)))
     corpora = load(CorpusPlan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")

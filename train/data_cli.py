@@ -1,8 +1,8 @@
 """From conversations to features and datastores: prepare conversations, look at them, let the target answer them, capture its features.
 
-draftsmith data prepare recipes/medusa-tiny.yaml data.train=chats.jsonl            # tokenise, mask, deduplicate, mix; print a report
-draftsmith data show recipes/medusa-tiny.yaml data.train=chats.jsonl               # print samples, the supervised tokens coloured
-draftsmith data regenerate chats.jsonl answers.jsonl --target tiny                 # the same prompts, answered by the target
+draftsmith data prepare medusa-smollm2-135m data.train=chats.jsonl                 # tokenise, mask, deduplicate, mix; print a report
+draftsmith data show medusa-smollm2-135m data.train=chats.jsonl                    # print samples, the supervised tokens coloured
+draftsmith data regenerate chats.jsonl answers.jsonl --target org/model            # the same prompts, answered by the target
 draftsmith data regenerate chats.jsonl answers.jsonl --server http://localhost:8000/v1 --model Qwen/Qwen3-8B
 draftsmith data synthesise chats.jsonl --target org/model --conversations 1000     # the target writes questions and answers itself
 draftsmith data capture recipes/medusa-tiny.yaml features.store=runs/features      # run the target once, store its features

@@ -72,6 +72,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import layer_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
+from draftsmith.train.engine.order import drawn_rows
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
 from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
@@ -131,8 +132,8 @@ def calibrate(drafter: DsparkModel, valid: SequenceDataset, batches: int, target
     """Fit the confidences' temperatures on every other of the held-out batches, and say the errors on the rest."""
     torch.nn.Module.to(drafter.eval(), target.device)  # FSDP2 and DeepSpeed leave it on the CPU
     size, chains = drafter.config.depth, []
-    for number in range(min(2 * batches, len(valid))):
-        batch = {name: tensor.to(drafter.device) for name, tensor in valid.batch(torch.tensor([number])).items()}
+    for row in drawn_rows(len(valid))[: 2 * batches].split(1):
+        batch = {name: tensor.to(drafter.device) for name, tensor in valid.batch(row).items()}
         losses, odds, _, supervised = draft(drafter, batch, target, section, 0)
         chains.append(
             torch.stack((odds.view(-1, size).double(), losses.overlap[0].view(-1, size).double(), supervised.flatten(0, 1).double()))

@@ -19,7 +19,7 @@ from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.best import BestWeights
 from draftsmith.train.engine.log import Log, means, sums_of
 from draftsmith.train.engine.optimizer import cast_trained
-from draftsmith.train.engine.order import prefetched, sample_rows
+from draftsmith.train.engine.order import drawn_rows, prefetched, sample_rows
 from draftsmith.train.engine.profiler import Profile
 from draftsmith.train.engine.resume import start_or_resume
 from draftsmith.train.engine.sharded import ShardedModel
@@ -119,7 +119,8 @@ class _Run:
 
     Attributes:
         done: steps taken.
-        saved: the step of the newest checkpoint.
+        saved: the step of the newest checkpoint; −1 where its state is no longer this one.
+        evaluated: the step of the last evaluation.
         micro_batch: sequences of one forward on one rank.
         accumulation: micro-batches of one step.
         groups: context-parallel groups, which read sequences of their own.
@@ -145,6 +146,7 @@ class _Run:
         self.groups, self.group = processes.data_parallel(section.context_parallel)
         self.done: int = state["step"]
         self.saved = self.done
+        self.evaluated: int = state["evaluated"]
         self.progress = progress
         progress.steps, progress.total = self.done, section.steps
         self.log = Log(recipe, accelerator, self.done, target_forward)
@@ -161,9 +163,16 @@ class _Run:
                 stopped_by = self._save_if_signalled(signals)
                 if stopped_by:
                     return stopped_by
+            if self.evaluated < self.done and self._is_due(self.section.eval_every):  # the run ended within that evaluation
+                self._evaluate()
+                self._save()
+                if self.best.is_stale(self.section.patience):
+                    return 0
             for step in self.steps:
                 self._train_step(step, batches)
                 if self._is_due(self.section.eval_every):
+                    if self._is_due(self.section.save_every):  # the steps must not be lost if the evaluation fails
+                        self._save()
                     self._evaluate()
                 finished = self.done == self.section.steps or self.best.is_stale(self.section.patience)
                 if refresh and not finished:
@@ -228,10 +237,14 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Write held-out means, and τ if it is measured."""
-        self.watchdog.report(f"evaluating step {self.done}")
+
+        def report() -> None:
+            self.watchdog.report(f"evaluating step {self.done}")
+
         with self.log.paused():
-            metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator)
+            metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator, report)
             self.log.write_evaluation(self.done, metrics | self.best.measure(self.done))
+        self.evaluated, self.saved = self.done, -1
 
     def _refresh(self, refresh: Refresh, signals: Signals) -> None:
         """Have on-policy samples made; each time that `refresh` asks whether to stop counts as progress."""
@@ -250,7 +263,7 @@ class _Run:
         self.watchdog.report(f"saving step {self.done}")
         with self.log.paused():
             self.sharded.gather_weights()
-            state = self.state | {"best": self.best.state(), "left_out": self.nonfinite.left_out}
+            state = self.state | {"best": self.best.state(), "left_out": self.nonfinite.left_out, "evaluated": self.evaluated}
             weights, optimizer_state = checkpoint.trained_tensors(self.sharded.model), self.sharded.optimizer_state()
             folder = self.best.folder
             processes.on_main(lambda: checkpoint.save(folder, self.done, weights, optimizer_state, state, self.section.keep))
@@ -280,9 +293,14 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 
 def held_out_means(
-    module: nn.Module, valid: SequenceDataset, section: TrainSection, micro_batch: int, accelerator: Accelerator
+    module: nn.Module,
+    valid: SequenceDataset,
+    section: TrainSection,
+    micro_batch: int,
+    accelerator: Accelerator,
+    report: Callable[[], None],
 ) -> dict[str, float]:
-    """Mean loss and metrics over the first `eval_batches` × `micro_batch` held-out sequences, which the ranks share.
+    """Mean loss and metrics over the section's `held_out_sequences`, always the same ones, which the ranks share.
 
     All ranks run equally many batches, since the target's forward may need all of them. A rank that has no batch left runs the first one again
     and counts it zero times.
@@ -290,15 +308,17 @@ def held_out_means(
     Args:
         module: the wrapped step module.
         valid: held-out data.
-        section: eval_batches and context_parallel.
+        section: held_out_sequences and context_parallel.
         micro_batch: sequences of one forward on one rank.
         accelerator: of the run.
+        report: is called before each batch.
 
     Returns:
         "loss" and the objective's metrics by name, equal on all ranks.
     """
     groups, group = processes.data_parallel(section.context_parallel)
-    count = min(len(valid), section.eval_batches * micro_batch)
+    order = drawn_rows(len(valid))[: section.held_out_sequences]
+    count = len(order)
     module.eval()
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), accelerator.autocast():
@@ -307,7 +327,8 @@ def held_out_means(
             counts = start < count
             if not counts:
                 start = 0
-            rows = torch.arange(start, min(start + micro_batch, count))
+            report()
+            rows = order[start : start + micro_batch]
             loss = Loss.from_dict(module(_to_device(valid.batch(rows), accelerator.device)))
             for name, value in sums_of(loss).items():
                 sums[name] = sums.get(name, 0) + value * counts

@@ -1,5 +1,6 @@
 """What every method does before its loop: the target, an untrained drafter, the data, and what is measured beside the loss."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -252,7 +253,8 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
     facts[TARGET_FILES] = identity.weights_hash or identity.revision
     if isinstance(train, FeatureDataset):
-        facts |= {"features' precision": train.store.index.precision, "features' samples": len(train.packed.corpus.epoch_samples)}
+        samples = hashlib.sha256(train.packed.corpus.epoch_samples.numpy().tobytes()).hexdigest()  # features.allow_missing leaves some out
+        facts |= {"features' precision": train.store.index.precision, "features' samples": samples}
     return facts
 
 

@@ -172,7 +172,8 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
 
 
 def serving(row: Row, target: str, folder: str, depth: int) -> str:
-    """The line that starts the engine."""
+    """The line that starts the engine, which drafts one token at least."""
+    depth = max(1, depth)
     return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
 
 

@@ -14,6 +14,7 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import gumbel
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
+from draftsmith.train.engine.order import drawn_rows
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.calibration import fit_confidence, survival_errors
 from draftsmith.train.objective import Batch, SequenceDataset
@@ -53,8 +54,8 @@ def fit(drafter: DrafterModel, target: Target, valid: SequenceDataset) -> None:
     torch.nn.Module.to(drafter.eval(), target.device)  # FSDP2 and DeepSpeed leave it on the CPU
     halves: tuple[list[Chains], list[Chains]] = ([], [])
     sizes = [0, 0]
-    for number in range(len(valid)):
-        batch = {name: tensor.to(target.device) for name, tensor in valid.batch(torch.tensor([number])).items()}
+    for row in drawn_rows(len(valid)).split(1):
+        batch = {name: tensor.to(target.device) for name, tensor in valid.batch(row).items()}
         for chains in _chains(drafter, target, batch):
             half = sizes.index(min(sizes))
             halves[half].append(chains)

@@ -33,6 +33,11 @@ def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
     return torch.cat(parts)
 
 
+def drawn_rows(length: int) -> Tensor:
+    """All sequence numbers of held-out data in an order drawn once and for all, [length] int64. As they are packed the longest samples come first."""
+    return _permutation(length, 0, 0)
+
+
 def order_positions(rows: Tensor, length: int, seed: int) -> Tensor:
     """Positions in that order of sequence numbers [n], [n] int64: the inverse of `sample_rows`."""
     positions = torch.empty_like(rows)

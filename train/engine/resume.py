@@ -44,7 +44,7 @@ def start_or_resume(
         make_step: see `ShardedModel`.
 
     Returns:
-        The wrapped model, and the loop's state: "step" (steps taken), "best", "left_out", and what must not change ("recipe", "fingerprint",
+        The wrapped model, and the loop's state: "step" (steps taken), "best", "left_out", "evaluated", and what must not change ("recipe", "fingerprint",
         "threads", "precision", "format").
 
     Raises:
@@ -81,7 +81,8 @@ def start_or_resume(
         weights, optimizer_state = processes.on_main(lambda: checkpoint.read(newest))
         checkpoint.copy_weights(model, weights, newest)
         checkpoint.check_optimizer_state(optimizer_state, model, state_keys, newest)
-    progress = {name: before.get(name, default) for name, default in (("step", 0), ("best", None), ("left_out", 0))}
+    steps = before.get("step", 0)
+    progress = {name: before.get(name, default) for name, default in (("step", 0), ("best", None), ("left_out", 0), ("evaluated", steps))}
     next_rows = order.sample_rows(len(train), section.seed, progress["step"] * section.batch_size, 1)
     agree_on_data(accelerator, state | {"threads": None}, len(train), train.batch(next_rows))
     if progress["step"] < section.steps:
@@ -154,11 +155,12 @@ def _check_kinds(newest: Path, before: dict[str, Any]) -> None:
     for key in ("recipe", "fingerprint"):
         field(before, key, dict, source)
     step = field(before, "step", int, source)
+    before = {"evaluated": step} | before  # earlier versions evaluated before they saved
     best = field(before, "best", (dict, type(None)), source) or {"best.tau": 0.0, "best.step": 0, "best.since": 0}
     best = {f"best.{key.removeprefix('best.')}": value for key, value in best.items()}
     tau = field(best, "best.tau", float, source)
     # What a number may be at most.
-    limits = {"step": step, "left_out": step, "threads": MOST_THREADS, "best.step": step, "best.since": step}
+    limits = {"step": step, "left_out": step, "evaluated": step, "threads": MOST_THREADS, "best.step": step, "best.since": step}
     for key, limit in limits.items():
         value = field(best if key in best else before, key, int, source)
         if not 0 <= value <= limit:

@@ -95,7 +95,12 @@ class TrainSection(Section):
     eval_every: Changeable[int] = Field(
         default=0, ge=0, le=10**9, description="steps between evaluations on held-out data; 0: at the end only"
     )
-    eval_batches: Changeable[int] = Field(default=8, ge=1, le=10**6, description="batches of an evaluation")
+    eval_batches: Changeable[int] = Field(
+        default=8,
+        ge=1,
+        le=10**6,
+        description="batches of an evaluation, of train.micro_batch_size sequences, or of train.batch_size where that is unset",
+    )
     save_every: Changeable[int] = Field(
         default=0, ge=0, le=10**9, description="steps between checkpoints; 0: at the end and on interruption only"
     )
@@ -176,3 +181,8 @@ class TrainSection(Section):
                 "expected at most 0.95: lower it, or take train.weights=float32"
             )
         return self
+
+    @property
+    def held_out_sequences(self) -> int:
+        """Sequences of an evaluation, on however many ranks."""
+        return self.eval_batches * (self.micro_batch_size or self.batch_size)

@@ -1,4 +1,4 @@
-"""Make an artifact of a published drafter: EAGLE-1, EAGLE-3, speculators', Medusa, an MLP speculator, an MTP layer; a folder or on the Hub.
+"""Make an artifact of a published drafter, a folder or on the Hub: EAGLE, P-EAGLE, DFlash, DSpark, Medusa, Hydra, an MLP speculator or an MTP layer.
 
 draftsmith import yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --output runs/theirs
 draftsmith eval runs/theirs

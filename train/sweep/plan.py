@@ -184,7 +184,7 @@ def step_tokens(recipe: Recipe) -> int:
 
 def _evaluated_tokens(recipe: Recipe) -> int:
     """Tokens that an evaluation on held-out data reads."""
-    return recipe.train.eval_batches * (recipe.train.micro_batch_size or recipe.train.batch_size) * recipe.data.seq_len
+    return recipe.train.held_out_sequences * recipe.data.seq_len
 
 
 def integers(option: str, text: str) -> list[int]:
