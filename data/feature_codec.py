@@ -1,4 +1,4 @@
-"""Feature rows in a quarter of fp32's bytes (fp8 or int8, one fp32 scale per row), and the error that this causes at the head.
+"""Feature rows as stored: float32, bfloat16, or fp8 and int8 with an fp32 scale for each row; and the error that this causes at the head.
 
 Letters: M rows (all leading dimensions), H hidden size, V vocabulary.
 """

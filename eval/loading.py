@@ -96,7 +96,7 @@ def open_models(
     Args:
         target: folder or Hub id. None takes the target of the first drafter that names one, else `tiny`.
         drafters: each is a key of WEIGHTLESS, mtp, suffix:FILE with its memory, rest:FOLDER with a datastore, early-exit:LAYERS or
-            skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published EAGLE or Medusa drafter
+            skip:LAYER,LAYER,… of the target's own, or the folder or Hub id of a trained drafter, of a published drafter
             (models/FORMATS.md), or of a causal LM. A distilled draft model starts with the tree and the confidence of its config. A
             causal LM with other tokens than the target's drafts as after strings:; tli: is the other way (inference/DECODING.md). HYBRID
             before a name puts a look-up beside it.

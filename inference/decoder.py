@@ -65,7 +65,8 @@ class Decoder:
 
     Raises:
         ValueError: an architecture that cannot be tree-verified, sizes below one, rounds that cannot be exact, `keep` without a context or
-            with `exact`, or `conversations` without `keep`.
+            with `exact`, `conversations` without `keep`, a context beyond
+            the target's positions, or kernels that this device, tree or `adaptive` does not go with.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Decoder:
 
         Raises:
             ValueError: before anything runs: an empty prompt, a token outside the vocabulary, a prompt that fills the context, a
-                processor that cannot be verified exactly.
+                processor that cannot be verified exactly. When it is iterated: a decoder or drafter that is decoding already.
         """
         checked = make_requests(prompts, max_new_tokens, requests, self.context or self.target.max_positions, self.target.vocab_size)
         stops = frozenset(self.target.stop_ids if stop_ids is None else stop_ids)

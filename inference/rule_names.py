@@ -30,7 +30,7 @@ RULES = {
     "target-sample": Rule("top", True, "the same with the drafter's best tokens for children"),
     "rejection": Rule("drawn", True, "children drawn from q without replacement, accepted with p/q, then from the residual"),
     "rejection-replacement": Rule("replaced", True, "the same with replacement"),
-    "typical": Rule("top", False, "accept where p(x) > min(epsilon, delta·exp(−H(p))), the longest path"),
+    "typical": Rule("top", False, "accept where p(x) > min(ε, δ·exp(−H(p))), by default 0.09 and 0.3, the longest path"),
     "membership": Rule("top", False, "accept what top_k, top_p and min_p keep, the longest path"),
 }
 # The output equals that of "target-sample", since y does not depend on the children, and more drafts are accepted: at T = 1 on the tiny

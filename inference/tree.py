@@ -227,7 +227,7 @@ class StaticLevel:
         candidates: [·] int64, for each of the children its index into the candidates [nodes·count].
         visible: [nodes,E+nodes] bool; which inner nodes so far (E of the levels before, without the root, and these) are ancestors or self.
         all_visible: every entry of `visible` is true.
-        parent_index: [nodes] int64, the indices of their parents among the inner nodes of the level before.
+        parent_index: [nodes] int64, the indices of their parents among the inner nodes of the level before; 0 for the root.
     """
 
     nodes: int

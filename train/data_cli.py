@@ -33,7 +33,7 @@ SETTINGS = {
     "top_k": (0, "draw among this many of the most likely tokens; 0: among all"),
     "top_p": (1.0, "draw among the most likely tokens that together have this probability"),
     "min_p": (0.0, "draw among tokens with at least this share of the highest probability"),
-    "repetition_penalty": (1.0, "divide the logits of tokens that have occurred by this"),
+    "repetition_penalty": (1.0, "divide the positive logits of tokens that have occurred by this, and multiply the negative ones"),
     "seed": (0, "of the draws"),
     "max_new_tokens": (1024, "most tokens of an answer"),
     "prompt_tokens": (64, "tokens of a text that are given where it has no prompt of its own"),

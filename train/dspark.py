@@ -23,7 +23,9 @@ class DsparkSection(Section):
     block_size: int = Field(default=7, ge=1, le=64, description="K, rows of a block, each of which drafts a token")
     causal: bool = Field(default=False, description="a row of a block sees no later row of it")
     mask_token: int | None = Field(
-        default=None, ge=0, description="token of the target whose embedding stands for a mask; unset: one that is trained"
+        default=None,
+        ge=0,
+        description="token of the target whose embedding stands for a mask, as vLLM needs it; unset: one that is trained",
     )
     layers: int = Field(default=3, ge=1, le=64, description="decoder layers of the drafter (the paper: 5)")
     heads: int | None = Field(default=None, ge=1, le=2**12, description="attention heads; unset: the target's")

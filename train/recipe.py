@@ -36,7 +36,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 class TargetSection(Section):
-    """the frozen model to draft for"""
+    """the model to draft for; only LayerSkip and Medusa-2 change it"""
 
     path: str = Field(
         default="tiny",

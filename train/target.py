@@ -1,4 +1,5 @@
-"""Train a small language model from text: a target such as the shipped `tiny`, or a draft model for one.
+"""Train a small language model from text: a target such as the shipped `tiny`, or a draft model for one. It reads the recipe's `data`, `train`
+(without tau_*) and `architecture` alone.
 
 draftsmith train target target-tiny          (about an hour and a half on two CPU cores)
 accelerate launch train/target.py recipes/target-tiny.yaml

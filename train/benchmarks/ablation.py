@@ -156,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
         "--change", action="append", required=True, metavar='"key=value …"', help="keys of a change; once for each change"
     )
     described.add_argument("--tokens", type=int, help="training tokens of each run (default: the recipe's)")
-    described.add_argument("--seeds", default="0,1,2", help="train everything with each of these")
+    described.add_argument("--seeds", default="0,1,2", help="train everything with each of these (default 0,1,2)")
     described.add_argument("--limit", type=int, help="prompts of each domain (default: all)")
     described.add_argument("--jobs", type=int, help="runs at a time (default: one for each GPU, without GPUs one for each core)")
     return described

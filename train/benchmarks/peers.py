@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--tokens", type=int, help="tokens to train on (default: as many as the recipe's steps have)")
     described.add_argument("--limit", type=int, help="most prompts of each domain (default: all)")
     described.add_argument("--recipe", help="ours (default: eagle3-tiny for `tiny`, else eagle3-smollm2-135m)")
-    described.add_argument("--seeds", default="0,1,2")
+    described.add_argument("--seeds", default="0,1,2", help="train every method with each of these (default 0,1,2)")
     described.add_argument("--lr", default="3e-4,1e-3,3e-3", help="learning rates of speculators; its default is 1e-3")
     described.add_argument("--steps", default="3,5", help="steps of speculators' training-time test; its default is 3")
     return described

@@ -199,7 +199,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("folder", type=Path, help="for all that is written")
     described.add_argument("words", nargs="+", metavar="script:recipe", help="recipes, and key=value for all of them")
     described.add_argument("--tokens", default="90000,180000,360000,720000", help="training tokens of the runs")
-    described.add_argument("--seeds", default="0", help="train every length with each of these")
+    described.add_argument("--seeds", default="0", help="train every length with each of these (default 0)")
     described.add_argument("--jobs", type=int, help="runs at a time (default: one for each GPU, without GPUs one for each core)")
     return described
 
