@@ -107,6 +107,26 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path, settings):
     assert [row["step"] for row in rows if "valid_tau" in row] == ([2, 4, 6, 7] if settings else [7])
 
 
+def test_a_state_is_replaced_without_its_tensors(tmp_path, monkeypatch):
+    run(tmp_path, save_every=3)
+    folder = tmp_path / "checkpoints"
+    newest, state = checkpoint.newest(folder)
+    before = {file: file.stat().st_ino for file in newest.glob("*.safetensors")}
+    state = {key: value for key, value in state.items() if key not in ("step", "sha256")}
+    checkpoint.save_state(folder, STEPS, state | {"evaluated": 5}, keep=1)
+    assert checkpoint.newest(folder)[0] == newest and checkpoint.newest(folder)[1]["evaluated"] == 5
+    assert {file: file.stat().st_ino for file in newest.glob("*.safetensors")} == before and len(before) == 2
+    assert [path.name for path in folder.glob("step-*")] == [newest.name]  # keep=1
+    monkeypatch.setattr(checkpoint.durable, "write_text", crashing_write)
+    with pytest.raises(OSError, match=r"step-00000007 could not be written .*no space"):
+        checkpoint.save_state(folder, STEPS, state | {"evaluated": 6})
+    assert checkpoint.newest(folder)[1]["evaluated"] == 5
+
+
+def crashing_write(*_):
+    raise OSError("no space")
+
+
 def test_held_out_sequences_are_drawn_once(tmp_path):
     """As they are packed the longest come first."""
 

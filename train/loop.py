@@ -119,8 +119,8 @@ class _Run:
 
     Attributes:
         done: steps taken.
-        saved: the step of the newest checkpoint; −1 where its state is no longer this one.
         evaluated: the step of the last evaluation.
+        saved: `done` and `evaluated` of the newest checkpoint.
         micro_batch: sequences of one forward on one rank.
         accumulation: micro-batches of one step.
         groups: context-parallel groups, which read sequences of their own.
@@ -145,8 +145,8 @@ class _Run:
         self.micro_batch, self.accumulation = processes.split_batch(section, accelerator.num_processes)
         self.groups, self.group = processes.data_parallel(section.context_parallel)
         self.done: int = state["step"]
-        self.saved = self.done
         self.evaluated: int = state["evaluated"]
+        self.saved = self.done, self.evaluated
         self.progress = progress
         progress.steps, progress.total = self.done, section.steps
         self.log = Log(recipe, accelerator, self.done, target_forward)
@@ -244,7 +244,7 @@ class _Run:
         with self.log.paused():
             metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator, report)
             self.log.write_evaluation(self.done, metrics | self.best.measure(self.done))
-        self.evaluated, self.saved = self.done, -1
+        self.evaluated = self.done
 
     def _refresh(self, refresh: Refresh, signals: Signals) -> None:
         """Have on-policy samples made; each time that `refresh` asks whether to stop counts as progress."""
@@ -257,17 +257,20 @@ class _Run:
             refresh(self.done, stop_requested, self.sharded.gathered)
 
     def _save(self) -> None:
-        """Write a checkpoint of the steps done, if there is none yet."""
-        if self.saved == self.done:
+        """Write a checkpoint of the steps done, if there is none yet; its state alone where only an evaluation has been added."""
+        if self.saved == (self.done, self.evaluated):
             return
         self.watchdog.report(f"saving step {self.done}")
+        folder, keep = self.best.folder, self.section.keep
+        state = self.state | {"best": self.best.state(), "left_out": self.nonfinite.left_out, "evaluated": self.evaluated}
         with self.log.paused():
-            self.sharded.gather_weights()
-            state = self.state | {"best": self.best.state(), "left_out": self.nonfinite.left_out, "evaluated": self.evaluated}
-            weights, optimizer_state = checkpoint.trained_tensors(self.sharded.model), self.sharded.optimizer_state()
-            folder = self.best.folder
-            processes.on_main(lambda: checkpoint.save(folder, self.done, weights, optimizer_state, state, self.section.keep))
-        self.saved = self.done
+            if self.saved[0] == self.done:
+                processes.on_main(lambda: checkpoint.save_state(folder, self.done, state, keep))
+            else:
+                self.sharded.gather_weights()
+                weights, optimizer_state = checkpoint.trained_tensors(self.sharded.model), self.sharded.optimizer_state()
+                processes.on_main(lambda: checkpoint.save(folder, self.done, weights, optimizer_state, state, keep))
+        self.saved = self.done, self.evaluated
 
     def _save_if_signalled(self, signals: Signals) -> int:
         """The signal that all ranks agree to stop for, after a checkpoint was written; 0 if there is none."""

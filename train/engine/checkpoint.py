@@ -64,9 +64,7 @@ def save(
         for file, tensors in zip(FILES, (weights, optimizer_state), strict=True):
             save_file(tensors, temporary / file)
             sums[file] = sha256_of_file(temporary / file)
-        state = state | {"step": step}
-        sums["state"] = _sha256_of_state(state)
-        (temporary / "state.json").write_text(json.dumps(state | {"sha256": sums}))
+        (temporary / "state.json").write_text(_state_text(step, state, sums))
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -79,6 +77,27 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise _write_error(final, error) from None
     _prune(folder, final, keep)
+
+
+def save_state(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> None:
+    """Replace the loop's state in checkpoint `step`, whose tensors stay as they are, and delete what `save` would; arguments as there.
+
+    Raises:
+        OSError: it could not be written; the checkpoint has its state of before.
+    """
+    final = folder / f"step-{step:08d}"
+    try:
+        sums = read_json(final / "state.json")["sha256"]
+        durable.write_text(final / "state.json", _state_text(step, state, sums))
+    except OSError as error:
+        raise _write_error(final, error) from None
+    _prune(folder, final, keep)
+
+
+def _state_text(step: int, state: dict[str, Any], sums: dict[str, str]) -> str:
+    """The state as a file, with its own checksum beside those of the tensors."""
+    state = state | {"step": step}
+    return json.dumps(state | {"sha256": sums | {"state": _sha256_of_state(state)}})
 
 
 def _write_error(path: Path, error: Exception) -> OSError:
