@@ -39,6 +39,7 @@ class Disk:
         checkpoint.save_file = self._half_serialised(checkpoint.save_file)
         checkpoint.save = self._saving(checkpoint.save, 1)
         checkpoint.save_weights = self._saving(checkpoint.save_weights, 0)
+        checkpoint.save_state = self._saving(checkpoint.save_state, 0)
 
     def _saving(self, plain: Callable, counts: int) -> Callable:
         def save(*arguments, **options):
