@@ -93,13 +93,17 @@ def test_any_changed_bit_of_a_checkpoint_is_noticed(tmp_path):
 
 
 def test_best_weights_that_could_not_be_written_are_reported(tmp_path, monkeypatch):
-    def full(*_):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    plain = checkpoint.save_file
+
+    def full(tensors, path, *metadata):
+        if "best" in path.name:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        plain(tensors, path, *metadata)
 
     run(tmp_path, steps=2, schedule="constant")
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(
-        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000002, is complete; free disk space there"
+        OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000003, is complete; free disk space there"
     ):
         recipe = new_recipe(tmp_path, steps=3, schedule="constant")
         loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda: 1.5)
