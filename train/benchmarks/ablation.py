@@ -23,7 +23,6 @@ from draftsmith.eval.intervals import shown
 from draftsmith.inference import durable
 from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import read_json, require_same
 from draftsmith.train import recipe as recipes
 from draftsmith.train.benchmarks import paired
@@ -105,24 +104,13 @@ def train_all(folder: Path, common: dict[str, Any], trained: Sequence[Trained], 
     before = read_json(file) if file.is_file() else {"settings": common, "runs": {}}
     require_same(before["settings"], common, f"{file} was begun", "give the same, or another folder")
     results: dict[str, Any] = before["runs"]
-    devices, total = trial.gpus(), sum(each.run.steps for each in trained)
 
-    def recorded() -> int:
-        return sum(each.run.steps for each in trained if each.run.name in results)
+    def record(run: Run, result: Result) -> str:
+        results[run.name] = {"seconds": result.seconds, "counts": measure(run, limit)}
+        durable.write_text(file, json.dumps({"settings": common, "runs": results}) + "\n")
+        return run.name
 
-    with Bar("ablation", total, recorded()) as bar:
-
-        def record(run: Run, result: Result) -> None:
-            if result.measure is None:
-                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.log}")
-            results[run.name] = {"seconds": result.seconds, "counts": measure(run, limit)}
-            durable.write_text(file, json.dumps({"settings": common, "runs": results}) + "\n")
-            trial.remove_weights(run)
-            bar.update(recorded(), run.name)
-
-        todo = [each.run for each in trained if each.run.name not in results]
-        trial.run_all(todo, devices, jobs or len(devices) or trial.cores(), record, lambda share: None)
-        bar.update(total)
+    trial.run_missing("ablation", [each.run for each in trained], results, jobs, record)
     return results
 
 

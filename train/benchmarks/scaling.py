@@ -21,7 +21,6 @@ from draftsmith.eval.intervals import shown
 from draftsmith.inference import durable
 from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
-from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import read_json, require_same
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
@@ -110,25 +109,14 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
     settings: dict[str, dict[str, Any]] = {each.recipe: each.settings for each in trained}
     for name in settings.keys() & before["settings"].keys():
         require_same(before["settings"][name], settings[name], f"{file} has runs of {name}", "give the same, or another folder")
-    devices, total = trial.gpus(), sum(each.run.steps for each in trained)
 
-    def recorded() -> int:
-        return sum(each.run.steps for each in trained if each.run.name in results)
+    def record(run: Run, result: Result) -> str:
+        results[run.name] = result
+        content = {"settings": before["settings"] | settings, "results": {name: asdict(each) for name, each in results.items()}}
+        durable.write_text(file, json.dumps(content, indent=1) + "\n")
+        return f"{run.name}: τ {result.measure:.3f}"
 
-    with Bar("scaling", total, recorded()) as bar:
-
-        def record(run: Run, result: Result) -> None:
-            if result.measure is None:
-                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.log}")
-            results[run.name] = result
-            trial.remove_weights(run)
-            content = {"settings": before["settings"] | settings, "results": {name: asdict(each) for name, each in results.items()}}
-            durable.write_text(file, json.dumps(content, indent=1) + "\n")
-            bar.update(recorded(), f"{run.name}: τ {result.measure:.3f}")
-
-        todo = [each.run for each in trained if each.run.name not in results]
-        trial.run_all(todo, devices, jobs or len(devices) or trial.cores(), record, lambda share: None)
-        bar.update(total)
+    trial.run_missing("scaling", [each.run for each in trained], results, jobs, record)
     return [
         Point(each.method, each.target, each.run.tokens, results[each.run.name].seconds, results[each.run.name].measure or 0.0)
         for each in trained

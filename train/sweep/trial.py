@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from draftsmith.inference.claim import is_claimed, is_own
+from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.train.engine import output
 from draftsmith.train.engine.say import say
@@ -116,6 +117,39 @@ def run_all(
                 said = time.monotonic()
     if signals.caught:
         raise SystemExit(128 + signals.caught)
+
+
+def run_missing(title: str, runs: list[Run], results: Container[str], jobs: int | None, record: Callable[[Run, Result], str]) -> None:
+    """Run what has no result yet, under a progress bar in steps, and delete the weights of what is recorded.
+
+    Args:
+        title: of the bar.
+        runs: all of them.
+        results: names of the runs that have a result; `record` adds to it.
+        jobs: as for `run_all`; None: one for each GPU, without GPUs one for each core.
+        record: keeps the result of a run -> what the bar says of it.
+
+    Raises:
+        ValueError: a run failed.
+        SystemExit: as `run_all`.
+    """
+    devices, total = gpus(), sum(run.steps for run in runs)
+
+    def recorded() -> int:
+        return sum(run.steps for run in runs if run.name in results)
+
+    with Bar(title, total, recorded()) as bar:
+
+        def ended(run: Run, result: Result) -> None:
+            if result.measure is None:
+                raise ValueError(f"{run.name} failed: {result.error}; its log is {run.log}")
+            text = record(run, result)
+            remove_weights(run)
+            bar.update(recorded(), text)
+
+        todo = [run for run in runs if run.name not in results]
+        run_all(todo, devices, jobs or len(devices) or cores(), ended, lambda share: None)
+        bar.update(total)
 
 
 @contextmanager
