@@ -130,6 +130,6 @@ class FeatureDataset:
         if tokens * self.store.index.bytes_per_token > features.SHARD_BYTES:
             self.close()
         target = self.store.target
-        with torch.autocast(target.device.type, enabled=False):  # an evaluation's would be in the store for good
+        with torch.autocast(target.device.type, enabled=False):  # or the store would keep what an evaluation computed in bf16
             for key, (hidden, taps) in capture.compute(target, missing, self.store.index.taps):
                 self.fresh[key] = (missing[key], hidden, taps)

@@ -61,7 +61,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """--target, --dtype, --trust-remote-code."""
     parser.add_argument(
         "--target",
-        help="folder, Hub id or GGUF file of the target (default: the one that the drafter was trained for, if there is one, else `tiny`)",
+        help="folder, Hub id or GGUF file of the target (default: the target of the drafter, where one is named, else `tiny`)",
     )
     parser.add_argument(
         "--dtype",

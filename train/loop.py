@@ -163,7 +163,7 @@ class _Run:
                 stopped_by = self._save_if_signalled(signals)
                 if stopped_by:
                     return stopped_by
-            if self.evaluated < self.done and self._is_due(self.section.eval_every):  # the run ended within that evaluation
+            if self.evaluated < self.done and self._is_due(self.section.eval_every):  # the run was ended during that evaluation
                 self._evaluate()
                 self._save()
                 if self.best.is_stale(self.section.patience):

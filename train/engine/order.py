@@ -34,7 +34,7 @@ def sample_rows(length: int, seed: int, first: int, count: int) -> Tensor:
 
 
 def drawn_rows(length: int) -> Tensor:
-    """All sequence numbers of held-out data in an order drawn once and for all, [length] int64. As they are packed the longest samples come first."""
+    """All sequence numbers of held-out data in a fixed random order, [length] int64, since packing puts the longest samples first."""
     return _permutation(length, 0, 0)
 
 
