@@ -5,6 +5,7 @@ Operations only: what a Triton kernel does is not seen, so each kernel must be i
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,12 +42,21 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for function, arguments, keywords, out in self.calls:
+            for function, arguments, keywords, results in self.computing:
                 again = function(*arguments, **keywords)
-                for before, fresh in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    # A view, or a tensor that was written to, is where it was.
-                    if isinstance(before, torch.Tensor) and before.data_ptr() != fresh.data_ptr():
+                for before, fresh in zip(results, [again] if isinstance(again, torch.Tensor) else tensors(again), strict=True):
+                    # A tensor that was written to is where it was.
+                    if before.data_ptr() != fresh.data_ptr():
                         before.copy_(fresh)
+
+    @cached_property
+    def computing(self) -> list[tuple[Any, tuple, dict, list[torch.Tensor]]]:
+        """The calls without those that only make views, and their results: a view stays where it is, and shows what is written there."""
+
+        def only_views(function: Any, given: tuple[tuple, dict], out: Any) -> bool:
+            return not function._schema.is_mutable and {*map(storage, tensors(out))} <= {*map(storage, tensors(given))}
+
+        return [(*call, tensors(out)) for *call, out in self.calls if not only_views(call[0], call[1:], out)]
 
 
 def orphans(tapes: list[Tape]) -> list[Any]:

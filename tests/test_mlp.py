@@ -290,7 +290,7 @@ def beside_gradients(heads: int, *keys: str) -> int:
     without_values = trace.target_without_values(chosen.target, torch.float32)
     with trace.shapes_only():
         drafter, measure = train.build_untrained(chosen, without_values)
-    traced = trace.Step(drafter, measure, without_values, False).run(1, 512, autocast=False, holding=False, taps=())
+    traced = trace.Step(drafter, measure, without_values, False).run(1, 512, autocast=False, taps=())
     return traced.peak - 2 * sum(parameter.nbytes for parameter in drafter.parameters())
 
 

@@ -15,6 +15,7 @@ from draftsmith.models import span_attention
 from draftsmith.models.target import Target
 from draftsmith.train import dflash, distill, dspark, eagle, hydra, kangaroo, medusa, mlp, mtp, pard, peagle, recipe
 from draftsmith.train.engine import optimizer as optimizers
+from draftsmith.train.losses import chunked
 from draftsmith.train.plan import command, memory, report, trace
 from draftsmith.train.plan.memory import GIB, Machine, PlannedRun
 
@@ -54,6 +55,12 @@ CASES = {
     "distill, pruned": (distill, "distill-tiny", ["student.start=pruned", "student.layers=[0,3]", "student.checkpointing=true"]),
     "distill, LoRA": (distill, "distill-tiny", ["student.lora=4"]),
 }
+
+
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch):
+    """A tiny loss in one or two chunks more than are traced, not in one for each row: what is counted is operations."""
+    monkeypatch.setattr(chunked, "ROWS", ROWS * POSITIONS // (trace.CHUNKS + 1))
 
 
 def loaded(method, name, overrides):
@@ -139,8 +146,9 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     run = PlannedRun(chosen, method, CPU)
     # Where heads are tied, a chunk of their loss has rows of all of them, more than are traced.
     tolerance = 0.05 if method is mlp else 0.01
-    assert run.step.run(ROWS, POSITIONS, autocast=False, holding=False, taps=None).peak == pytest.approx(peaks["backward"], rel=tolerance)
     estimate = run.estimates()[0]
+    (traced,) = run.traces.values()
+    assert traced.peak == pytest.approx(peaks["backward"], rel=tolerance)
     assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, optimizer_state)
     assert estimate.gradients + estimate.activations == pytest.approx(max(peaks.values()), rel=tolerance)
     target = Target.load("tiny", dtype=torch.float32, layers=chosen.needs_target_layers).model
@@ -158,22 +166,25 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
 def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, shape, way, within, tmp_path):
     method, file, overrides = CASES[name]
     chosen = loaded(method, file, overrides)
+    if "autocast" in way and method is not distill:  # products in bf16 take several times those in fp32 on many a CPU
+        shape = ROWS // 2, POSITIONS // 2
     taps = way.get("taps") and (way["taps"] if method is eagle else ())
     peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})
-    options = {"autocast": False, "holding": False} | {key: value for key, value in way.items() if key != "releasing"}
-    traced = drawn(method, chosen).run(*shape, **options | {"taps": taps})
-    assert (traced.released_peak if "releasing" in way else traced.peak) == pytest.approx(peaks["backward"], rel=within)
+    traced = drawn(method, chosen).run(*shape, autocast="autocast" in way, taps=taps)
+    # A gradient that is added to an earlier one is gone too.
+    assert (traced.released_peak if way.keys() & {"releasing", "holding"} else traced.peak) == pytest.approx(peaks["backward"], rel=within)
     if method is distill:  # a short row: gradients are most of it
-        assert traced.released_peak < 0.8 * traced.peak or "holding" in way
+        assert traced.released_peak < 0.8 * traced.peak
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3", "distill, LoRA"])
 def test_bf16_weights_take_what_a_real_run_takes(name, kind, tmp_path):
     method, file, overrides = CASES[name]
-    keys = [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}", f"train.optimizer={kind}"]
+    rows, positions = shape = ROWS // 2, POSITIONS // 2  # as above
+    keys = [*overrides, f"data.seq_len={positions}", f"train.batch_size={rows}", f"train.optimizer={kind}"]
     half = loaded(method, file, [*keys, "train.weights=bfloat16"])
-    peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, half, autocast=True)
+    peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, half, shape, autocast=True)
     run = PlannedRun(half, method, CPU)
     (estimate,) = run.estimates()
     assert (estimate.weights, estimate.gradients, estimate.optimizer) == (weights, gradients, optimizer_state)
@@ -182,17 +193,17 @@ def test_bf16_weights_take_what_a_real_run_takes(name, kind, tmp_path):
     full = PlannedRun(loaded(method, file, keys), method, CPU).estimates()[0]
     if kind == "adamw":
         assert optimizer_state == 8 * run.trained == full.optimizer
-    assert [each.launcher for each in PlannedRun(half, method, Machine(gpus=ROWS)).estimates()] == ["ddp"]
+    assert [each.launcher for each in PlannedRun(half, method, Machine(gpus=rows)).estimates()] == ["ddp"]
 
 
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3, small vocabulary, checkpointing"])
 def test_chunks_that_are_not_run_would_take_no_more(name, monkeypatch):
     method, file, overrides = CASES[name]
     step = drawn(method, loaded(method, file, overrides))
-    options = {"autocast": False, "holding": False, "taps": None}
-    few = step.run(1, 256, **options)
+    options = {"autocast": False, "taps": None}
+    few = step.run(ROWS, POSITIONS, **options)
     monkeypatch.setattr(trace, "CHUNKS", 1000)
-    every = step.run(1, 256, **options)
+    every = step.run(ROWS, POSITIONS, **options)
     assert (few.peak, few.released_peak) == (every.peak, every.released_peak)
     assert few.flops < every.flops
 
@@ -203,7 +214,7 @@ def test_memory_of_other_architectures_is_linear_in_the_row(name, tmp_path):
     chosen = loaded(medusa, "medusa-tiny", [f"target.path={tmp_path}"])
     step = drawn(medusa, chosen, gpu=True, dtype=torch.bfloat16)
     assert step.target._head.plain == Target.wrap(zoo.tiny(name))._head.plain
-    one, two, four = (step.run(1, 4096 * n, autocast=True, holding=False, taps=None).peak for n in (1, 2, 4))
+    one, two, four = (step.run(1, 4096 * n, autocast=True, taps=None).peak for n in (1, 2, 4))
     assert four - two == 2 * (two - one) > 0
 
 
@@ -253,7 +264,7 @@ def test_rows_of_131072_tokens_take_memory_in_proportion(tmp_path):
     chosen = loaded(eagle, "eagle3-llama3.3-70b", [llama(tmp_path, 70), "features.mode=online"])
     step = drawn(eagle, chosen, gpu=True, dtype=torch.bfloat16)
     assert sum(one.numel() for one in step.target.model.parameters()) == 70_553_706_496
-    options = {"autocast": True, "holding": False, "taps": None}
+    options = {"autocast": True, "taps": None}
     one, two, four = (step.run(1, n << 10, **options).peak for n in (32, 64, 128))
     assert four - two == 2 * (two - one) > 0
 

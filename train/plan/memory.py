@@ -67,7 +67,7 @@ class MemoryEstimate:
         return self.target + self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-Traces = dict[tuple[int, bool], trace.Trace]  # by micro-batch size, and whether gradients of an earlier micro-batch are in memory
+Traces = dict[int, trace.Trace]  # by micro-batch size
 
 
 class PlannedRun:
@@ -158,18 +158,16 @@ class PlannedRun:
     def _stored_taps(self) -> tuple[int, ...] | None:
         return self.reads if self.recipe.features.mode == "offline" else None
 
-    def _trace(self, holding: bool) -> trace.Trace:
-        key = self.micro, holding
-        if key not in self.traces:
-            length = self.recipe.data.seq_len
-            self.traces[key] = self.step.run(self.micro, length, autocast=self.bf16, holding=holding, taps=self._stored_taps)
-        return self.traces[key]
+    @property
+    def _trace(self) -> trace.Trace:
+        if self.micro not in self.traces:
+            self.traces[self.micro] = self.step.run(self.micro, self.recipe.data.seq_len, autocast=self.bf16, taps=self._stored_taps)
+        return self.traces[self.micro]
 
     def _replicated(self, name: str) -> MemoryEstimate:
         """Everything on each GPU. DDP copies gradients into the buckets that it reduces."""
         gradients, holding = self.bytes_each * self.trained, self.accumulation > 1
-        peak = self._trace(holding).peak
-        activations = peak if holding else max(0.0, peak - gradients)
+        activations = self._trace.released_peak if holding else max(0.0, self._trace.peak - gradients)
         buckets = gradients if name == "ddp" else 0.0
         weights = self.bytes_each * self.trained + FP32 * self.frozen
         return MemoryEstimate(name, self.target_bytes, weights, gradients, self.optimizer_state, activations, buckets)
@@ -183,7 +181,7 @@ class PlannedRun:
         if name == "fsdp2":
             holding = self.accumulation > 1  # no gradient is reduced before the last micro-batch
             # At the end of the backward pass the gradients are there, and a copy of them that is reduced.
-            activations = max(self._trace(holding).peak, gradients * (1 if holding else 2))
+            activations = max(self._trace.released_peak, gradients) if holding else max(self._trace.peak, 2 * gradients)
             unreduced = gradients if holding else 0
             return MemoryEstimate(
                 name, self.target_bytes, read + read / ranks, shard + unreduced, self.optimizer_state / ranks, activations, 0.0, host
@@ -199,7 +197,7 @@ class PlannedRun:
         # A buffer for gradients that are reduced in fp32; in bf16 runs also one for those of linear layers.
         second = (FP32 if name.startswith("zero2") else FP32 / 2) if self.bf16 else 0
         buffers = BUCKET * (FP32 + second)
-        activations = self._trace(False).released_peak
+        activations = self._trace.released_peak
         return MemoryEstimate(name, self.target_bytes, weights, reduced, state, activations, buffers, host)
 
     @property

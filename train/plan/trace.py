@@ -53,7 +53,7 @@ class Trace:
 
     Attributes:
         peak: most bytes allocated at once in forward and backward, gradients included.
-        released_peak: the same if each gradient is released as soon as it is complete, as under ZeRO.
+        released_peak: the same if each gradient is released as soon as it is complete, as under ZeRO, or added to that of an earlier micro-batch.
         flops: of the matmuls in the chunks that were run.
         attention_flops: of attention in these chunks; causal, so half of S².
     """
@@ -102,31 +102,26 @@ class Step:
             target.model.set_attn_implementation("unmasked")
         _make_fake(target.model)
 
-    def run(self, rows: int, positions: int, *, autocast: bool, holding: bool, taps: tuple[int, ...] | None) -> Trace:
+    def run(self, rows: int, positions: int, *, autocast: bool, taps: tuple[int, ...] | None) -> Trace:
         """Forward and backward of a micro-batch [B,S].
 
         Args:
             rows: B.
             positions: S.
             autocast: matmuls are in bf16.
-            holding: gradients of an earlier micro-batch are in memory; they are not counted.
             taps: the batch brings the target's features with these taps from a store; None: the target runs.
         """
-        return self._run(rows, positions, autocast, holding, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size))
+        return self._run(rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size))
 
     def flops_per_token(self, positions: int, taps: tuple[int, ...] | None, ranks: int = 1) -> tuple[float, float]:
         """FLOPs a token of the matmuls, and of attention in rows of `positions`; `ranks` share a row."""
         short = SHORT * ranks
-        trace = self._run(1, short, False, False, taps, None)
+        trace = self._run(1, short, False, taps, None)
         return trace.flops / short, trace.attention_flops / short**2 * positions
 
-    def _run(self, rows: int, positions: int, autocast: bool, holding: bool, taps: tuple[int, ...] | None, visited: int | None) -> Trace:
+    def _run(self, rows: int, positions: int, autocast: bool, taps: tuple[int, ...] | None, visited: int | None) -> Trace:
         _make_fake(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if holding:
-            with _FAKE:
-                for parameter in trained:
-                    parameter.grad = torch.empty_like(parameter)
         counter = _Counter(visited)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda parameter: counter.release(parameter.grad))
