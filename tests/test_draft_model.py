@@ -25,8 +25,9 @@ def test_every_tree_equals_forwards_over_complete_paths(shape):
     for name, noise in (("llama", 0.005), ("mistral", 0.012), ("gemma2", 0.004)):
         target = Target.wrap(tiny(name))
         plain = texts(Decoder(target).generate(PROMPTS, max_new_tokens=26, stop_ids=()))
+        orders = {}
         for slots, adaptive in ((1, None), (3, None), (2, DepthPattern()), (5, DepthPattern())):
-            drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5)
+            drafter = Checked(relative(name, noise), SHAPES[shape], chunk=5, orders=orders)
             out = Decoder(target, drafter, slots=slots, adaptive=adaptive).generate(PROMPTS, max_new_tokens=26, stop_ids=())
             assert texts(out) == plain
             seen += drafter.seen
