@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoding_cases import texts
 from planting import PlantingDrafter
 from zoo import VOCAB, tiny
 
@@ -12,6 +13,7 @@ from draftsmith.eval import lossless
 from draftsmith.eval.lossless import Recorded, decode_recorded, first_divergence
 from draftsmith.inference.attention import TreeAttention
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models.target import Target
@@ -126,11 +128,12 @@ def test_a_tie_under_a_repetition_penalty_is_a_tie():
         target.head_weight[8] = target.head_weight[7]
         target.head_weight[7:9] *= 50
     sampling = Sampling(repetition_penalty=4.0)
-    for prompt in ([i, j] for i in range(9, 48) for j in range(9, 48)):
-        (plain,) = lossless.decode_recorded(target, None, [prompt], [0], sampling, 1)
-        (other,) = lossless.decode_recorded(target, None, [prompt], [0], Sampling(), 1)
-        if plain.tokens == [7] and other.tokens[0] in prompt:  # which is best without the penalty
-            break
+    pairs = [[i, j] for i in range(9, 48) for j in range(9, 48)]
+    both = (Decoder(target, slots=64).generate(pairs, how, 1, ()) for how in (sampling, Sampling()))
+    # Token 7, where another one is best without the penalty.
+    prompt = next(pair for pair, plain, other in zip(pairs, *map(texts, both), strict=True) if plain == [7] and other[0] in pair)
+    (plain,) = lossless.decode_recorded(target, None, [prompt], [0], sampling, 1)
+    assert plain.tokens == [7]
     tie = replace(plain, tokens=[8])
     assert first_divergence(target, "p", prompt, [7], [8], sampling, 0, (plain, tie)).verdict == "tie"
     assert first_divergence(target, "p", prompt, [7], [8], Sampling(), 0, (plain, tie)).verdict == "bug"
