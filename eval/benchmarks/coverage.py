@@ -81,7 +81,7 @@ def coverage(kind: str, prompts: int, trials: int, value: float, method: Callabl
 
 def main() -> None:
     described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    described.add_argument("--trials", type=int, default=2000)
+    described.add_argument("--trials", type=int, default=2000, help="samples of prompts for each line (default 2000)")
     trials = described.parse_args().trials
     torch.manual_seed(0)
     print(

@@ -141,10 +141,10 @@ def second_turn(context: int, turns: int, target: Target) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    described.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
-    described.add_argument("--window", type=int, default=1024)
-    described.add_argument("--rounds", type=int, default=40)
-    described.add_argument("--turns", type=int, default=3)
+    described.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="positions before what is timed")
+    described.add_argument("--window", type=int, default=1024, help="positions that the drafter sees (default 1024)")
+    described.add_argument("--rounds", type=int, default=40, help="drafting rounds of each form (default 40)")
+    described.add_argument("--turns", type=int, default=3, help="second turns of each form (default 3)")
     chosen = described.parse_args(arguments)
     positions = max(chosen.contexts) + 1024
     target, model = llama(2, positions), llama(8, positions)

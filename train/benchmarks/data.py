@@ -109,9 +109,9 @@ def main(arguments: list[str]) -> None:
     """Measure both and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="conversations: a .jsonl file, also .gz")
-    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--target", default="tiny", help="whose tokenizer and template are used (default tiny)")
     parser.add_argument("--template", default=str(RECIPES / "plain.jinja"), help="chat template, where the target has none")
-    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default 512)")
     parser.add_argument("--copies", type=int, default=1, help="how often the file is tokenised, so that starting processes counts less")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a batch")
     parser.add_argument("--samples", type=int, default=500, help="samples in the store that is read")

@@ -123,11 +123,11 @@ def _peak(device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--positions", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    parser.add_argument("--positions", type=int, default=4096, help="S (default 4096)")
+    parser.add_argument("--vocab", type=int, default=128_000, help="V (default 128000)")
+    parser.add_argument("--hidden", type=int, default=256, help="H (default 256)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes for each form; medians are printed (default 3)")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="losses to measure (default: all)")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [options.positions, options.vocab, options.hidden]

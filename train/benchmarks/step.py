@@ -92,8 +92,15 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 def main(arguments: list[str]) -> None:
     described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 512), ("layers", 16), ("vocab", 8192), ("positions", 256), ("rows", 4), ("repeats", 7)):
-        described.add_argument(f"--{name}", type=int, default=default)
+    for name, default, about in (
+        ("hidden", 512, "hidden size of the target"),
+        ("layers", 16, "its decoder layers"),
+        ("vocab", 8192, "its vocabulary"),
+        ("positions", 256, "tokens of a row"),
+        ("rows", 4, "rows of a batch"),
+        ("repeats", 7, "steps of each method; medians are printed"),
+    ):
+        described.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default {default})")
     described.add_argument("--supervised", type=float, default=0.6, help="share of the positions that are supervised")
     options = described.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"

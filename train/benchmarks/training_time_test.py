@@ -62,8 +62,14 @@ def measure(form: str, positions: int, steps: int, heads: int, dim: int) -> str:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("positions", 2048), ("steps", 7), ("heads", 8), ("dim", 32), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default, about in (
+        ("positions", 2048, "tokens of a row"),
+        ("steps", 7, "steps of the training-time test"),
+        ("heads", 8, "attention heads"),
+        ("dim", 32, "numbers of a head"),
+        ("repeats", 3, "processes for each form; medians are printed"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default {default})")
     parser.add_argument("--form", choices=FORMS, help="measure this form, in this process")
     options = parser.parse_args(arguments)
     sizes = (options.positions, options.steps, options.heads, options.dim)
