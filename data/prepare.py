@@ -62,6 +62,13 @@ class CorpusPlan:
         tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, tokenizer.eos_token_id)
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
 
+    def contents(self) -> dict[str, str]:
+        """A hash of what each source holds, and each file of `exclude`, by its name. Raises ValueError for a source that does not exist."""
+        sources = {" ".join(filter(None, (each.path, each.subset, each.split))): each for _, each in self.sources()}
+        return {name: conversations.fingerprint(source)[:20] for name, source in sources.items()} | {
+            path: hashlib.sha256(_excluded(path).read_bytes()).hexdigest()[:20] for path in self.exclude
+        }
+
     def sources(self) -> list[tuple[str, Source]]:
         """(part, source), the held-out ones first, so that of two equal examples the held-out one stays."""
         valid = self.valid or tuple(source for source in self.train if source.path == "stdlib")

@@ -71,6 +71,15 @@ def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
     with pytest.raises(ValueError, match=r"medusa.layers=2-0 failed: out of memory; its log is .*medusa.layers=2-0.log"):
         ablation.main([str(tmp_path), *WORDS, "--change", "medusa.layers=2"])
     assert len(stubs) == 7
+    text = tmp_path / "text.txt"
+    text.write_text("x = 1\n")
+    own = [str(tmp_path), *WORDS, "--change", f"data.train={text}"]
+    ablation.main(own)
+    text.write_text("x = 2\n")
+    with pytest.raises(
+        ValueError, match=r"has a run data\.train=.*text\.txt-[01] with contents of .*text\.txt .*, now .*; give another folder"
+    ):
+        ablation.main(own)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
     [
         (["medsa", "medusa-tiny", "--change", "medusa.top_k=1"], "no method 'medsa' trains a drafter; expected one of"),
         (["medusa", "medusa-tiny", "--change", "medusa.topk=1"], "topk"),
-        (["medusa", "medusa-tiny", "--change", "data.train=a/b", "--change", "data.train=a-b"], "as those of another change"),
+        (["medusa", "medusa-tiny", "--change", "medusa.start=a/b", "--change", "medusa.start=a-b"], "as those of another change"),
         (["medusa", "medusa-tiny", "--change", "target.path=other"], "the target and the held-out data are those of every run"),
         (["medusa", "medusa-tiny", "--change", "medusa.top_k=1", "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
         (["medusa", "medusa-tiny", "--change", "medusa.top_k=1", "--jobs", "0"], "--jobs 0: expected 1 to 512"),

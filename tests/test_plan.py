@@ -166,7 +166,7 @@ def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
 def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, shape, way, within, tmp_path):
     method, file, overrides = CASES[name]
     chosen = loaded(method, file, overrides)
-    if "autocast" in way and method is not distill:  # products in bf16 take several times those in fp32 on many a CPU
+    if "autocast" in way and method is not distill:  # matmuls in bf16 take several times those in fp32 on many a CPU
         shape = ROWS // 2, POSITIONS // 2
     taps = way.get("taps") and (way["taps"] if method is eagle else ())
     peaks, *_ = measured(tmp_path / "trace.json", method, chosen, shape, **way | {"taps": taps})

@@ -128,6 +128,15 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"has runs of medusa-tiny with train.lr 0.006, now 0.001; give the same, or another folder"):
         benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000", "train.lr=1e-3"])
     assert len(asked) == 3
+    text = tmp_path / "text.txt"
+    text.write_text("x = 1\n")
+    own = [str(tmp_path / "own"), "medusa:medusa-tiny", "--tokens", "50000,100000", f"data.train={text}"]
+    benchmark.main(own)
+    text.write_text("x = 2\n")
+    with pytest.raises(
+        ValueError, match=r"has runs of medusa-tiny with contents of .*text\.txt .*, now .*; give the same, or another folder"
+    ):
+        benchmark.main(own)
 
 
 def test_recipes_of_one_method_have_lines_of_their_own(tmp_path):

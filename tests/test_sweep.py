@@ -254,6 +254,23 @@ def test_the_best_go_on_and_the_same_command_runs_nothing_again(stub, capsys):
     assert "sweep.json: not JSON" in failing(capsys, command.main, words(stub, FOUR))
 
 
+def test_results_of_data_that_have_changed_do_not_count(stub, capsys):
+    texts = [stub / name for name in ("a.txt", "b.txt", "valid.txt")]
+    for file in texts:
+        file.write_text("x = 1\n")
+    given = (f"data.train={texts[0]},{texts[1]}", f"data.valid={texts[2]}", "data.exclude=[chat]", "train.lr=0.1")
+    sweep(stub, *given)
+    sweep(stub, *given)
+    for file in texts:
+        file.write_text("x = 2\n")
+        assert re.search(
+            f"is of a sweep with contents of {file} .*, now .*; give another --output", failing(capsys, command.main, words(stub, *given))
+        )
+        file.write_text("x = 1\n")
+    texts[1].unlink()
+    assert "b.txt" in failing(capsys, command.main, words(stub, *given))
+
+
 def test_failures_rank_last_with_their_reason_and_run_again(stub, capsys):
     (stub / "faults.json").write_text('{"0.4": "error", "0.3@90": "nan"}')
     sweep(stub, FOUR)

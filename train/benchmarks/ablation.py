@@ -28,7 +28,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.benchmarks import paired
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, integers, module_of, of_length, step_tokens
+from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE = "results.json", "ablation.md"
@@ -45,46 +45,49 @@ class Trained:
         change: its keys, as on the command line; RECIPE where nothing is changed.
         seed: of the weights and of the order of samples.
         run: the training.
+        contents: what its data hold.
     """
 
     change: str
     seed: int
     run: Run
+    contents: dict[str, str]
 
 
 def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]:
     """What all runs of a folder must have in common, and the runs, those of a seed together.
 
     Raises:
-        ValueError: a key that the recipe refuses, two changes of one name, or a change of what every run must share.
+        ValueError: a key that the recipe refuses, two changes of one name, a change of what every run must share, or data that do not exist.
     """
     schema = schema_of(module_of(options.method))
     base = recipes.load(schema, options.recipe, [*SHORT, *options.words])
     tokens = options.tokens or base.train.steps * step_tokens(base)
-    trained, names = [], set()
+    trained, stems = [], set()
     changes = {RECIPE: []} | {" ".join(text.split()): text.split() for text in options.change}
-    for seed in integers("--seeds", options.seeds):
-        for change, keys in changes.items():
-            changed = recipes.load(schema, options.recipe, [*SHORT, *options.words, *keys])
-            if changed.target != base.target or changed.data.valid != base.data.valid:
-                raise ValueError(
-                    f"--change {change!r}: the target and the held-out data are those of every run; give another folder for others"
-                )
-            steps = max(1, tokens // step_tokens(changed))
-            name = re.sub(r"[^\w.,+=-]+", "-", change)[:100] + f"-{seed}"
-            if name in names:
-                raise ValueError(
-                    f"--change {change!r}: its runs would be called {name}, as those of another change; give one of them in another folder"
-                )
-            names.add(name)
+    for change, keys in changes.items():
+        changed = recipes.load(schema, options.recipe, [*SHORT, *options.words, *keys])
+        if changed.target != base.target or changed.data.valid != base.data.valid:
+            raise ValueError(
+                f"--change {change!r}: the target and the held-out data are those of every run; give another folder for others"
+            )
+        stem = re.sub(r"[^\w.,+=-]+", "-", change)[:100]
+        if stem in stems:
+            raise ValueError(
+                f"--change {change!r}: its runs would be called {stem}, as those of another change; give one of them in another folder"
+            )
+        stems.add(stem)
+        contents, steps = contents_of([changed]), max(1, tokens // step_tokens(changed))
+        data = f"{changed.target.model_dump_json()} {changed.data.model_dump_json()}"
+        for seed in integers("--seeds", options.seeds):
+            name = f"{stem}-{seed}"
             folder = options.folder / "runs" / name
             own = (*as_words(of_length(changed, steps)), f"train.eval_every={steps}", f"train.seed={seed}", f"train.output={folder}")
             words = as_words(dict(word.split("=", 1) for word in (*SHORT, *options.words, *keys, *own)))
-            data = f"{changed.target.model_dump_json()} {changed.data.model_dump_json()}"
             run = Run(name, folder, (options.method, options.recipe, *words), steps, steps * step_tokens(changed), True, data)
-            trained.append(Trained(change, seed, run))
+            trained.append(Trained(change, seed, run, contents))
     common = {"method": options.method, "--tokens": tokens, "--limit": options.limit}
-    return common | recipes.by_key(base), trained
+    return common | recipes.by_key(base), sorted(trained, key=lambda each: each.seed)
 
 
 def measure(run: Run, limit: int | None) -> dict[str, Any]:
@@ -95,18 +98,21 @@ def measure(run: Run, limit: int | None) -> dict[str, Any]:
 
 
 def train_all(folder: Path, common: dict[str, Any], trained: Sequence[Trained], jobs: int | None, limit: int | None) -> dict[str, Any]:
-    """Train and measure what has no result yet -> by run, its `seconds` and its `counts`.
+    """Train and measure what has no result yet -> by run, its `seconds`, its `counts` and the `contents` of its data.
 
     Raises:
-        ValueError: a run failed, or the folder has results of other settings.
+        ValueError: a run failed, or the folder has results of other settings or other data.
     """
     file = folder / RESULTS
     before = read_json(file) if file.is_file() else {"settings": common, "runs": {}}
     require_same(before["settings"], common, f"{file} was begun", "give the same, or another folder")
     results: dict[str, Any] = before["runs"]
+    contents = {each.run.name: each.contents for each in trained}
+    for name in results.keys() & contents.keys():
+        require_same(results[name]["contents"], contents[name], f"{file} has a run {name}", "give another folder")
 
     def record(run: Run, result: Result) -> str:
-        results[run.name] = {"seconds": result.seconds, "counts": measure(run, limit)}
+        results[run.name] = {"seconds": result.seconds, "counts": measure(run, limit), "contents": contents[run.name]}
         durable.write_text(file, json.dumps({"settings": common, "runs": results}) + "\n")
         return run.name
 

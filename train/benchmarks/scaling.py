@@ -26,7 +26,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, integers, module_of, of_length, step_tokens
+from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
@@ -50,7 +50,7 @@ class Trained:
         method: followed by the recipe's name where several recipes have the method.
         target: its name.
         recipe: its recipe's name.
-        settings: the keys of its recipe, before the length and the seed.
+        settings: the keys of its recipe, before the length and the seed, and what its data hold.
     """
 
     run: Run
@@ -85,6 +85,7 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
             raise ValueError(f"{name!r} is not of the form script:recipe, for example eagle:eagle3-tiny")
         schema = schema_of(module_of(script))
         base = recipes.load(schema, recipe, [*MEASURE, *keys])
+        settings = recipes.by_key(base) | contents_of([base])
         size = step_tokens(base)
         for tokens in budgets:
             steps = max(1, tokens // size)
@@ -95,7 +96,7 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
                 words = as_words(dict(word.split("=", 1) for word in every))
                 data = f"{base.target.model_dump_json()} {base.data.model_dump_json()}"
                 run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, data)
-                runs.append(Trained(run, method_name(script, base), Path(base.target.path).name, stem, recipes.by_key(base)))
+                runs.append(Trained(run, method_name(script, base), Path(base.target.path).name, stem, settings))
     several = {method for method in {each.method for each in runs} if len({each.recipe for each in runs if each.method == method}) > 1}
     named = [replace(each, method=f"{each.method}, {each.recipe}") if each.method in several else each for each in runs]
     return sorted(named, key=lambda trained: trained.run.tokens)

@@ -45,6 +45,7 @@ class Plan:
         recipes: of the trials.
         rungs: steps of the base recipe in each rung.
         seeds: None stands for the recipe's own.
+        contents: as `contents_of` has them, of all trials.
     """
 
     method: str
@@ -57,11 +58,12 @@ class Plan:
     rungs: list[int]
     seeds: list[int | None]
     eta: int
+    contents: dict[str, str]
 
     def settings(self) -> dict[str, Any]:
         """What must be the same when a sweep goes on."""
         own = {"method": self.method, "grid": redacted(self.grid), "--rungs": self.rungs, "--seeds": self.seeds, "--eta": self.eta}
-        return own | {key: value for key, value in recipes.by_key(self.base).items() if key not in OWN_KEYS}
+        return own | self.contents | {key: value for key, value in recipes.by_key(self.base).items() if key not in OWN_KEYS}
 
     def words(self, trial: int, rung: int) -> list[str]:
         """The overrides of a trial, with the steps and evaluation batches that give it the tokens of the rung, and the warm-up in proportion."""
@@ -126,13 +128,25 @@ def make_plan(options: Namespace) -> Plan:
     seeds: list[int | None] = list(integers("--seeds", options.seeds)) if options.seeds else [None]
     folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
     of_trials = [load(as_words(fixed | trial)) for trial in trials]
-    plan = Plan(options.method, options.recipe, folder, grid, trials, base, of_trials, rungs, seeds, options.eta)
+    plan = Plan(
+        options.method, options.recipe, folder, grid, trials, base, of_trials, rungs, seeds, options.eta, contents_of([base, *of_trials])
+    )
     for run in [run for trial in range(len(trials)) for run in plan.runs(trial, 0)]:
         try:
             load(run.words[2:])  # the seeds, and keys that do not go with few steps
         except ValueError as error:
             raise ValueError(f"{error} (a run of the first rung has {run.steps} steps; --rungs gives others)") from None
     return plan
+
+
+def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
+    """What `settings` says of the data that recipes train on: finished runs count only while their files are as they were.
+
+    Raises:
+        ValueError: a source does not exist.
+    """
+    plans = dict.fromkeys(recipe.data.plan() for recipe in recipes)  # files are read once
+    return {f"contents of {name}": content for plan in plans for name, content in plan.contents().items()}
 
 
 def module_of(method: str) -> ModuleType:
