@@ -57,7 +57,7 @@ class Server:
             reason = str(error) if "@" not in base_url else "a fault"  # which might quote the password
             raise ValueError(f"got a server's address with {reason}; expected one such as http://localhost:8000/v1; correct it") from None
         self.name = f"{address.scheme}://{address.netloc.decode()}{address.path.rstrip('/')}"
-        if address.scheme not in ("http", "https") or not address.host:
+        if address.scheme not in ("http", "https") or not address.host or not 0 < (address.port or 80) < 2**16:
             raise ValueError(f"got server {self.name!r}; expected an address such as http://localhost:8000/v1; correct it")
         self.address, self.timeout, self.retries, self.key = address, timeout, retries, key
         self.client: httpx.AsyncClient

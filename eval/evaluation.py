@@ -28,6 +28,7 @@ from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.target import Target
 
 LIBRARIES = ("draftsmith", "torch", "transformers")
@@ -163,8 +164,9 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
         entries["load_aware"] = True
     if stop := getattr(drafter, "stop", None):
         entries["stop"] = str(stop)
-    if window := getattr(getattr(drafter, "trained", drafter), "window", None):
-        entries["draft_window"] = window
+    drafting = getattr(drafter, "trained", drafter)
+    if isinstance(drafting, DraftModel | PairDrafter) and drafting.window:  # that of lookahead is another thing
+        entries["draft_window"] = drafting.window
     return entries
 
 

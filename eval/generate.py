@@ -64,15 +64,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sampling_from_options(chosen: argparse.Namespace, target: "Target", constraint: "Constraint | None" = None) -> "Sampling":
-    """The sampling that the options name, with the constraint; the rest is from the target's generation_config, where that samples by default."""
+    """The sampling that the options name, with the constraint; the rest is the target's generation_config's."""
     from draftsmith.inference.sampler import Sampling
 
     config = target.model.generation_config
     settings: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    if config is not None and config.do_sample:
-        # transformers' own defaults where the config says nothing: temperature 1, top-k 50.
-        settings |= {"temperature": 1.0, "top_k": 50}
-        given = {name: getattr(config, name) for name in settings if getattr(config, name) is not None}
+    if config is not None:
+        if config.do_sample:  # transformers' own defaults where the config says nothing: temperature 1, top-k 50
+            settings |= {"temperature": 1.0, "top_k": 50}
+        read = settings if config.do_sample else ["repetition_penalty"]  # which transformers applies to greedy decoding too
+        given = {name: getattr(config, name) for name in read if getattr(config, name) is not None}
         source = f"generation_config.json of {target.name!r}"
         for name in given:
             options.check_sampling(name, field(given, name, int if name == "top_k" else float, source), f"{source}: `{name}`")
@@ -185,7 +186,8 @@ def main(arguments: list[str]) -> None:
         loading.check_rule(sampling.rule, drafter)
     if target.identity.adapter_hash:
         print(f"target {target.name!r} with the adapters of {chosen.drafter}: the text is {drift.ADAPTED}", file=sys.stderr)
-    if not sampling.lossless:
+    lossy = drafter is not None and not sampling.lossless  # plain decoding verifies nothing
+    if lossy:
         print(f"rule {sampling.rule} is LOSSY: the text is not distributed as the target's own", file=sys.stderr)
     if chosen.chat and not (target.tokenizer and target.tokenizer.chat_template):
         raise ValueError(f"target {target.name!r} has no chat template; leave --chat out")
@@ -202,6 +204,6 @@ def main(arguments: list[str]) -> None:
         sys.stdout.flush()
     sys.stdout.write("\n")
     if chosen.show_accepted:
-        label = "" if sampling.lossless else "LOSSY: "
+        label = "LOSSY: " if lossy else ""
         tau, speed = totals.tokens / totals.rounds, totals.tokens / max(totals.seconds, 1e-9)
         print(f"{label}{totals.tokens} tokens in {totals.rounds} rounds: τ {tau:.2f}, {speed:.0f} tokens/s", file=sys.stderr)

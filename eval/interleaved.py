@@ -58,19 +58,21 @@ def answer_with_transformers(
         **_sampling_fields(sampling or Sampling()),
         eos_token_id=stops or None,
         pad_token_id=stops[0] if stops else 0,
-        # Fields that are not set here, generate takes from the target's own generation_config.
-        no_repeat_ngram_size=0,
-        min_length=0,
+        use_cache=True,  # a target that was trained without one may say so in its config.json
         **settings,
     )
-    extra = {} if assistant is None else {"assistant_model": assistant}
+    extra, model = {} if assistant is None else {"assistant_model": assistant}, cast(Any, target.model)
 
     def answer(batch: list[EncodedPrompt]) -> list[Completion]:
         completions = []
         for prompt in batch:
             ids = torch.tensor([prompt.ids], device=target.device)
-            with torch.inference_mode():
-                output = cast(Any, target.model).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra)
+            own, model.generation_config = model.generation_config, GenerationConfig()  # generate takes from it what `config` leaves out
+            try:
+                with torch.inference_mode():
+                    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **extra)
+            finally:
+                model.generation_config = own
             completions.append(Completion(output[0, len(prompt.ids) :].tolist()))
         return completions
 

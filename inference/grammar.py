@@ -28,14 +28,20 @@ class _MatcherState:
         if self.matcher.is_stopped():
             return self if token in self.stops else None
         copy = self.matcher.deep_copy()
-        return _MatcherState(copy, self.stops) if copy.try_consume_tokens([token]) == 1 else None
+        consumed = copy.try_consume_tokens([token])
+        _check_going(copy)
+        return _MatcherState(copy, self.stops) if consumed == 1 else None
 
     def allowed(self) -> bytes:
-        """Raises ValueError where the library gives up on the grammar in this state."""
         mask = self.matcher.compute_bitmask()
-        if self.matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {_line(self.matcher.get_error())}; simplify it")
+        _check_going(self.matcher)
         return mask
+
+
+def _check_going(matcher: Any) -> None:
+    """Raises ValueError where the library gives up on the grammar."""
+    if matcher.is_error():
+        raise ValueError(f"the grammar cannot go on: {_line(matcher.get_error())}; simplify it")
 
 
 @dataclass(frozen=True, slots=True)

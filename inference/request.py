@@ -1,5 +1,6 @@
 """Requests, their limits, and the records of what was decoded for them: rounds, steps, completions, counters."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -130,6 +131,11 @@ def make_requests(
     if len(keys) != len(prompts):
         raise ValueError(f"got {len(keys)} requests for {len(prompts)} prompts; expected one key per prompt; match them")
     for i, prompt in enumerate(prompts):
+        try:
+            for number in (*prompt, keys[i]):
+                operator.index(number)
+        except TypeError as error:
+            raise ValueError(f"prompt {i}: expected integers for its tokens and its request ({error}); convert them") from None
         if not len(prompt):
             raise ValueError(f"prompt {i}: got no tokens; expected at least one; add the beginning-of-text token")
         if len(prompt) >= context:
@@ -140,7 +146,7 @@ def make_requests(
         if not 0 <= keys[i] < 2**32:
             raise ValueError(f"prompt {i}: got request {keys[i]}; expected 0..2^32-1; use a smaller key")
     return [
-        Request(i, [int(token) for token in prompt], key, position=len(prompt) - 1)
+        Request(i, [int(token) for token in prompt], int(key), position=len(prompt) - 1)
         for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
     ]
 

@@ -60,7 +60,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = (
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("temperature", self.temperature == 0 or 1e-30 <= self.temperature < float("inf"), "0 (greedy) or a number from 1e-30"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive integer"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]; 1 is off"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]; 0 is off"),

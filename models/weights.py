@@ -188,13 +188,16 @@ def assign(path: str, model: nn.Module, tensors: Mapping[str, Tensor], device: t
     """Give a model on the meta device its weights, on `device`; they keep their dtypes.
 
     Raises:
-        ValueError: naming tensors that are missing, unexpected, misshapen or not finite.
+        ValueError: naming tensors that are missing, unexpected, misshapen, integers in place of floats, or not finite.
     """
     expected = model.state_dict()
     both = tensors.keys() & expected.keys()
     misshapen = [(name, tensors[name].shape, expected[name].shape) for name in both if tensors[name].shape != expected[name].shape]
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     check_loaded(path, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": misshapen})
+    for name in sorted(both):
+        if tensors[name].is_floating_point() != expected[name].is_floating_point():
+            raise ValueError(f"{path!r} has {name} in {tensors[name].dtype}; expected {expected[name].dtype} or the like; convert it again")
     model.load_state_dict(tensors, strict=True, assign=True)
     nn.Module.to(model, device)
     check_finite(path, model)

@@ -114,7 +114,7 @@ class FakeServer:
             if fault == "cut" and number == 1:
                 return
             if fault == "malformed" and number == 1:
-                yield "dta: x\n\n"
+                yield "x\n\n"
             if fault == "broken" and number == 1:
                 yield 'data: {"choices": [\n\n'
             if fault == "dies" and number == 1:

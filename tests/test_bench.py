@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import failing
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from draftsmith.data import prompts as prompt_files
@@ -181,6 +181,23 @@ def test_each_drafter_adapts_its_depth_on_its_own_or_not_at_all(opened, monkeypa
     decoders.clear()
     benchmarks.contenders(target, drafters, prompts[0], NEW, adaptive_depth=False)
     assert len(decoders) == 3 and all(adaptive is None for _, adaptive in decoders)
+
+
+def test_settings_of_the_target_do_not_slow_or_change_transformers(opened, monkeypatch):
+    """A target's own configs may leave the cache out, ask for beams, forbid tokens or set limits."""
+    target, _, prompts = opened
+    expected = [answer.tokens for answer in interleaved.answer_with_transformers(target, NEW)(prompts)]
+    own = GenerationConfig(
+        use_cache=False, num_beams=2, min_new_tokens=4, max_time=1e-3, suppress_tokens=[expected[0][0]], bad_words_ids=[[expected[0][1]]]
+    )
+    monkeypatch.setattr(target.model, "generation_config", own)
+    monkeypatch.setattr(target.model.config, "use_cache", False)
+    widths, forward = [], target.model.forward
+    monkeypatch.setattr(
+        target.model, "forward", lambda *given, **named: widths.append(named["input_ids"].shape) or forward(*given, **named)
+    )
+    assert [answer.tokens for answer in interleaved.answer_with_transformers(target, NEW)(prompts)] == expected
+    assert target.model.generation_config is own and widths.count((1, 1)) == sum(map(len, expected)) - len(prompts)
 
 
 def test_where_generate_compiles_a_static_cache_is_a_contender_or_says_why_not(opened, monkeypatch):

@@ -12,7 +12,8 @@ from export_cases import IDS, D, H, L, V, edited, save_drafter, save_target
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.models.formats import verify
+from draftsmith.models.drafter import load_drafter
+from draftsmith.models.formats import published, verify
 from draftsmith.models.formats.engines import ENGINES, ROWS
 from draftsmith.models.target import Target
 from draftsmith.train.exchange import check as command
@@ -313,7 +314,7 @@ def test_few_layers_have_no_usual_taps(tmp_path):
 
 
 def spoilt(gguf_folder, place, entries, tensors=()):
-    """A copy of a GGUF file with other entries, or with other numbers in some tensors."""
+    """A copy of a GGUF file with other entries, and with other numbers in some tensors, or without them."""
     gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(gguf_folder / "model.gguf")
     kind = reader.fields["general.architecture"].contents()
@@ -325,7 +326,8 @@ def spoilt(gguf_folder, place, entries, tensors=()):
             sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, value, field.types[0], sub)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, dict(tensors).get(tensor.name, lambda data: data)(tensor.data), raw_dtype=tensor.tensor_type)
+        if change := dict(tensors).get(tensor.name, lambda data: data):
+            writer.add_tensor(tensor.name, change(tensor.data), raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -340,6 +342,11 @@ def test_traps_of_gguf(workshop, target, tmp_path):
         export.main(given)
         assert verify.faults(tmp_path / name, target) == []
         assert verify.faults(spoilt(tmp_path / name, tmp_path / f"{name}-same", {}), target) == []
+        for part in ("blk.0.ffn_down.weight", "output_norm.weight", "token_embd.weight" if name == "student" else "fc.weight"):
+            (line,) = verify.faults(spoilt(tmp_path / name, tmp_path / f"{name}-{part}", {}, [(part, lambda data: data * np.nan)]), target)
+            assert line.startswith("all: NaN or infinite weights in ")
+            (line,) = verify.faults(spoilt(tmp_path / name, tmp_path / f"{name}-no-{part}", {}, [(part, None)]), target)
+            assert line.startswith("all: a tensor or an entry is missing")
     tokens = [f"t{i}" for i in range(V)]
     cases = [
         ("student", {"tokenizer.ggml.tokens": tokens}, (), "token 5 is 't5', the target's .*: it serves without drafts"),
@@ -385,16 +392,106 @@ def test_a_folder_that_is_no_longer_what_was_exported(workshop, target, tmp_path
     assert verify.faults(copy, target)[0].startswith("all: model.safetensors is not what")
 
 
-def test_a_file_that_is_cut_off_is_named(workshop, target, tmp_path):
-    from draftsmith.models.formats.published import read_published
+@pytest.mark.parametrize("base", ["medusa", "mlp", "dflash", "eagle3", "student"])
+def test_two_files_with_other_values_of_a_tensor(workshop, target, base, tmp_path):
+    """Engines differ in which of them they read."""
+    engine = [BASES[base][1]]
+    copy = edited(workshop / "out" / base, tmp_path / "copy", having())
+    file = next(copy.glob("*.safetensors"))
+    shutil.copyfile(file, copy / "z.safetensors")
+    assert verify.faults(copy, target, engine) == []
+    tensors = load_file(file)
+    name = min(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.any())
+    save_file(tensors | {name: 0 * tensors[name]}, copy / "z.safetensors")
+    expected = f"{copy}: {name} in z.safetensors is not that in {file.name}; delete the file that is not meant"
+    assert verify.faults(copy, target, engine) == [f"all: {expected}"]
+    if base != "student":
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            published.read_published(str(copy), target)
 
+
+def made_nan(config, tensors):
+    tensors.update({name: tensor * torch.nan if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+
+
+STUDENT_FAULTS = {
+    "a layer is missing": (lambda c, t: [t.pop(name) for name in list(t) if ".layers.0." in name], "missing tensors: model.layers.0."),
+    "no number": (made_nan, "has NaN or infinite weights"),
+    "another size": (having(intermediate_size=3), "misshapen tensors"),
+    "a shard is missing": (lambda c, t: t.clear(), "no safetensors|missing"),
+}
+
+
+@pytest.mark.parametrize("fault", STUDENT_FAULTS)
+def test_a_draft_model_that_cannot_be_loaded(workshop, target, fault, tmp_path):
+    change, says = STUDENT_FAULTS[fault]
+    (line,) = verify.faults(edited(workshop / "out" / "student", tmp_path / "copy", change), target)
+    assert line.startswith("all: ") and re.search(says, line)
+
+
+def test_a_fault_for_one_engine_hides_none_for_all(workshop, target, tmp_path):
+    """TensorRT-LLM wants a key that vLLM does without; SGLang and SafeAILab's code another name."""
+    lines = verify.faults(edited(workshop / "out" / "medusa", tmp_path / "nan", made_nan), target)
+    assert any(line.startswith("TensorRT-LLM: ") for line in lines) and "NaN" in lines[-1] and lines[-1].startswith("all: ")
+    lines = verify.faults(edited(workshop / "out" / "eagle3", tmp_path / "cut", lacking("midlayer.mlp.down_proj.weight")), target)
+    assert any(line.startswith("speculators: ") for line in lines) and "1 missing tensors: midlayer.mlp.down_proj" in lines[-1]
+
+
+@pytest.mark.parametrize("base", ["medusa", "dflash", "dspark"])
+def test_integers_in_place_of_weights_are_one_line(workshop, target, base, tmp_path):
+    copy = edited(workshop / "out" / base, tmp_path / "copy", having())
+    file = next(copy.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2 and not re.search(r"emb|lm_head", name))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file)
+    with pytest.raises(ValueError, match="has .* in torch.int8; expected torch.float32 or the like; convert it again"):
+        published.read_published(str(copy), target)
+
+
+def test_a_target_of_another_size_is_said(workshop, tmp_path):
+    sizes = {"intermediate_size": 8, "num_hidden_layers": L, "num_attention_heads": 4}
+    other = Target.wrap(LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=2 * H, **sizes)), name="other")
+    assert "made for a target of hidden size" in verify.faults(edited(workshop / "out" / "eagle3", tmp_path / "copy", having()), other)[-1]
+
+
+def test_weights_that_float16_does_not_hold(workshop, target, tmp_path, capsys):
+    drafter = load_drafter(workshop / "medusa", target)
+    with torch.no_grad():
+        next(drafter.parameters()).flatten()[0] = 1e6
+    drafter.save_pretrained(tmp_path / "large")
+    given = [tmp_path / "large", "--to", "vllm", "--output", tmp_path / "out", "--target", workshop / "target", "--dtype"]
+    assert re.search(
+        r"--dtype float16 holds numbers up to 65,504, .* has 1e\+06; give bfloat16 or float32",
+        failing(capsys, export.main, [*given, "float16"]),
+    )
+    assert not (tmp_path / "out").exists()
+    export.main([str(word) for word in (*given, "bfloat16")])
+
+
+def test_an_engine_that_nobody_knows_and_numbers_without_end(workshop, target, tmp_path):
+    copy = shutil.copytree(workshop / "out" / "eagle3", tmp_path / "copy")
+    note = json.loads((copy / "draftsmith.json").read_text())
+    (copy / "draftsmith.json").write_text(json.dumps(note | {"engine": "nope"}))
+    with pytest.raises(ValueError, match=r"draftsmith\.json: `engine` is 'nope'; expected one of vllm, "):
+        verify.faults(copy, target)
+    copy = edited(workshop / "out" / "eagle3", copy, having(rms_norm_eps=10**400))
+    assert any(line.startswith("all: config.json has a value of another kind") for line in verify.faults(copy, target))
+    assert verify.faults(edited(workshop / "out" / "eagle3", copy, having(architectures=[[1]])), target)
+
+
+def test_words_in_place_of_a_flag(workshop, target, tmp_path):
+    copy = edited(workshop / "out" / "dflash", tmp_path / "copy", lambda config, _: config["dflash_config"].update(causal="false"))
+    assert any("`causal`" in line for line in verify.faults(copy, target))
+
+
+def test_a_file_that_is_cut_off_is_named(workshop, target, tmp_path):
     copy = shutil.copytree(workshop / "out" / "medusa", tmp_path / "copy")
     weights = copy / "medusa_lm_head.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     lines = verify.faults(copy, target)
     assert len(lines) == 2 and "is not what was exported" in lines[0] and f"{weights} is damaged or cut off" in lines[1]
     with pytest.raises(ValueError, match="medusa_lm_head.safetensors is damaged or cut off"):
-        read_published(str(copy), target)
+        published.read_published(str(copy), target)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +542,7 @@ def test_the_command(workshop, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         command.main([str(copy), "--target", str(workshop / "target"), "--engine", "vllm"])
     lines = capsys.readouterr().out.splitlines()
-    assert exit.value.code == 1 and len(lines) == 2 and all(line.startswith("vLLM: ") for line in lines)
+    assert exit.value.code == 1 and [line.split(" ")[0] for line in lines] == ["vLLM:", "vLLM:", "all:"]
     for option in ("--python", "--depth"):
         line = failing(capsys, command.main, [copy, "--target", workshop / "target", option, "3"])
         assert f"{option} is of a run in an engine; give --serve vllm too" in line

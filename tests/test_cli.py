@@ -105,6 +105,20 @@ def test_evaluation_writes_the_card_and_prints_json_alone(workspace, capsys):
     assert json.loads((artifact / "config.json").read_text()) == config and (artifact / "README.md").read_text() == card
 
 
+def test_a_targets_own_repetition_penalty_is_used_greedily_too(target_folder, tmp_path, capsys):
+    shutil.copytree(target_folder, tmp_path / "target")
+    file = tmp_path / "target" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.9, "temperature": 2.0, "top_k": 3}))
+
+    def text(folder, *more):
+        exit_on_error(generate.main, ["--target", str(folder), "--max-new-tokens", "24", *more, TEXT[:30]])
+        return capsys.readouterr().out
+
+    own = text(tmp_path / "target")
+    assert own == text(target_folder, "--repetition-penalty", "1.9") != text(target_folder)
+    assert text(tmp_path / "target", "--repetition-penalty", "1") == text(target_folder)
+
+
 def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(workspace, target_folder, capsys):
     texts = []
     for temperature in ("0", "0.9"):
@@ -116,6 +130,8 @@ def test_generation_is_the_same_with_any_drafter_and_prints_nothing_else(workspa
             assert captured.err == ""
             texts.append((temperature, captured.out))
     assert len(set(texts)) == 2
+    exit_on_error(generate.main, ["--target", str(target_folder), "--rule", "typical", "--temperature", "1", "--show-accepted", TEXT[:30]])
+    assert "LOSSY" not in capsys.readouterr().err  # nothing is drafted
     exit_on_error(generate.main, ["--drafter", str(workspace / "run" / "artifact"), "--show-accepted", "--max-new-tokens", "8", TEXT[:30]])
     captured = capsys.readouterr()
     assert re.fullmatch(r"8 tokens in \d rounds: τ \d\.\d\d, \d+ tokens/s\n", captured.err)
@@ -172,7 +188,8 @@ def test_mistakes_in_evaluating_and_generating(workspace, target_folder, capsys)
     artifact = workspace / "run" / "artifact"
     assert "no folder" in failing(capsys, acceptance.main, [workspace / "no" / "such"])
     assert "not found" in failing(capsys, acceptance.main, [artifact, "--prompts", workspace / "no.jsonl"])
-    assert "the folder of a trained drafter" in failing(capsys, generate.main, ["--drafter", "medusa", "x"])
+    for name in ("medusa", "hybrid:hybrid:medusa", "hybrid:hybrid:some/medusa"):
+        assert "the folder of a trained drafter" in failing(capsys, generate.main, ["--drafter", name, "x"])
     for option, value in (("--limit", "0"), ("--nodes", "1"), ("--temperature", "-1"), ("--max-new-tokens", "1")):
         assert f"{option} {value}" in failing(capsys, acceptance.main, [artifact, f"{option}={value}"]).replace(".0", "")
     long = workspace / "long.jsonl"

@@ -7,7 +7,8 @@ import torch
 from decoding_cases import SAMPLED, relative, texts
 from zoo import VOCAB, tiny
 
-from draftsmith.eval import loading
+from draftsmith.eval import evaluation, loading
+from draftsmith.eval.settings import Settings
 from draftsmith.inference import draft_window
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -15,6 +16,7 @@ from draftsmith.inference.draft_window import SINKS, WindowCache
 from draftsmith.inference.drafts import Draft
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
@@ -323,6 +325,9 @@ def test_the_option_is_for_drafters_with_kv_of_their_own(target):
     draft_model = DraftModel(relative("llama"), TREES["chain"])
     loading.set_draft_window(draft_model, None)
     assert draft_model.window is None
+    settings = Settings(16, [Sampling()], 8)
+    assert evaluation._settings(target, Hybrid(inner), settings)["draft_window"] == 32
+    assert "draft_window" not in evaluation._settings(target, Lookahead(), settings)  # whose window is no KV
     heads = new_drafter("medusa", target, num_heads=2)
     for drafter in (heads, Ngram(), early_exit(target, 1), None, new_drafter("hydra", target, num_heads=2)):
         with pytest.raises(ValueError, match=r"--draft-window 32: .* has no KV that can be bounded here; expected a draft model"):

@@ -19,6 +19,7 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models import vocab
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.formats.eagle import read_eagle, write_eagle
+from draftsmith.models.formats.engines import limits_of
 from draftsmith.models.target import Target
 
 V, D, H, L, K = 61, 40, 32, 8, 4
@@ -607,6 +608,15 @@ def test_a_head_that_is_not_plain_is_said(name, words, tmp_path):
     three = new_drafter("eagle", given, taps=[0, 1, 2], num_heads=4, num_kv_heads=2)
     assert not any("head without" in line for line in write_eagle(three, tmp_path / "three"))
     read_eagle(tmp_path / "three", given)
+
+
+def test_a_scale_changes_the_sum_of_two_heads():
+    """A scaled head ranks as the head does; DSpark adds its Markov head to it."""
+    given = Target.wrap(random_model("cohere"))
+    for method, refused in (("dflash", False), ("dspark", True)):
+        drafter = new_drafter(method, given, taps=[0, 1], num_heads=4, num_kv_heads=2, mask_token_id=3)
+        limits = [limit for limit in limits_of(drafter, given) if "without its scale" in limit.why and limit.engine == "vLLM"]
+        assert [limit.refused for limit in limits] == [refused]
 
 
 def test_a_scaled_embedding_is_written_as_it_is_read(tmp_path):

@@ -418,6 +418,14 @@ def test_processors_that_leave_no_allowed_token(target):
         Decoder(target).generate(PROMPTS, constrained(Sampling(), compiled("regex")), NEW, [STOP], processors=[only(40)])
 
 
+@pytest.mark.parametrize("text", ['start: "a" start', 'start: "a" x | "b"\nx: "c" x'])
+def test_a_grammar_that_the_library_gives_up_on_says_so(target, text):
+    """After a token that it allows; not as if processors were at fault."""
+    grammar = compile_grammar("grammar", text, tokenizer(), VOCAB, [STOP])
+    with pytest.raises(ValueError, match=r"^the grammar cannot go on: .*; simplify it$"):
+        Decoder(target).generate(PROMPTS, constrained(Sampling(3.0), grammar), NEW, [STOP])
+
+
 BAD = {
     "schema type": ("json_schema", '{"type": "objec"}', "Invalid type: objec; correct it"),
     "schema syntax": ("json_schema", "{bad", "key must be a string at line 1"),

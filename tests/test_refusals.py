@@ -4,6 +4,8 @@ import ast
 import sys
 from pathlib import Path
 
+import re
+
 import pytest
 from planting import PlantingDrafter
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -90,12 +92,15 @@ def target() -> Target:
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0"),
         ([[1]], {"requests": [1, 2]}, "2 requests for 1 prompts"),
         ([[1]], {"requests": [2**32]}, "request 4294967296"),
+        ([[1]], {"requests": [1.5]}, "prompt 0: expected integers for its tokens and its request ('float' object"),
+        ([[1], [2, 1.5]], {}, "prompt 1: expected integers"),
+        ([["a"]], {}, "prompt 0: expected integers"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_requests_are_checked_before_anything_runs(target, prompts, options, message):
     decoder = Decoder(target, context=20)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         decoder.stream(prompts, **options)
     assert "\n" not in str(error.value) and decoder.counters.target_forwards == 0
 

@@ -159,7 +159,7 @@ def test_greedy_takes_the_lowest_of_ties():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+    [{"temperature": -0.1}, {"temperature": 1e-39}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
      {"min_p": -0.1}, {"min_p": 1.1}, {"seed": -1}, {"seed": 2**64}],
     ids=str,
 )  # fmt: skip

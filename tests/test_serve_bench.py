@@ -112,12 +112,12 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 7}
 def test_a_stream_is_timed_by_its_chunks_with_text():
     reply = Body(
         (1.0, data(choices=[{"delta": {"role": "assistant", "content": ""}}])),
-        (2.0, b": comment\n\nevent: message\nid: 3\r\n" + text("a")),
+        (2.0, b": comment\n\nevent: message\nid: 3\r\nunknown: x\ndata:\n\n" + text("a")),
         (3.5, text("b")[:9]),
         (4.0, text("b")[9:] + text("c")),
         (5.0, data(choices=[{"delta": {"reasoning_content": "d"}}])),
         (6.0, text("", finish_reason="stop")),
-        (7.0, data(choices=[], usage=USAGE, timings={"draft_n": 4}).replace(b"\n", b"\r\n") + b"data: [DONE]\n\n"),
+        (7.0, data(choices=[], usage=USAGE, timings={"draft_n": 4}).replace(b"\n", b"\r\n") + data(timings=[1]) + b"data: [DONE] \n\n"),
         (9.0, b"never read"),
     ).read()
     assert (reply.text, reply.chunks, reply.end, reply.reason) == ("abcd", [2.0, 4.0, 4.0, 5.0], 7.0, "stop")
@@ -643,6 +643,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 100.
 vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9
 not a sample
 """
+    too_large = f'{{"internal_states": [{{"avg_spec_accept_length": {"9" * 400}}}]}}'
     counters = of_vllm(page)
     assert counters == {"engine": "vllm", "drafts": 110.0, "drafted": 330.0, "accepted": 150.0, "survivals": [100.0, 50.0]}
     after = of_vllm(page.replace("150.0", "153.0").replace(" 100.0", " 102.0"))
@@ -650,7 +651,7 @@ not a sample
     assert difference(after, counters) == {} == difference({}, after) and of_vllm("# nothing") == {} == of_vllm("sglang:x 1")
     assert of_sglang('{"internal_states": [{"avg_spec_accept_length": 2.5}]}') == {"engine": "sglang", "accept_length": 2.5}
     assert of_sglang('{"decode": [{"internal_states": [{"avg_spec_accept_length": 3}]}]}') == {"engine": "sglang", "accept_length": 3.0}
-    for nothing in ("", "[]", "{}", '{"internal_states": []}', '{"internal_states": [{"avg_spec_accept_length": null}]}'):
+    for nothing in ("", "[]", "{}", '{"internal_states": []}', '{"internal_states": [{"avg_spec_accept_length": null}]}', too_large):
         assert of_sglang(nothing) == {}
 
 

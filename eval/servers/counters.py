@@ -72,11 +72,10 @@ def of_sglang(text: str) -> Counters:
         content = parse(text, "", surrogates=True)
         content = content.get("decode", [content])[0]  # prefill and decoding in servers of their own
         length = content["internal_states"][0]["avg_spec_accept_length"]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        finite = isinstance(length, int | float) and math.isfinite(length)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
         return {}
-    if not isinstance(length, int | float) or not math.isfinite(length):
-        return {}
-    return {"engine": "sglang", "accept_length": float(length)}
+    return {"engine": "sglang", "accept_length": float(length)} if finite else {}
 
 
 def difference(before: Counters, after: Counters) -> Counters:

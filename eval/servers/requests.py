@@ -16,7 +16,6 @@ from draftsmith.data.server import ANSWER, Server, TooLong
 from draftsmith.data.text_files import parse, short
 
 Clock = Callable[[], float]
-FIELDS = (b"event", b"id", b"retry")  # of server-sent events, beside `data`
 AFTER = 1.0  # seconds, for a stream to end after its last event
 NAMED = 8  # models that an error line names
 
@@ -202,10 +201,10 @@ async def _events(blocks: AsyncIterator[bytes], message: Callable[[str], str]) -
             raise TooLong(f"an answer of more than {ANSWER:,} bytes")
         *complete, rest = (rest + block).split(b"\n")
         for line in complete:
-            name, _, value = line.rstrip(b"\r").partition(b":")
-            if name == b"data":
-                yield value.removeprefix(b" ")
-            elif name and name not in FIELDS:
+            name, colon, value = line.rstrip(b"\r").partition(b":")
+            if name == b"data" and value.strip():
+                yield value.strip()
+            elif name and not (colon and name.isalpha()):
                 raise RequestFailed(f"a malformed line in the stream: {message(line.decode('utf-8', 'replace'))}")
 
 
@@ -225,7 +224,8 @@ def _take(reply: Reply, data: bytes, now: float, message: Callable[[str], str]) 
         usage, choices = content.get("usage") or {}, content.get("choices") or []
         if usage:
             reply.prompt_tokens, reply.tokens = _count(usage["prompt_tokens"]), _count(usage["completion_tokens"])
-        reply.timings = content.get("timings") or reply.timings
+        timings = content.get("timings")
+        reply.timings = timings if timings and isinstance(timings, dict) else reply.timings
         for choice in choices[:1]:
             delta = choice.get("delta") or {}
             parts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))

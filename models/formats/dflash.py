@@ -96,7 +96,7 @@ def read_dflash(folder: Path, tensors: dict[str, Tensor], target: Target) -> Dfl
     settings |= {
         "taps": field(inner, "target_layer_ids", list, source),
         "mask_token_id": None if own_mask else field(inner, "mask_token_id", int, source),
-        "causal": bool(inner.get("causal", raw.get("is_causal", False))),
+        "causal": field({"causal": raw.get("is_causal", False)} | inner, "causal", bool, source),
         "block_size": field({"block_size": inner.get("block_size", 16)} | raw, "block_size", int, source),
         "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "rope_theta": rope_base(raw, 1e6),

@@ -200,14 +200,15 @@ def _dflash_limits(config: DflashConfig, target: Target) -> list[Limit]:
     """`limits_of` DFlash and DSpark."""
     own_mask, dspark = config.mask_token_id is None, config.model_type == "dspark"
     kind = getattr(target.config, "model_type", "")
-    markov = getattr(config, "markov", "low-rank")
+    markov, unscaled = getattr(config, "markov", "low-rank"), target.head_scale != 1
     rules = (
         (markov != "low-rank", "vLLM", f"has no {markov} Markov head: train with dspark.markov=low-rank", True),
         (own_mask and dspark, "vLLM", "reads no mask embedding of its own: train with dspark.mask_token", True),
         (own_mask, "SGLang", "reads no mask embedding of its own: train with dflash.mask_token", True),
         (config.causal, "SGLang", "lets the rows of a block see all of it", True),
         (kind in NOT_TAPPED, "vLLM", f"captures no taps of {kind} targets", True),
-        (target.head_scale != 1, "vLLM SGLang", f"applies the target's head without its scale {target.head_scale:.4g}", False),
+        (unscaled and not dspark, "vLLM SGLang", f"applies the target's head without its scale {target.head_scale:.4g}", False),
+        (unscaled and dspark, "vLLM", f"adds the Markov head to the target's head without its scale {target.head_scale:.4g}", True),
         (scales_embedding(target), "vLLM SGLang", "shares the target's embedding without its scaling", True),
     )
     return [Limit(engine, why, refused) for holds, names, why, refused in rules if holds for engine in names.split()]

@@ -100,8 +100,8 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
         called: the path by which files of the folder and the serving command name it; "" is its own.
 
     Raises:
-        ValueError: a drafter that the engine does not serve, with those that do; a path that vLLM misreads; or a folder that did not pass
-            its own check, which is then not there.
+        ValueError: a drafter that the engine does not serve, with those that do; a path that vLLM misreads; a weight that float16 does not
+            hold; or a folder that did not pass its own check, which is then not there.
         OSError: the disk; what was there stays.
     """
     family, target = family_of(source.drafter), source.target
@@ -116,13 +116,16 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
         raise ValueError(f"--output {called}: {wrong[0]}")
     if engine == "gguf":
         gguf_file.check_tokenizer(target.tokenizer)
+    if dtype == torch.float16:
+        _check_range(source.drafter)
 
     def write(part: Path) -> None:
         ours = _write_format(source, family, engine, part, called, dtype, kind)
         _write_beside(source, engine, family, part, _card(source, family, engine, row))
         said = faults(part, target, [engine]) or differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
-            raise ValueError(f"the export failed its own check, and was not written: {'; '.join(said)}")
+            listed = "; ".join(said).replace(str(part), str(folder))
+            raise ValueError(f"the export failed its own check, and was not written: {listed}")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
@@ -172,6 +175,17 @@ def export_names(source: Source, kind: str, folder: Path, dtype: torch.dtype) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
     return folder / (MTP_FILE if kind == "checkpoint" else HYDRA_FILE)
+
+
+@torch.no_grad()
+def _check_range(drafter: torch.nn.Module) -> None:
+    """Raises ValueError for a weight that float16 does not hold."""
+    most = torch.finfo(torch.float16).max
+    for name, tensor in drafter.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > most:
+            raise ValueError(
+                f"--dtype float16 holds numbers up to {most:,.0f}, {name} has {float(tensor.abs().max()):.3g}; give bfloat16 or float32"
+            )
 
 
 def _notes(limits: list[Limit], engine: str) -> list[str]:

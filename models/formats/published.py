@@ -48,7 +48,8 @@ def format_of(path: str) -> str:
     """
     source = resolve_path(path)
     raw, _ = raw_config(source)
-    names = raw.get("architectures") or []
+    listed = raw.get("architectures") or []
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if hydra.HEADS in raw:
         return "hydra"
     if os.path.isdir(source) and (Path(source) / FILE).is_file() and not (Path(source) / WEIGHTS).exists():
@@ -98,20 +99,25 @@ def check_files(folder: Path) -> None:
     """Check that a folder has complete safetensors of its own.
 
     Raises:
-        ValueError: pickles alone, with the command that converts them; a link that leads out of the folder; or a file that is cut off.
+        ValueError: pickles alone, with the command that converts them; a link that leads out of the folder; a file that is cut off; or two files
+            that have other values for a tensor, of which engines would read either.
         FileNotFoundError: no weights at all.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files, places = sorted(folder.glob("*.safetensors")), dict[str, Path]()
     root = folder.resolve()
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache links into blobs
     for file in files:
         if not any(file.resolve().is_relative_to(parent) for parent in inside):
             raise ValueError(f"{file} is a link out of its folder; copy the file there")
         try:
-            with safe_open(file, "pt"):  # reads the header, and holds the file's size to it
-                pass
+            with safe_open(file, "pt") as reader:  # reads the header, and holds the file's size to it
+                names = [*reader.keys()]  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); copy the complete folder") from None
+        for name in names:
+            if name in places and not _same(name, places[name], file):
+                raise ValueError(f"{folder}: {name} in {file.name} is not that in {places[name].name}; delete the file that is not meant")
+            places[name] = file
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if not files and pickles:
         name = "medusa_lm_head.safetensors" if "medusa" in pickles[0] else WEIGHTS
@@ -121,6 +127,15 @@ def check_files(folder: Path) -> None:
         )
     if not files:
         raise FileNotFoundError(f"no safetensors in {folder}; copy the complete folder")
+
+
+def _same(name: str, *files: Path) -> bool:
+    """Whether a tensor is equal in two files."""
+    tensors = []
+    for file in files:
+        with safe_open(file, "pt") as reader:
+            tensors.append(reader.get_tensor(name))
+    return torch.equal(*tensors)
 
 
 def open_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -160,7 +175,7 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     }
     try:
         drafter: DrafterModel = read_eagle(folder, target) if kind == "eagle" else readers[kind](folder, open_tensors(folder), target)
-    except (TypeError, AttributeError, LookupError) as error:
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(
             f"{folder}: config.json has a value of another kind than expected ({error}); correct it, or copy the complete folder"
         ) from None

@@ -354,7 +354,9 @@ def _same_embedding(stored: Tensor, target: Target) -> bool:
     with torch.no_grad():
         ids = torch.arange(min(target.vocab_size, 4096))
         theirs = target.embed(ids.to(target.head_weight.device)).float().cpu()
-    return stored.shape[0] == target.vocab_size and torch.allclose(stored[: len(ids)].float(), theirs, rtol=2**-7, atol=1e-6)
+    return stored.shape == (target.vocab_size, theirs.shape[1]) and torch.allclose(
+        stored[: len(ids)].float(), theirs, rtol=2**-7, atol=1e-6
+    )
 
 
 def _more(names: list[str]) -> str:

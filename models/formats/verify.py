@@ -20,14 +20,14 @@ from draftsmith.models.formats.eagle import MASK
 from draftsmith.models.formats.engines import ENGINES, FAMILIES, NAMES, ROWS, limits_of
 from draftsmith.models.formats.gguf_file import FILE
 from draftsmith.models.formats.medusa import SHARED
-from draftsmith.models.formats.note import changed_files, read_note
+from draftsmith.models.formats.note import NOTE, changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
 from draftsmith.models.target import Target
 
 __all__ = ["EXACT", "differences", "family_in", "faults", "tolerance_of"]
 
 EXACT, ROUNDED = 1e-4, 3e-2  # of the largest logit: sums in another order, and weights rounded to half precision
-UNEXPECTED = (TypeError, AttributeError, LookupError, RuntimeError)  # of a config with values of other kinds
+UNEXPECTED = (TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError)  # of a config with values of other kinds
 LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
 
 
@@ -43,6 +43,8 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         FileNotFoundError, ValueError: nothing can be said of the folder: no config.json, a damaged file, a family that is unknown here.
     """
     note = read_note(folder)
+    if note and note["engine"] not in ENGINES | NAMES:
+        raise ValueError(f"{folder / NOTE}: `engine` is {note['engine']!r}; expected one of {', '.join(ENGINES | NAMES)}; restore the file")
     lines = [f"all: {name} is not what was exported: another file, or a copy cut off" for name in changed_files(folder, note)]
     if (folder / FILE).is_file():
         lines += _not_serving(engines, ["gguf"], "a GGUF file")
@@ -74,7 +76,7 @@ def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, 
     wanted = [engine for engine in engines if engine in serving] if engines else [note["engine"]] if note else serving
     lines += _said(rules.path_faults(family, folder.resolve()), wanted)
     if family == "student":
-        return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted)
+        return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted) + _unloadable(folder, raw)
     if faults_of := rules.FAULTS.get(family):
         lines += _said(faults_of(raw, tensors, target, folder), wanted)
     else:
@@ -84,14 +86,16 @@ def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, 
             warnings.simplefilter("ignore")
             drafter = read_published(str(folder), target)
     except ValueError as error:
-        return lines or [f"all: {error}"]
+        return [*lines, f"all: {error}"]
     named = {ENGINES[engine] for engine in wanted}
     lines += [f"{limit.engine}: it {limit.why}" for limit in limits_of(drafter, target) if limit.refused and limit.engine in named]
-    if lines:
-        return lines
+    faulty = {name for line in lines for name in line.partition(": ")[0].split(", ")}
+    sound = [engine for engine in wanted if ENGINES[engine] not in faulty]
     # 8-bit weights are read in float32, beside others that were rounded.
     tolerance, drafter = ROUNDED if quantise.KEY in raw else tolerance_of(target, drafter.dtype), drafter.float()
-    return _said(((engine, what) for engine in wanted for what in differences(folder, engine, family, drafter, target, tolerance)), wanted)
+    return lines + _said(
+        ((engine, what) for engine in sound for what in differences(folder, engine, family, drafter, target, tolerance)), sound
+    )
 
 
 def _not_serving(engines: list[str] | None, serving: list[str], what: str) -> list[str]:
@@ -105,6 +109,19 @@ def _unreadable(folder: Path, target: Target) -> list[str]:
             warnings.simplefilter("ignore")
             read_published(str(folder), target)
     except ValueError as error:
+        return [f"all: {error}"]
+    return []
+
+
+def _unloadable(folder: Path, raw: dict[str, Any]) -> list[str]:
+    """A line where transformers cannot load a draft model, or its weights are missing, misshapen or not finite. 8-bit ones are not loaded."""
+    if quantise.KEY in raw:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Target.load(str(folder), dtype=torch.float32)
+    except (ValueError, OSError) as error:
         return [f"all: {error}"]
     return []
 
@@ -148,8 +165,7 @@ def differences(folder: Path, engine: str, family: str, ours: Any, target: Targe
     features = ours.position_features(tokens, TargetOutput(hidden[None], taps))
     logits = ours.position_logits(features, torch.arange(1, LENGTH))
     config, tensors = plain.gguf_content(folder / FILE) if engine == "gguf" else plain.read_folder(folder)
-    embedding = target.embed(torch.arange(target.vocab_size)).float()
-    inputs = plain.Inputs(tokens, states, hidden, embedding, lambda x: target.logits(x).float())
+    inputs = _inputs(target, tokens, states, hidden)
     if family == "medusa":
         rows = plain.medusa_logits(config, tensors, inputs)
         if target.soft_cap and ours.config.share_head and tensors.keys() & {SHARED, f"0.{ours.config.num_layers}.weight"}:
@@ -209,6 +225,30 @@ def _said(listed: Iterator[rules.Fault], engines: list[str]) -> list[str]:
     return lines
 
 
+def _inputs(target: Target, tokens: Tensor, states: Tensor, hidden: Tensor) -> plain.Inputs:
+    return plain.Inputs(tokens, states, hidden, target.embed(torch.arange(target.vocab_size)).float(), lambda x: target.logits(x).float())
+
+
 def _gguf(folder: Path, target: Target) -> list[str]:
+    """The rules, and whether the second reading finds its tensors, with numbers in them."""
     entries, tensors = plain.gguf_content(folder / FILE)
-    return _said(rules.gguf_faults(entries, tensors, target), ["gguf"])
+    lines = _said(rules.gguf_faults(entries, tensors, target), ["gguf"])
+    if broken := sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all()):
+        return [*lines, f"all: NaN or infinite weights in {', '.join(broken[:4])}{_more(broken, 4)}"]
+    if lines:
+        return lines
+    tokens = torch.zeros(LENGTH, dtype=torch.int64)
+    try:
+        if entries["general.architecture"] == "eagle3":
+            states = torch.ones(target.num_layers + 1, LENGTH, target.hidden_size)
+            read = plain.tapped("gguf", entries, folder, target.num_layers)
+            plain.eagle_logits(entries, tensors, _inputs(target, tokens, states, states[0]), read, 1, gguf=True)
+        else:
+            plain.llama_logits(entries, tensors, tokens, True)
+    except (LookupError, RuntimeError) as error:
+        return [f"all: a tensor or an entry is missing, or of another size ({' '.join(str(error).split())}); copy the file again"]
+    return []
+
+
+def _more(names: list[str], shown: int) -> str:
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
