@@ -1,10 +1,9 @@
 """What cannot be decoded is refused by name, in one line, before anything runs."""
 
 import ast
+import re
 import sys
 from pathlib import Path
-
-import re
 
 import pytest
 from planting import PlantingDrafter
