@@ -418,7 +418,7 @@ STUDENT_FAULTS = {
     "a layer is missing": (lambda c, t: [t.pop(name) for name in list(t) if ".layers.0." in name], "missing tensors: model.layers.0."),
     "no number": (made_nan, "has NaN or infinite weights"),
     "another size": (having(intermediate_size=3), "misshapen tensors"),
-    "a shard is missing": (lambda c, t: t.clear(), "no safetensors|missing"),
+    "no weights": (lambda c, t: t.clear(), "missing tensors"),
 }
 
 
@@ -427,6 +427,20 @@ def test_a_draft_model_that_cannot_be_loaded(workshop, target, fault, tmp_path):
     change, says = STUDENT_FAULTS[fault]
     (line,) = verify.faults(edited(workshop / "out" / "student", tmp_path / "copy", change), target)
     assert line.startswith("all: ") and re.search(says, line)
+
+
+def test_a_draft_model_without_a_shard(workshop, target, tmp_path):
+    copy = edited(workshop / "out" / "student", tmp_path / "copy", having())
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    places = {name: shards[at % 2] for at, name in enumerate(sorted(tensors))}
+    for shard in shards:
+        save_file({name: tensors[name] for name, place in places.items() if place == shard}, copy / shard, metadata={"format": "pt"})
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert verify.faults(copy, target) == []
+    (copy / shards[1]).unlink()
+    assert [line for line in verify.faults(copy, target) if line.startswith("all: ")]
 
 
 def test_a_fault_for_one_engine_hides_none_for_all(workshop, target, tmp_path):
