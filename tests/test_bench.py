@@ -184,11 +184,11 @@ def test_each_drafter_adapts_its_depth_on_its_own_or_not_at_all(opened, monkeypa
 
 
 def test_settings_of_the_target_do_not_slow_or_change_transformers(opened, monkeypatch):
-    """A target's own configs may leave the cache out, ask for beams, forbid tokens or set limits."""
+    """A target's own configs may leave the cache out, ask for sampling, forbid tokens or set limits."""
     target, _, prompts = opened
     expected = [answer.tokens for answer in interleaved.answer_with_transformers(target, NEW)(prompts)]
     own = GenerationConfig(
-        use_cache=False, num_beams=2, min_new_tokens=4, max_time=1e-3, suppress_tokens=[expected[0][0]], bad_words_ids=[[expected[0][1]]]
+        use_cache=False, do_sample=True, min_new_tokens=4, max_time=1e-3, suppress_tokens=[expected[0][0]], bad_words_ids=[[expected[0][1]]]
     )
     monkeypatch.setattr(target.model, "generation_config", own)
     monkeypatch.setattr(target.model.config, "use_cache", False)

@@ -103,7 +103,7 @@ def check_files(folder: Path) -> None:
             that have other values for a tensor, of which engines would read either.
         FileNotFoundError: no weights at all.
     """
-    files, places = sorted(folder.glob("*.safetensors")), dict[str, Path]()
+    files, first = sorted(folder.glob("*.safetensors")), dict[str, Path]()
     root = folder.resolve()
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache links into blobs
     for file in files:
@@ -115,9 +115,9 @@ def check_files(folder: Path) -> None:
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); copy the complete folder") from None
         for name in names:
-            if name in places and not _same(name, places[name], file):
-                raise ValueError(f"{folder}: {name} in {file.name} is not that in {places[name].name}; delete the file that is not meant")
-            places[name] = file
+            if name in first and not _same(name, first[name], file):
+                raise ValueError(f"{folder}: {name} in {file.name} is not that in {first[name].name}; delete the file that is not meant")
+            first[name] = file
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if not files and pickles:
         name = "medusa_lm_head.safetensors" if "medusa" in pickles[0] else WEIGHTS
