@@ -80,7 +80,7 @@ def stored_tensors(source: str, revision: str = "") -> dict[str, str]:
 
     Raises:
         FileNotFoundError: no safetensors of the names that transformers gives them.
-        ValueError: an index that names anything but safetensors within the folder.
+        ValueError: an index that names nothing, or anything but safetensors within the folder.
     """
     single = model_file(source, WEIGHTS, revision)
     if single is not None:
@@ -91,6 +91,10 @@ def stored_tensors(source: str, revision: str = "") -> dict[str, str]:
     content = read_json(Path(index))
     field(content, "metadata", dict, index)  # transformers reads it
     files = field(content, "weight_map", dict, index)
+    if not files:
+        raise ValueError(
+            f"{index}: its safetensors have 0 tensors, since `weight_map` is empty; restore the file, or copy the complete folder"
+        )
     for tensor in files:
         _check_name(field(files, tensor, str, index), index)
     return files
