@@ -63,7 +63,7 @@ class CorpusPlan:
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
 
     def contents(self) -> dict[str, str]:
-        """A hash of what each source holds, and each file of `exclude`, by its name. Raises ValueError for a source that does not exist."""
+        """A hash of the content of each source, and of each file of `exclude`, by name. Raises ValueError for a source that does not exist."""
         sources = {" ".join(filter(None, (each.path, each.subset, each.split))): each for _, each in self.sources()}
         return {name: conversations.fingerprint(source)[:20] for name, source in sources.items()} | {
             path: hashlib.sha256(_excluded(path).read_bytes()).hexdigest()[:20] for path in self.exclude

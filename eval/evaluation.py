@@ -165,7 +165,7 @@ def _settings(target: Target, drafter: Any, settings: Settings) -> dict[str, Any
     if stop := getattr(drafter, "stop", None):
         entries["stop"] = str(stop)
     drafting = getattr(drafter, "trained", drafter)
-    if isinstance(drafting, DraftModel | PairDrafter) and drafting.window:  # that of lookahead is another thing
+    if isinstance(drafting, DraftModel | PairDrafter) and drafting.window:  # the window of `lookahead` is no KV window
         entries["draft_window"] = drafting.window
     return entries
 

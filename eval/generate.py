@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sampling_from_options(chosen: argparse.Namespace, target: "Target", constraint: "Constraint | None" = None) -> "Sampling":
-    """The sampling that the options name, with the constraint; the rest is the target's generation_config's."""
+    """The sampling that the options name, with the constraint; what they leave out is from the target's generation_config."""
     from draftsmith.inference.sampler import Sampling
 
     config = target.model.generation_config

@@ -159,7 +159,7 @@ def open_models(
 def _check_names(drafters: list[str], paths: list[str]) -> None:
     """Raises ValueError for a name that is none of those of `open_models`. paths: of the drafters with weights."""
     for path in paths:
-        if not path or path.startswith("hybrid:") or ("/" not in path and not Path(resolve_path(path)).is_dir()):
+        if not path or path.startswith(HYBRID) or ("/" not in path and not Path(resolve_path(path)).is_dir()):
             raise ValueError(
                 f"drafter {path!r}: expected {', '.join(WEIGHTLESS)}, mtp, suffix:FILE, rest:FOLDER, early-exit:LAYERS, skip:LAYER,LAYER,…, the "
                 "folder of a trained drafter or draft model, or a Hub id such as name/drafter"

@@ -29,16 +29,16 @@ class _MatcherState:
             return self if token in self.stops else None
         copy = self.matcher.deep_copy()
         consumed = copy.try_consume_tokens([token])
-        _check_going(copy)
+        _check_matcher(copy)
         return _MatcherState(copy, self.stops) if consumed == 1 else None
 
     def allowed(self) -> bytes:
         mask = self.matcher.compute_bitmask()
-        _check_going(self.matcher)
+        _check_matcher(self.matcher)
         return mask
 
 
-def _check_going(matcher: Any) -> None:
+def _check_matcher(matcher: Any) -> None:
     """Raises ValueError where the library gives up on the grammar."""
     if matcher.is_error():
         raise ValueError(f"the grammar cannot go on: {_line(matcher.get_error())}; simplify it")

@@ -6,7 +6,7 @@ compared with the headers.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -177,8 +177,12 @@ def check_loaded(path: str, info: dict[str, Any]) -> None:
     misshapen = [f"{name} {list(shape)} for {list(expected)}" for name, shape, expected in info["mismatched_keys"]]
     for word, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"]), ("misshapen", misshapen)):
         if names:
-            shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(f"{path!r} has {len(names)} {word} tensors: {shown}; its weights do not fit its config.json")
+            raise ValueError(f"{path!r} has {len(names)} {word} tensors: {few_of(names)}; its weights do not fit its config.json")
+
+
+def few_of(names: Collection[str]) -> str:
+    """The first four names, and how many more there are, for an error."""
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def without_mtp(info: dict[str, Any]) -> dict[str, Any]:

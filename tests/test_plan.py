@@ -59,7 +59,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch):
-    """A tiny loss in one or two chunks more than are traced, not in one for each row: what is counted is operations."""
+    """Losses run in four chunks, one more than is traced. conftest's chunks of a row each would be many operations."""
     monkeypatch.setattr(chunked, "ROWS", ROWS * POSITIONS // (trace.CHUNKS + 1))
 
 
@@ -181,7 +181,7 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
 @pytest.mark.parametrize("name", ["medusa by KL", "eagle3", "distill, LoRA"])
 def test_bf16_weights_take_what_a_real_run_takes(name, kind, tmp_path):
     method, file, overrides = CASES[name]
-    rows, positions = shape = ROWS // 2, POSITIONS // 2  # as above
+    rows, positions = shape = ROWS // 2, POSITIONS // 2  # as in the test above
     keys = [*overrides, f"data.seq_len={positions}", f"train.batch_size={rows}", f"train.optimizer={kind}"]
     half = loaded(method, file, [*keys, "train.weights=bfloat16"])
     peaks, weights, gradients, optimizer_state = measured(tmp_path / "trace.json", method, half, shape, autocast=True)

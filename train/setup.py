@@ -253,9 +253,8 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
     facts[TARGET_FILES] = identity.weights_hash or identity.revision
     if isinstance(train, FeatureDataset):
-        samples = hashlib.sha256(
-            train.packed.corpus.epoch_samples.numpy().tobytes()
-        ).hexdigest()  # features.allow_missing may leave some out
+        # features.allow_missing may leave some out
+        samples = hashlib.sha256(train.packed.corpus.epoch_samples.numpy().tobytes()).hexdigest()
         facts |= {"features' precision": train.store.index.precision, "features' samples": samples}
     return facts
 

@@ -111,7 +111,7 @@ def check_files(folder: Path) -> None:
             raise ValueError(f"{file} is a link out of its folder; copy the file there")
         try:
             with safe_open(file, "pt") as reader:  # reads the header, and holds the file's size to it
-                names = [*reader.keys()]  # noqa: SIM118
+                names = list(reader.keys())
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); copy the complete folder") from None
         for name in names:
@@ -130,7 +130,7 @@ def check_files(folder: Path) -> None:
 
 
 def _same(name: str, *files: Path) -> bool:
-    """Whether a tensor is equal in two files."""
+    """Whether a tensor has the same values in two files."""
     tensors = []
     for file in files:
         with safe_open(file, "pt") as reader:

@@ -23,6 +23,7 @@ from draftsmith.models.formats.medusa import SHARED
 from draftsmith.models.formats.note import NOTE, changed_files, read_note
 from draftsmith.models.formats.published import check_files, format_of, read_published
 from draftsmith.models.target import Target
+from draftsmith.models.weights import few_of
 
 __all__ = ["EXACT", "differences", "family_in", "faults", "tolerance_of"]
 
@@ -40,7 +41,7 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         engines: keys of `ENGINES`; None is the one that draftsmith.json names, else all that serve such a drafter.
 
     Raises:
-        FileNotFoundError, ValueError: nothing can be said of the folder: no config.json, a damaged file, a family that is unknown here.
+        FileNotFoundError, ValueError: nothing can be said of the folder: no config.json, a damaged file, a family or an engine that is unknown here.
     """
     note = read_note(folder)
     if note and note["engine"] not in ENGINES | NAMES:
@@ -114,7 +115,7 @@ def _unreadable(folder: Path, target: Target) -> list[str]:
 
 
 def _unloadable(folder: Path, raw: dict[str, Any]) -> list[str]:
-    """A line where transformers cannot load a draft model, or its weights are missing, misshapen or not finite. 8-bit ones are not loaded."""
+    """A line where transformers cannot load a draft model, or where weights are missing, misshapen or not finite; none for 8-bit weights."""
     if quantise.KEY in raw:
         return []
     try:
@@ -230,11 +231,11 @@ def _inputs(target: Target, tokens: Tensor, states: Tensor, hidden: Tensor) -> p
 
 
 def _gguf(folder: Path, target: Target) -> list[str]:
-    """The rules, and whether the second reading finds its tensors, with numbers in them."""
+    """A line for each rule that a GGUF file breaks, and for tensors that are missing, misshapen or not finite."""
     entries, tensors = plain.gguf_content(folder / FILE)
     lines = _said(rules.gguf_faults(entries, tensors, target), ["gguf"])
-    if broken := sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all()):
-        return [*lines, f"all: NaN or infinite weights in {', '.join(broken[:4])}{_more(broken, 4)}"]
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        return [*lines, f"all: NaN or infinite weights in {few_of(broken)}"]
     if lines:
         return lines
     tokens = torch.zeros(LENGTH, dtype=torch.int64)
@@ -248,7 +249,3 @@ def _gguf(folder: Path, target: Target) -> list[str]:
     except (LookupError, RuntimeError) as error:
         return [f"all: a tensor or an entry is missing, or of another size ({' '.join(str(error).split())}); copy the file again"]
     return []
-
-
-def _more(names: list[str], shown: int) -> str:
-    return f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -5,8 +5,8 @@ draftsmith check someone/their-drafter --target meta-llama/Llama-3.1-8B-Instruct
 draftsmith check served/drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --serve vllm --python ~/vllm/bin/python
 
 The rules are those of the engines' loaders (models/FORMATS.md). Then a second reading, in plain torch, is held to what our model reads from
-the folder: logits on random inputs. A draft model must load in transformers. --serve runs the folder in the engine itself: it must propose what the same folder proposes here, at every
-position, and its hidden states stand beside ours, layer by layer.
+the folder: logits on random inputs. A draft model must load in transformers. --serve runs the folder in the engine itself: it must propose
+what the same folder proposes here, at every position, and its hidden states stand beside ours, layer by layer.
 """
 
 import argparse

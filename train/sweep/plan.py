@@ -140,7 +140,7 @@ def make_plan(options: Namespace) -> Plan:
 
 
 def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
-    """What `settings` says of the data that recipes train on: finished runs count only while their files are as they were.
+    """Hashes of the data that recipes train on, as settings: a finished run counts only while its data are as they were.
 
     Raises:
         ValueError: a source does not exist.
