@@ -28,7 +28,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.benchmarks import paired
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, step_tokens
+from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, sections_of_data, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE = "results.json", "ablation.md"
@@ -78,13 +78,14 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
             )
         stems.add(stem)
         contents, steps = contents_of([changed]), max(1, tokens // step_tokens(changed))
-        data = f"{changed.target.model_dump_json()} {changed.data.model_dump_json()}"
         for seed in integers("--seeds", options.seeds):
             name = f"{stem}-{seed}"
             folder = options.folder / "runs" / name
             own = (*as_words(of_length(changed, steps)), f"train.eval_every={steps}", f"train.seed={seed}", f"train.output={folder}")
             words = as_words(dict(word.split("=", 1) for word in (*SHORT, *options.words, *keys, *own)))
-            run = Run(name, folder, (options.method, options.recipe, *words), steps, steps * step_tokens(changed), True, data)
+            run = Run(
+                name, folder, (options.method, options.recipe, *words), steps, steps * step_tokens(changed), True, sections_of_data(changed)
+            )
             trained.append(Trained(change, seed, run, contents))
     common = {"method": options.method, "--tokens": tokens, "--limit": options.limit}
     return common | recipes.by_key(base), sorted(trained, key=lambda each: each.seed)

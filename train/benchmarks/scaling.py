@@ -26,7 +26,7 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, step_tokens
+from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, sections_of_data, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
@@ -94,8 +94,7 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
                 output = folder / "runs" / stem / f"{stem}-{steps * size}-{seed}"
                 every = (*MEASURE, *keys, *own, f"train.seed={seed}", f"train.output={output}")
                 words = as_words(dict(word.split("=", 1) for word in every))
-                data = f"{base.target.model_dump_json()} {base.data.model_dump_json()}"
-                run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, data)
+                run = Run(output.name, output, (script, recipe, *words), steps, steps * size, True, sections_of_data(base))
                 runs.append(Trained(run, method_name(script, base), Path(base.target.path).name, stem, settings))
     several = {method for method in {each.method for each in runs} if len({each.recipe for each in runs if each.method == method}) > 1}
     named = [replace(each, method=f"{each.method}, {each.recipe}") if each.method in several else each for each in runs]

@@ -82,14 +82,15 @@ class Plan:
         """The runs of a trial in a rung, one for each seed."""
         recipe, steps = self.recipes[trial], self.steps(trial, rung)
         name = re.sub(r"[^\w.,+=-]+", "-", ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.trials[trial].items()))
-        data = f"{recipe.target.model_dump_json()} {recipe.data.model_dump_json()}"
         runs = []
         for seed in self.seeds:
             run_name = f"{trial:03d}-{name[:60]}/rung-{rung + 1}{'' if seed is None else f'-seed-{seed}'}"
             folder = self.folder / "trials" / run_name
             own = [f"train.output={folder}", "train.resume=auto", *([] if seed is None else [f"train.seed={seed}"])]
             words = (self.method, self.recipe, *self.words(trial, rung), *own)
-            runs.append(Run(run_name, folder, words, steps, steps * step_tokens(recipe), recipe.train.tau_prompts > 0, data))
+            runs.append(
+                Run(run_name, folder, words, steps, steps * step_tokens(recipe), recipe.train.tau_prompts > 0, sections_of_data(recipe))
+            )
         return runs
 
 
@@ -137,6 +138,11 @@ def make_plan(options: Namespace) -> Plan:
         except ValueError as error:
             raise ValueError(f"{error} (a run of the first rung has {run.steps} steps; --rungs gives others)") from None
     return plan
+
+
+def sections_of_data(recipe: Recipe) -> str:
+    """The sections of a recipe that its prepared data depend on, for `Run.data`."""
+    return f"{recipe.target.model_dump_json()} {recipe.data.model_dump_json()}"
 
 
 def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
