@@ -508,7 +508,7 @@ def test_servers_that_cannot_be_measured_are_one_line_each(prompts, capsys, tmp_
             server.faults = {"models": page}
             assert says in refused(capsys, server, prompts=prompts)
         assert not elsewhere.paths and not server.asked
-    for url in ("localhost:8000", "ftp://x", "http://"):
+    for url in ("localhost:8000", "ftp://x", "http://", "http://127.0.0.1:80000"):
         assert "expected an address such as" in refused(capsys, url, prompts=prompts)
 
 

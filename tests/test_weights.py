@@ -26,6 +26,14 @@ def target():
     return Target.wrap(tiny("llama"), name="small")
 
 
+def test_an_index_that_names_nothing_is_refused(target_folder, tmp_path):
+    shutil.copytree(target_folder, tmp_path / "target")
+    (tmp_path / "target" / weights.WEIGHTS).unlink()
+    (tmp_path / "target" / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+    with pytest.raises(ValueError, match=r"index\.json: its safetensors have 0 tensors, since `weight_map` is empty; restore the file"):
+        Target.load(str(tmp_path / "target"))
+
+
 def test_the_hub_caches_own_links_are_read(target_folder, tmp_path):
     repo = tmp_path / "models--a--b"
     snapshot = repo / "snapshots" / "0123"
