@@ -56,12 +56,12 @@ class Checked(DraftModel):
     """Compares every tree with a slow reference: a forward over the complete path of every node.
 
     Args:
-        orders: the references' answers by text, for all drafters of one model and test: in each of them the answers are the same.
+        orders: the references' answers by text, which drafters of one model may share; None starts with none.
     """
 
-    def __init__(self, *args, orders, **options):
+    def __init__(self, *args, orders=None, **options):
         super().__init__(*args, **options)
-        self.orders = orders
+        self.orders = {} if orders is None else orders
 
     def order(self, ids: list[int]) -> list[int]:
         """The tokens after a text, the likeliest first."""

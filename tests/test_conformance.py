@@ -5,6 +5,7 @@ needs no line here.
 """
 
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ HOWS = {
     "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise"),
 }
 NEW = 18
+CONTEXT = 20  # answers end after 12 to 18 tokens, so that slots are taken over beside running ones
 PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8], [4, 4, 4, 2], [17, 40, 3, 3, 9]]
 
 
@@ -52,7 +54,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def answers(target):
-    return {name: [text.tokens for text in Decoder(target).generate(PROMPTS, how, NEW, ())] for name, how in HOWS.items()}
+    return {name: [text.tokens for text in Decoder(target, context=CONTEXT).generate(PROMPTS, how, NEW, ())] for name, how in HOWS.items()}
 
 
 def build(target: Target, method: str, name: str) -> Any:
@@ -90,18 +92,19 @@ def test_output_is_plain_decodings(target, answers, method, name, way, tree, mon
         monkeypatch.setattr(level_heads, "choose", lambda logits, *rest: choose(100 * logits, *rest))
     drafter = build(target, method, name)
     drafter.tree_spec = TREES[tree]
-    propose, counts = drafter.propose, torch.zeros(2)
+    propose, seen = drafter.propose, {1: Counter(), 3: Counter()}
     for how, sampling in HOWS.items():
         drafter.propose = Planted(propose, PROMPTS, answers[how], VOCAB)
         for slots in (1, 3) if way == "eager" else (1,) if how == "target-sample" else (3,):
             depth = AdaptiveDepth() if slots == 3 and how == "greedy" else None
-            decoder = Decoder(target, drafter, slots=slots, chunk=3, kernels=way == "replayed", adaptive=depth)
-            texts, seen = seen_in(decoder.stream(PROMPTS, sampling, NEW, ()), len(PROMPTS))
+            decoder = Decoder(target, drafter, slots=slots, chunk=3, context=CONTEXT, kernels=way == "replayed", adaptive=depth)
+            texts, counts = seen_in(decoder.stream(PROMPTS, sampling, NEW, ()), len(PROMPTS))
             assert texts == answers[how], (how, slots)
-            assert seen["drafted"] >= 10 and all(seen[accepted] >= 1 for accepted in range(4 if slots == 1 else 3)), seen
-            counts += torch.tensor([seen["replaced"], sum(seen[accepted] for accepted in (1, 2, 3))])
-    # Adaptive depth follows the clock, so how often a slot is taken over beside running ones varies.
-    assert counts[0] >= 1 and counts[1] >= 60
+            seen[slots] += counts
+    # Adaptive depth follows the clock, so that the counts of batches vary.
+    for slots, lengths in ((1, 4), (3, 3)):
+        assert seen[slots]["drafted"] >= 20 and all(seen[slots][length] >= 1 for length in range(lengths)), (slots, seen)
+    assert seen[3]["replaced"] >= 1
 
 
 @pytest.mark.parametrize("method, name", LOSSLESS)
@@ -110,7 +113,8 @@ def test_untrained_drafts_are_verified_too(target, answers, method, name):
     drafter = build(target, method, name)
     drafter.tree_spec = TREES["static"]
     for how, sampling in HOWS.items():
-        assert [text.tokens for text in Decoder(target, drafter, slots=4).generate(PROMPTS, sampling, NEW, ())] == answers[how]
+        texts = Decoder(target, drafter, slots=4, context=CONTEXT).generate(PROMPTS, sampling, NEW, ())
+        assert [text.tokens for text in texts] == answers[how]
     for rule in ("rejection", "rejection-replacement"):
         sampling = Sampling(1.0, top_k=30, seed=3, rule=rule)
         alone, batch = (Decoder(target, drafter, slots=slots).generate(PROMPTS, sampling, NEW, ()) for slots in (1, 4))
