@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.data.conversations import joined_text
 from draftsmith.inference.terminal import printable
 from draftsmith.models.rendering import RenderingFailed, render, with_reasoning
 from draftsmith.models.turn_end import SENTINEL, Specials, TurnEnd, find_turn_end
@@ -384,9 +385,7 @@ def _plain(message: Any, documented: bool = True) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Unusable("a message is not an object with a role")
     plain = {key: value for key, value in message.items() if value is not None and not (isinstance(value, list) and not value)}
-    content = plain.get("content", "" if plain["role"] == "assistant" else None)
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
+    content = joined_text(plain.get("content", "" if plain["role"] == "assistant" else None))
     if not isinstance(content, str):
         raise Unusable(f"the content of a turn of role {plain['role']!r} is not text")
     plain["content"] = content

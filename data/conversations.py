@@ -369,8 +369,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has the function_call {short(call)}, expected an object; {REMEDY}")
     if call:  # OpenAI's older form
         turn.setdefault("tool_calls", [{"type": "function", "function": call}])
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
+    content = joined_text(content)
     if content is None and turn.keys() & {"tool_calls", "reasoning_content"}:
         content = ""  # null by custom; not every template accepts that, all accept an empty string
     if not isinstance(content, str):
@@ -379,6 +378,13 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} has the tool_calls {short(calls)}, expected a list of objects; {REMEDY}")
     return {**turn, "role": role, "content": content}
+
+
+def joined_text(content: Any) -> Any:
+    """A message's list of text parts as one string; any other content as it is."""
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:

@@ -11,7 +11,6 @@ has no chat template.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ __all__ = [
     "facts_of",
     "new_text",
     "noise_key",
-    "open_server",
     "with_decoder",
     "with_server",
 ]
@@ -219,9 +217,7 @@ class _Text:
     """Prompts as the target's tokens, and its answers as text."""
 
     def __init__(self, target: Target, settings: Settings) -> None:
-        if target.tokenizer is None:
-            raise ValueError(f"target {target.name!r} has no tokenizer beside its weights; copy tokenizer.json there")
-        self.target, self.tokenizer, self.settings = target, target.tokenizer, settings
+        self.target, self.tokenizer, self.settings = target, target.require_tokenizer(), settings
 
     @cached_property
     def template(self) -> Template:
@@ -316,7 +312,6 @@ def with_server(
     concurrency: int = 16,
     timeout: float = 120.0,
     retries: int = 5,
-    api_key_env: str = "OPENAI_API_KEY",
     omit: Collection[str] = (),
     show: bool = True,
 ) -> Summary:
@@ -332,7 +327,6 @@ def with_server(
         concurrency: requests under way, at most.
         timeout: seconds of one request, at most.
         retries: how often a request is repeated, with longer waits each time (429, 5xx, no or broken answers; Retry-After is honoured).
-        api_key_env: environment variable with the key.
         omit: fields that this server refuses (TGI: top_p at 1).
 
     Raises:
@@ -342,7 +336,7 @@ def with_server(
     check_least(concurrency=concurrency)
     check_omitted(omit, settings)
     sources = _unique(conversations)
-    server = open_server(base_url, timeout, retries, api_key_env)
+    server = Server(base_url, timeout, retries)
     facts: dict[str, Any] = {"by": server.name, "model": model, **asdict(settings)}
     if omit:
         facts["omit"] = sorted(omit)
@@ -363,15 +357,20 @@ def with_server(
                     summary.failed[state.source.id] = str(error)
                     in_a_row += 1
                     if in_a_row == DOWN:
-                        raise ValueError(
-                            f"{server.name}: {DOWN} conversations failed one after the other, the last with: {error}; see to the server, "
-                            "and run the same command again"
-                        ) from None
+                        raise given_up(server, error) from None
                 done = summary.rows + len(summary.skipped) + len(summary.failed)
                 bar.update(done, f"{len(summary.failed)} failed" if summary.failed else "")
 
             server.each(states, answer, concurrency)
         return summary
+
+
+def given_up(server: Server, error: Failed) -> ValueError:
+    """The error that ends a run after DOWN failures in a row."""
+    return ValueError(
+        f"{server.name}: {DOWN} conversations failed one after the other, the last with: {error}; see to the server, "
+        "and run the same command again"
+    )
 
 
 def _request(state: ConversationState, model: str, how: Settings, omit: Collection[str]) -> tuple[str, str]:
@@ -399,14 +398,6 @@ def facts_of(target: Target) -> dict[str, Any]:
     files = {"revision": target.revision, "weights": target.identity.weights_hash}
     known = {name: value for name, value in files.items() if value}
     return {"by": OURS, "target": target.name, **known, "dtype": str(target.dtype).removeprefix("torch.")}
-
-
-def open_server(base_url: str, timeout: float, retries: int, api_key_env: str) -> Server:
-    """A server, with the key in this environment variable. Raises ValueError as `Server`, or for a key that cannot be sent."""
-    server = Server(base_url, timeout, retries, os.environ.get(api_key_env, "").strip())
-    if not (server.key.isascii() and server.key.isprintable()):
-        raise ValueError(f"the key in ${api_key_env} has characters that no HTTP header may hold; set it again")
-    return server
 
 
 def check_omitted(omit: Collection[str], settings: Settings) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import json
+import os
 import random
 import re
 import time
@@ -42,15 +43,18 @@ class Failed(Exception):
 class Server:
     """A server with OpenAI's API. `name` is its address without user and password.
 
-    A request may take `timeout` seconds, and is repeated up to `retries` times.
+    A request may take `timeout` seconds, and is repeated up to `retries` times. The key in $OPENAI_API_KEY, if any, is sent as a bearer token.
 
     Raises:
-        ValueError: a number out of range, or an address that is not one.
+        ValueError: a number out of range, an address that is not one, or a key that no header may hold.
     """
 
-    def __init__(self, base_url: str, timeout: float, retries: int, key: str) -> None:
+    def __init__(self, base_url: str, timeout: float, retries: int) -> None:
         if not (timeout > 0 and retries >= 0):
             raise ValueError(f"got timeout {timeout}, retries {retries}; expected seconds above 0, and 0 or more; correct them")
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the key in $OPENAI_API_KEY has characters that no HTTP header may hold; set it again")
         try:
             address = httpx.URL(base_url)
         except httpx.InvalidURL as error:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.candidate import Candidate
 from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.question_prompt import NoQuestionPrompt, QuestionTemplate
-from draftsmith.data.regenerate import DOWN, check_least, check_omitted, facts_of, new_text, noise_key, open_server
+from draftsmith.data.regenerate import DOWN, check_least, check_omitted, facts_of, given_up, new_text, noise_key
 from draftsmith.data.resumable import Output
 from draftsmith.data.selection import NAME, PATIENCE, USABLE, Names, Plan, Selection, Summary, resume, too_few
 from draftsmith.data.server import Failed, Message, Refused, Server, to_api
@@ -60,9 +60,7 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, show
         OSError: the output cannot be written; its content stays.
     """
     check_least(slots=slots)
-    if target.tokenizer is None:
-        raise ValueError(f"target {target.name!r} has no tokenizer beside its weights; copy tokenizer.json there")
-    template = _check_template(plan, target.tokenizer)
+    template = _check_template(plan, target.require_tokenizer())
     for opening in plan.openings:
         size = len(template.encode(Candidate("", opening, 1, template).ask()))
         if size + 1 >= target.max_positions:
@@ -81,7 +79,6 @@ def with_server(
     concurrency: int = 16,
     timeout: float = 120.0,
     retries: int = 5,
-    api_key_env: str = "OPENAI_API_KEY",
     omit: Collection[str] = (),
     show: bool = True,
 ) -> Summary:
@@ -90,7 +87,7 @@ def with_server(
     Args:
         plan, out, show: as for `with_decoder`.
         tokenizer: the target's, for its chat template.
-        base_url, model, concurrency, timeout, retries, api_key_env, omit: as for `regenerate.with_server`; stop_token_ids may be left out too.
+        base_url, model, concurrency, timeout, retries, omit: as for `regenerate.with_server`; stop_token_ids may be left out too.
 
     Raises:
         ValueError: as `with_decoder`; a request that the server refuses, in its own words; a server that no longer answers.
@@ -100,7 +97,7 @@ def with_server(
     for settings in plan.parts:
         check_omitted([name for name in omit if name != STOP_IDS], settings)
     template = _check_template(plan, tokenizer)
-    server = open_server(base_url, timeout, retries, api_key_env)
+    server = Server(base_url, timeout, retries)
     facts: dict[str, Any] = {"by": server.name, "model": model} | ({"omit": sorted(omit)} if omit else {})
     writer = _AtServer(server, model, template, plan, concurrency, omit)
     return _write(plan, out, facts, template, writer.write, min(max(GROUP, 4 * concurrency), MOST_AT_ONCE), show)
@@ -185,10 +182,7 @@ class _AtServer:
                 candidate.stop("failed at the server")
                 self.failures += 1
                 if self.failures == DOWN:
-                    raise ValueError(
-                        f"{self.server.name}: {DOWN} conversations failed one after the other, the last with: {error}; see to the server, "
-                        "and run the same command again"
-                    ) from None
+                    raise given_up(self.server, error) from None
 
         self.server.each(candidates, complete, self.concurrency)
 

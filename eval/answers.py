@@ -107,9 +107,8 @@ def _encoded(target: Target, prompt: Prompt, index: int, turn: int = 1) -> Encod
     ids, continuation = encode(target, prompt), ()
     if prompt.continuation:
         both = encode(target, prompt, prompt.continuation)
-        assert target.tokenizer is not None, "open_models refuses a target without one"
         if both[: len(ids)] != ids:  # the tokenizer joins the end of the prompt with the answer, which decoding does not
-            both = [*ids, *target.tokenizer.encode(prompt.continuation, add_special_tokens=False)]
+            both = [*ids, *target.require_tokenizer().encode(prompt.continuation, add_special_tokens=False)]
         continuation = tuple(both[len(ids) :])
     item = EncodedPrompt(prompt, ids, index, turn, continuation)
     if not item.ids:
@@ -123,9 +122,8 @@ def _encoded(target: Target, prompt: Prompt, index: int, turn: int = 1) -> Encod
 
 def _next_turn(target: Target, item: EncodedPrompt, answer: list[int]) -> EncodedPrompt:
     """The next turn of a conversation, after this answer. For a target without a chat template, all is one text with blank lines between."""
-    assert target.tokenizer is not None, "open_models refuses a target without one"
     words = answer[:-1] if answer[-1] in target.stop_ids else answer
-    text = str(target.tokenizer.decode(words, skip_special_tokens=True))
+    text = str(target.require_tokenizer().decode(words, skip_special_tokens=True))
     before, (following, *later) = item.prompt, item.prompt.later
     prompt = replace(
         following,
@@ -161,13 +159,11 @@ def decode_all(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampl
     return completions
 
 
-def target_texts(
-    target: Target, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int, slots: int = SLOTS
-) -> list[TargetText]:
-    """The target's own answers by plain decoding, `slots` prompts at a time.
+def target_texts(target: Target, prompts: Sequence[list[int]], sampling: Sampling, max_new_tokens: int) -> list[TargetText]:
+    """The target's own answers by plain decoding.
 
     Raises:
         ValueError: a prompt that the decoder refuses.
     """
-    answers = decode_all("the target's own answers", Decoder(target, slots=slots), prompts, sampling, max_new_tokens)
+    answers = decode_all("the target's own answers", Decoder(target, slots=SLOTS), prompts, sampling, max_new_tokens)
     return [TargetText(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]

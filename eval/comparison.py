@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.eval.answers import EncodedPrompt, TargetText, decode_all, skipped_line, target_texts
 from draftsmith.eval.expected import acceptance_probabilities, expected_rounds
-from draftsmith.eval.intervals import Interval, of_difference, of_ratio, shown
+from draftsmith.eval.intervals import of_difference, of_ratio, shown
 from draftsmith.eval.output import cell
 from draftsmith.eval.paired import sign_flip, wins
 from draftsmith.eval.report import greedy
@@ -96,21 +96,6 @@ def _acceptance(target: Target, drafters: Sequence[DraftModel], text: TargetText
     return torch.cat(parts, dim=1).cpu()
 
 
-def paired_difference(tokens: Tensor, rounds_a: Tensor, rounds_b: Tensor) -> Interval:
-    """τ_b − τ_a of two drafters, with its 95 % interval, paired by prompt.
-
-    Args:
-        tokens: [P], or [2,P] where the answers differ in length.
-        rounds_a: [P].
-        rounds_b: [P].
-
-    Returns:
-        The difference and the ends of its interval.
-    """
-    rounds = torch.stack((rounds_a, rounds_b))
-    return of_difference(tokens.expand(2, -1), rounds)
-
-
 def summarise(names: Sequence[str], setting: str, tokens: Tensor, rounds: Tensor) -> list[dict[str, Any]]:
     """Rows of the report, one for each drafter at one setting. All but the first have the difference to the first, the p-value of a sign-flip
     test, and the prompts that they win, tie and lose.
@@ -135,7 +120,7 @@ def summarise(names: Sequence[str], setting: str, tokens: Tensor, rounds: Tensor
         }
         if number:
             pair = tokens[[0, number]], rounds[[0, number]]
-            row["delta"], row["delta_low"], row["delta_high"] = paired_difference(pair[0], *pair[1])
+            row["delta"], row["delta_low"], row["delta_high"] = of_difference(*pair)
             row["p"] = sign_flip(*pair)
             row["wins"], row["ties"], row["losses"] = wins(*pair)
         rows.append(row)

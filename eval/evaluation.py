@@ -18,7 +18,7 @@ from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PromptRecord, Records
-from draftsmith.eval.report import halves, round_cost
+from draftsmith.eval.report import round_cost
 from draftsmith.eval.settings import Settings, label, without_rule
 from draftsmith.eval.supersets import record_supersets
 from draftsmith.inference import exact, machine
@@ -137,7 +137,7 @@ def _load(target: Target, drafter: Any, prompts: list[list[int]], context: int, 
 
 def _chosen_paths(records: Records, settings: Settings) -> list[trees.Path]:
     """The draft tree as rank paths, by the positions of the first setting on the prompts that choose."""
-    choosing, _ = halves([record for record in records.positions if record.setting == settings.labels[0]])
+    choosing = records.positions_at(settings.labels[0], choosing=True)
     if settings.choose == "largest":
         return trees.best_first_paths(choosing, settings.max_nodes - 1)
     relative, most = round_cost(records)

@@ -84,8 +84,7 @@ def sampling_from_options(chosen: argparse.Namespace, target: "Target", constrai
 
 def text_pieces(target: "Target", ids: Iterator[tuple[int, bool]]) -> Iterator[tuple[str, bool]]:
     """(token, drafted) -> (text, drafted), as soon as the tokens so far are complete characters."""
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
+    tokenizer = target.require_tokenizer()
     pending: list[int] = []
     for token, drafted in ids:
         pending.append(token)

@@ -29,9 +29,8 @@ def load_report(records: Records) -> dict[str, Any]:
     if not records.load:
         return {}
     setting = records.requests[0].setting
-    requests = [request for request in records.requests if request.setting == setting]
-    positions = [record for record in records.positions if record.setting == setting]
-    choosing, reported = ([each for each in positions if each.choosing is half] for half in (True, False))
+    requests = records.requests_at(setting)
+    choosing, reported = (records.positions_at(setting, half) for half in (True, False))
     model, tree = CostModel(records.load), records.tree["tree"]
     settings = records.header["settings"]
     context, slots = model.contexts[0], settings["slots"]
@@ -74,7 +73,7 @@ def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     if weights:
         drafter = roofline.ModelSize(weights / target.bytes_per_weight, target.bytes_per_weight, kv)
     setting = records.requests[0].setting
-    rounds = rounds_of([request for request in records.requests if request.setting == setting], depth)
+    rounds = rounds_of(records.requests_at(setting), depth)
     nodes = max(rounds.sizes)
     context, forwards = CostModel(records.load).contexts[0], depth if recurrent else min(depth, 1)
     return roofline.estimate(device, target, rounds.tau, nodes, BATCHES, context, drafter, forwards)

@@ -138,8 +138,7 @@ def open_models(
     adapted = [path for path in paths if path in trained and (configs[path].target or {}).get("adapter_hash")]
     if adapted:
         adapt(loaded, adapted[0], configs[adapted[0]].target)
-    if loaded.tokenizer is None:
-        raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    loaded.require_tokenizer()
     trial = torch.arange(8, device=loaded.device)[None] % loaded.vocab_size
     machine.threads(lambda: loaded.forward(trial))
     loaded.pack()
@@ -414,8 +413,7 @@ def encode(target: Target, prompt: Prompt, answer: str = "") -> list[int]:
     Raises:
         ValueError: the template does not write this conversation.
     """
-    tokenizer = target.tokenizer
-    assert tokenizer is not None, "open_models refuses a target without one"
+    tokenizer = target.require_tokenizer()
     if not prompt.messages or not tokenizer.chat_template:
         return tokenizer.encode(((not tokenizer.chat_template and prompt.completion) or prompt.text) + answer)
     try:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.eval.noted import NotingDrafter
 from draftsmith.eval.records import Divergence
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.constraints import constrain
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput, Plain, RoundContext
+from draftsmith.inference.prefix_cache import common_prefix
 from draftsmith.inference.request import RoundStats
 from draftsmith.inference.sampler import Sampling, gumbel, penalise, warp
 from draftsmith.inference.tree import DraftTree
@@ -36,34 +38,18 @@ ALONE = 3  # width of the forward of a text alone
 TOGETHER = 8  # texts in a batch of reference forwards: narrow ones cost nearly as much for one
 
 
-class Recorder:
-    """A drafter that keeps the target's hidden state of each committed token, and leaves all else to the drafter that it wraps."""
-
-    capturable = False  # the states go to the host
-
-    def __init__(self, drafter: Any) -> None:
-        self._drafter = drafter
-        self._running: dict[int, list[Tensor]] = {}
-        self._by_prompt: dict[tuple[int, ...], list[list[Tensor]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self._running[slot] = []
-            self._by_prompt.setdefault(tuple(prompt), []).append(self._running[slot])
-        self._drafter.start(slots, prompts, out)
+class Recorder(NotingDrafter):
+    """A drafter that notes the target's hidden state of each committed token."""
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         states = out.along(verdict.path).hidden
         for slot, row, length in zip(round.slots, states, verdict.length.tolist(), strict=True):
-            self._running[slot].append(row[:length].clone())
+            self.notes[slot].append(row[:length].clone())
         self._drafter.accept(round, tree, verdict, out)
 
     def take(self, prompt: Sequence[int]) -> Tensor:
         """[S,H]: row i is the state that token i of the answer to `prompt` was drawn from. Equal prompts are taken in their order."""
-        return torch.cat(self._by_prompt[tuple(prompt)].pop(0))
+        return torch.cat(self.notes_of(prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +76,7 @@ def decode_recorded(
 
 def first_difference(plain: list[int], answer: list[int]) -> int | None:
     """Index of the first token that differs, the shorter length where one is the beginning of the other, None where they are equal."""
-    if plain == answer:
-        return None
-    differing = (i for i, (a, b) in enumerate(zip(plain, answer, strict=False)) if a != b)
-    return next(differing, min(len(plain), len(answer)))
+    return None if plain == answer else common_prefix(plain, answer)
 
 
 def first_divergence(

@@ -141,7 +141,7 @@ def _draft_tree(tree: list[list[int]] | dict[str, int], accepted: list[float] | 
 def _text(records: Records, setting: str) -> dict[str, Any] | None:
     """A typical answer: of those at least half as long as the longest that can be shown, the one of median τ; each token with the depth at
     which it was accepted, 0 for the target's own."""
-    requests = [request for request in records.requests if request.setting == setting and request.rounds]
+    requests = [request for request in records.requests_at(setting) if request.rounds]
     if not requests:
         return None
     enough = min(TEXT, max(len(request.tokens) for request in requests)) / 2

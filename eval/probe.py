@@ -22,7 +22,7 @@ from draftsmith.inference import machine
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import NodeOutput, RoundContext
+from draftsmith.inference.drafter import Plain, RoundContext
 from draftsmith.inference.expand import TreeSpec, tree_config
 from draftsmith.inference.graph_rounds import GraphRunner, refusal
 from draftsmith.inference.kernels import use
@@ -30,7 +30,6 @@ from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.rounds import EagerRunner, verify_round
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
-from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import default_paths
 from draftsmith.models.target import Target
 
@@ -139,10 +138,8 @@ def _measure_verifying(
     return {"graphs": graphs, "kv_bytes": {"target": trial.bytes_per_token}}
 
 
-class _Scripted:
+class _Scripted(Plain):
     """Proposes a chain of random tokens as deep as the round asks for, at no cost, and learns nothing. The target's taps are the drafter's."""
-
-    capturable = True
 
     def __init__(self, max_nodes: int, taps: tuple[int, ...], target: Target) -> None:
         self.taps, self.max_nodes, self.max_depth = taps, max_nodes, max_nodes - 1
@@ -150,20 +147,8 @@ class _Scripted:
         self._children = torch.randint(target.vocab_size, (1, self.max_depth, 1), generator=generator).to(target.device)
         self._chain = StaticTree.chain(self.max_depth).to(target.device)
 
-    def bind(self, target: Any, slots: int, context: int) -> Any:
-        pass
-
-    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        pass
-
     def propose(self, round: RoundContext) -> DraftTree:
         return self._chain.cut(round.depth).tree(round.last_tokens, self._children.expand(len(round.last_tokens), -1, -1))
-
-    def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
-        pass
-
-    def drop(self, slots: list[int]) -> None:
-        pass
 
 
 class _Runner:

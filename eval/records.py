@@ -253,6 +253,15 @@ class Records:
     supersets: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     qualities: list[QualityRecord] = field(default_factory=list)
 
+    def requests_at(self, setting: str) -> list[RequestRecord]:
+        """The requests of a setting."""
+        return [request for request in self.requests if request.setting == setting]
+
+    def positions_at(self, setting: str, choosing: bool | None = None) -> list[PositionRecord]:
+        """The position records of a setting. choosing: only those that choose the tree, or only those that do not."""
+        records = (record for record in self.positions if record.setting == setting)
+        return [record for record in records if choosing is None or record.choosing == choosing]
+
     def text(self, tokens: list[int]) -> list[str]:
         """The texts of tokens, one by one."""
         return [self.pieces.get(token, "�") for token in tokens]

@@ -74,7 +74,7 @@ def replayed(records: Records, setting: str) -> list[Replayed]:
     superset. Every second conversation chooses. None of other drafters, under rules whose answers depend on the draft, and of fewer than two
     conversations.
     """
-    answers = {each.prompt: each.tokens for each in records.requests if each.setting == setting and each.tokens}
+    answers = {each.prompt: each.tokens for each in records.requests_at(setting) if each.tokens}
     conversation = conversations(answers)
     choosing = set(first_turns(list(answers))[::2])
     halves = [[prompt for prompt in answers if (conversation[prompt] in choosing) is half] for half in (True, False)]

@@ -18,7 +18,7 @@ from draftsmith.eval.baselines import Reference, references
 from draftsmith.eval.load import CostModel
 from draftsmith.eval.load_report import estimate, load_report
 from draftsmith.eval.quality import Quality, lossy_settings, qualities
-from draftsmith.eval.records import Divergence, PositionRecord, Records, RequestRecord, distinct_ngrams
+from draftsmith.eval.records import Divergence, Records, RequestRecord, distinct_ngrams
 from draftsmith.eval.roofline import Hardware
 from draftsmith.eval.rules import RuleRow, compare_rules
 from draftsmith.eval.sanity import Degenerate, degenerate, lines
@@ -206,8 +206,7 @@ def acceptance(requests: Sequence[RequestRecord], depth: int) -> Acceptance:
 
 
 def _by_nodes(records: Records, setting: str) -> list[dict[str, float]]:
-    positions = [record for record in records.positions if record.setting == setting]
-    choosing, reported = halves(positions)
+    choosing, reported = (records.positions_at(setting, half) for half in (True, False))
     if not choosing or not reported:
         return []
     relative, most = round_cost(records)
@@ -231,11 +230,6 @@ def drawn_rules(report: Report) -> list[str]:
     """The measured rules whose answers are the target's in distribution only: they draw the children."""
     rules = dict.fromkeys(rule_of(setting) for setting in report.overall if not greedy(setting))
     return [rule for rule in rules if RULES[rule].children in ("drawn", "replaced")]
-
-
-def halves(positions: Sequence[PositionRecord]) -> tuple[list[PositionRecord], list[PositionRecord]]:
-    """The records that choose a tree, and the others."""
-    return [each for each in positions if each.choosing], [each for each in positions if not each.choosing]
 
 
 def as_json(report: Report) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from draftsmith.eval.records import PositionRecord, Records, RequestRecord, Round
+from draftsmith.inference.prefix_cache import common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +31,16 @@ class RoundRow:
 
 def round_rows(records: Records, setting: str) -> Iterator[RoundRow]:
     """All rounds of a setting, in order."""
-    positions = {record.prompt: record for record in records.positions if record.setting == setting}
-    for request in records.requests:
-        if request.setting != setting:
-            continue
+    positions = {record.prompt: record for record in records.positions_at(setting)}
+    for request in records.requests_at(setting):
         record = positions.get(request.prompt)
         # A prompt of a single token has no hidden state before its first token: its first row is that of the second root.
         first_root = max(1, request.prompt_tokens - 1)
         shift = first_root - (request.prompt_tokens - 1)
-        same = _common(record.tokens.tolist(), request.tokens[shift:]) if record else 0
+        same = common_prefix(record.tokens.tolist(), request.tokens[shift:]) if record else 0
         for each in request.rounds:
             start, row = each.position - request.prompt_tokens + 1, each.position - first_root
             if record is not None and row >= 0 and row + each.committed <= same:
                 yield RoundRow(request, each, start, record, row)
             else:
                 yield RoundRow(request, each, start)
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """How many tokens two texts have in common from the start."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

@@ -24,7 +24,7 @@ def service(records: Records, setting: str) -> dict[str, Any]:
         kv_bytes: of a token, in the caches of target and drafter; None where that was not measured.
         cost: seconds of a request over those of plain decoding, per token: p50, p95 and p99 over batches, and of all together.
     """
-    timed = [request for request in records.requests if request.setting == setting and request.timed]
+    timed = [request for request in records.requests_at(setting) if request.timed]
     if not timed:
         return {}
     first = [request.prefill_s + _seconds(request.rounds[0]) for request in timed if request.prefill_s is not None]

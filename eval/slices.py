@@ -84,7 +84,7 @@ def entropy_edges(records: Records, setting: str) -> list[float]:
 
 
 def _entropy_edges(records: Records, setting: str) -> Tensor | None:
-    entropies = [record.entropy for record in records.positions if record.setting == setting]
+    entropies = [record.entropy for record in records.positions_at(setting)]
     if not sum(map(len, entropies)):
         return None
     ordered = torch.cat(entropies).sort().values
@@ -276,4 +276,4 @@ def _calibration(depth: int, pairs: list[Tensor]) -> Calibration:
 
 def _reported(records: Records, setting: str) -> list[PositionRecord]:
     """The position records of the prompts that did not choose the tree."""
-    return [record for record in records.positions if record.setting == setting and not record.choosing and len(record.tokens)]
+    return [record for record in records.positions_at(setting, choosing=False) if len(record.tokens)]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from draftsmith.eval import ranks
 from draftsmith.eval.answers import EncodedPrompt, batches
+from draftsmith.eval.noted import NotingDrafter
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.settings import label
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafter import NodeOutput, RoundContext
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
@@ -28,36 +29,20 @@ SLOTS, TOGETHER = 8, 32  # prompts that are decoded at a time; that are recorded
 Superset = list[tuple[list[int], list[int], list[int]]]  # at each position the nodes' tokens, parents and order
 
 
-class _Watch:
-    """A drafter whose trees are noted and not verified; all else is left to the drafter that it wraps."""
-
-    capturable = False  # the trees go to the host
-
-    def __init__(self, drafter: Any) -> None:
-        self._drafter = drafter
-        self._running: dict[int, Superset] = {}
-        self._by_prompt: dict[tuple[int, ...], list[Superset]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def start(self, slots: list[int], prompts: list[list[int]], out: NodeOutput) -> None:
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self._running[slot] = []
-            self._by_prompt.setdefault(tuple(prompt), []).append(self._running[slot])
-        self._drafter.start(slots, prompts, out)
+class _Watch(NotingDrafter):
+    """A drafter whose trees are noted and not verified."""
 
     def propose(self, round: RoundContext) -> DraftTree:
         tree = self._drafter.propose(round)
         order = torch.zeros_like(tree.tokens) if tree.order is None else tree.order  # the root alone has no order
         rows = zip(round.slots, tree.tokens.tolist(), tree.parents.tolist(), order.tolist(), tree.size.tolist(), strict=True)
         for slot, tokens, parents, ordered, size in rows:
-            self._running[slot].append((tokens[:size], parents[:size], ordered[:size]))
+            self.notes[slot].append((tokens[:size], parents[:size], ordered[:size]))
         return DraftTree.root(round.last_tokens)
 
     def take(self, prompt: Sequence[int]) -> Superset:
         """The trees along the answer to `prompt`. Equal prompts are taken in their order."""
-        return self._by_prompt[tuple(prompt)].pop(0)
+        return self.notes_of(prompt)
 
 
 def largest(tree: DynamicTree) -> DynamicTree:

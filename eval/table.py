@@ -5,11 +5,12 @@ from rich.table import Table
 
 from draftsmith.eval import drift, load_report, quality
 from draftsmith.eval.answers import skipped_line
+from draftsmith.eval.baselines import Reference
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
 from draftsmith.eval.output import cell
 from draftsmith.eval.records import KEYED_RULES
 from draftsmith.eval.report import Acceptance, Report, drawn_rules
-from draftsmith.eval.rules import best_rules
+from draftsmith.eval.rules import RuleRow, best_rules
 from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.inference.terminal import printable
 
@@ -53,8 +54,7 @@ def reference_rows(report: Report) -> list[tuple[str, ...]]:
     """The drafter, perfect drafters, drafters without weights and earlier artifacts; columns as in REFERENCE_HEADER."""
     cells = []
     for each in report.references:
-        delta = "" if each.delta is None else f"{each.delta:+.2f} ({shown(each.delta_low, each.delta_high, '+.2f')})"
-        cells.append((printable(each.name, keep=""), each.setting, f"{each.tau:.2f}", shown(each.low, each.high), delta))
+        cells.append((printable(each.name, keep=""), each.setting, f"{each.tau:.2f}", shown(each.low, each.high), _delta(each)))
     return cells
 
 
@@ -62,10 +62,14 @@ def rule_rows(report: Report) -> list[tuple[str, ...]]:
     """The verification rules at each setting that was measured under several; columns as in RULES_HEADER."""
     cells = []
     for each in report.rules:
-        delta = "" if each.delta is None else f"{each.delta:+.2f} ({shown(each.delta_low, each.delta_high, '+.2f')})"
         name = each.rule if each.lossless else f"{each.rule} LOSSY"
-        cells.append((name, each.setting, f"{each.tau:.2f}", shown(each.low, each.high), delta))
+        cells.append((name, each.setting, f"{each.tau:.2f}", shown(each.low, each.high), _delta(each)))
     return cells
+
+
+def _delta(row: Reference | RuleRow) -> str:
+    """The difference with its interval; "" where a row has none."""
+    return "" if row.delta is None else f"{row.delta:+.2f} ({shown(row.delta_low, row.delta_high, '+.2f')})"
 
 
 def labelled(report: Report, setting: str) -> str:

@@ -157,7 +157,6 @@ def tree_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = _UNSET,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -174,7 +173,6 @@ def tree_attention_forward(
         value: [B,KV heads,keys,dim'].
         attention_mask, position_bias: None.
         scaling: factor of the scores; dim^-½ by default.
-        dropout: unused.
         sliding_window: query and key are less than this many positions apart; read from the layer's config if the model does not pass it.
         softcap: scores become softcap · tanh(scores / softcap), before the mask (Gemma-2).
         s_aux: [heads], a sink logit per head that takes part in the softmax and has no value (gpt-oss).

@@ -32,8 +32,12 @@ def features(logits: Tensor) -> Tensor:
     """logits [...,D] of q -> [...,3]."""
     log_q = logits.float().log_softmax(-1)
     most = log_q.amax(-1).clamp(max=CERTAIN)
-    entropy = -torch.where(log_q > -torch.inf, log_q.exp() * log_q, 0.0).sum(-1)
-    return torch.stack((most - torch.log(-torch.expm1(most)), entropy, torch.ones_like(most)), -1)
+    return torch.stack((most - torch.log(-torch.expm1(most)), entropy(log_q), torch.ones_like(most)), -1)
+
+
+def entropy(log_q: Tensor) -> Tensor:
+    """log q [...,D] -> [...], in nats; a token of probability 0 adds nothing."""
+    return -torch.where(log_q > -torch.inf, log_q.exp() * log_q, 0.0).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,10 +261,7 @@ class DraftModel:
 
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
         """features [S,H], consecutive positions roots [R] -> [R,K,D]: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
-        at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
-        first, last = int(at.min()), int(at.max())
-        with torch.inference_mode():
-            return self.logits(features[first : last + 1])[at - first]
+        return logits_along(self.logits, features, roots, self.depth_limit)
 
     def accept(self, round: RoundContext, tree: DraftTree, verdict: Verdict, out: NodeOutput) -> None:
         """Keep the KV of accepted nodes; committed tokens without KV become pending."""
@@ -361,6 +358,14 @@ def encode_tokens(
                 last[row] = hidden[row, len(part) - 1]
         start += width
     return last
+
+
+@torch.inference_mode()
+def logits_along(logits: Callable[[Tensor], Tensor], features: Tensor, roots: Tensor, depth: int) -> Tensor:
+    """features [S,H] of a text, consecutive positions roots [R] -> [R,depth,D]: entry (r,k) is of position roots[r]+k, or of the last one."""
+    at = (roots[:, None] + torch.arange(depth, device=roots.device)).clamp(max=len(features) - 1)
+    first, last = int(at.min()), int(at.max())
+    return logits(features[first : last + 1])[at - first]
 
 
 def _encoded_path(encoded_index: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:

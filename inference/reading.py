@@ -39,15 +39,11 @@ def read_text(path: Path, most: int = 1 << 20) -> str:
         raise ValueError(f"not UTF-8 text (byte {error.start}); convert it") from None
 
 
-def read_json(path: Path, expected: type = dict) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        path: the file.
-        expected: the type that the content must have.
+def read_json(path: Path) -> Any:
+    """The object in a JSON file.
 
     Raises:
-        ValueError: not UTF-8, not JSON, nested too deep, another type than `expected`, or larger than 256 MiB. It names the file.
+        ValueError: not UTF-8, not JSON, nested too deep, no object, or larger than 256 MiB. It names the file.
         OSError: the file cannot be read.
     """
     if path.stat().st_size > LIMIT:
@@ -62,8 +58,8 @@ def read_json(path: Path, expected: type = dict) -> Any:
         raise ValueError(f"{path}: {error}; write it anew or restore it") from None
     except RecursionError:
         raise ValueError(f"{path}: nested too deep to be read; write it anew or restore it") from None
-    if type(value) is not expected:
-        raise ValueError(f"{path}: expected {KINDS[expected]}, got {describe(value)}")
+    if type(value) is not dict:
+        raise ValueError(f"{path}: expected {KINDS[dict]}, got {describe(value)}")
     return value
 
 

@@ -26,6 +26,8 @@ FACTS, TOKENS, SUFFIXES = "datastore.json", "tokens.bin", "suffixes.bin"
 MAX_MATCH = 16  # tokens
 MIN_MATCH = 2
 MOST_OCCURRENCES = 64  # that a draft is made of
+NODES_A_TOKEN, NODES_MORE = 2, 2  # nodes of a draft for each token of the match, and in addition
+MIN_PROBABILITY = 0.1  # a less likely node is left out
 Letter = Literal["H", "I", "Q"]
 TREE = DynamicTree(depth=10, width=4, nodes=32)
 
@@ -132,18 +134,13 @@ class Rest(HostDrafter):
     Args:
         store: the datastore.
         tree_spec: of the trees.
-        factor: nodes of a draft for each token of the match.
-        offset: nodes in addition.
-        min_probability: a less likely node is left out.
     """
 
     method = "rest"
 
-    def __init__(
-        self, store: Datastore, tree_spec: TreeSpec = TREE, factor: float = 2.0, offset: float = 2.0, min_probability: float = 0.1
-    ) -> None:
+    def __init__(self, store: Datastore, tree_spec: TreeSpec = TREE) -> None:
         super().__init__(tree_spec)
-        self.store, self.factor, self.offset, self.min_probability = store, factor, offset, min_probability
+        self.store = store
 
     def bind(self, target: Target, slots: int, context: int) -> None:
         super().bind(target, slots, context)
@@ -157,5 +154,5 @@ class Rest(HostDrafter):
         if length < MIN_MATCH:
             return Draft()
         continuations = self.store.continuations(length, low, high, depth)
-        budget = min(self.max_nodes - 1, int(self.factor * length + self.offset))
-        return merge_continuations(continuations, self.tree_spec, self._paths, budget, self.min_probability)
+        budget = min(self.max_nodes - 1, NODES_A_TOKEN * length + NODES_MORE)
+        return merge_continuations(continuations, self.tree_spec, self._paths, budget, MIN_PROBABILITY)

@@ -23,10 +23,9 @@ Letters: B rows of a round · F nodes of a level · D draft vocabulary.
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
-from draftsmith.inference.confidence import Confidence
+from draftsmith.inference.confidence import Confidence, entropy
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import warp
 
@@ -102,8 +101,8 @@ class Stopping:
         log_q = logits.float().log_softmax(-1)
         if self.rule == "confidence":
             return log_q.amax(-1).exp() >= self.threshold
-        entropy = -torch.where(log_q > -torch.inf, log_q.exp() * log_q, 0.0).sum(-1)
-        return entropy.sqrt() <= self.threshold if self.rule == "svip" else 1 - (GAMMA * entropy).sqrt() >= self.threshold
+        spread = entropy(log_q)
+        return spread.sqrt() <= self.threshold if self.rule == "svip" else 1 - (GAMMA * spread).sqrt() >= self.threshold
 
 
 def parse_stopping(text: str) -> Stopping | None:

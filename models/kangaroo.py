@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.inference.attention import TreeAttention, tree_attention_forward
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.draft_model import DraftModel, logits_along
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.stopping import Stopping
@@ -210,12 +210,9 @@ class KangarooModel(DrafterModel):
         positions = torch.arange(len(ids), device=ids.device)[None]
         return self.states_along(self.feature_of(out), positions, torch.zeros_like(positions))[0]
 
-    @torch.inference_mode()
     def position_logits(self, features: Tensor, roots: Tensor) -> Tensor:
         """features [S,H], consecutive positions roots [R] -> [R,K,V]: entry (r,k) ranks token roots[r]+k+1, given all tokens before it."""
-        at = (roots[:, None] + torch.arange(self.depth_limit, device=roots.device)).clamp(max=len(features) - 1)
-        first, last = int(at.min()), int(at.max())
-        return self.target.logits(features[first : last + 1])[at - first]
+        return logits_along(self.target.logits, features, roots, self.depth_limit)
 
 
 Config = KangarooConfig

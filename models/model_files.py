@@ -189,6 +189,13 @@ def read_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     return config
 
 
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target `name`. Raises ValueError where it is None."""
+    if tokenizer is None:
+        raise ValueError(f"target {name!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    return tokenizer
+
+
 def read_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, key: str = ""
 ) -> PreTrainedTokenizerBase | None:

@@ -33,6 +33,7 @@ from draftsmith.models.model_files import (
     model_file,
     read_config,
     read_tokenizer,
+    require_tokenizer,
     resolve_path,
 )
 from draftsmith.models.parallel import COLLECTIVE, check_parallel, decoder_layers, in_turn, lay_out, not_partitioned
@@ -46,9 +47,7 @@ KEY = "target.path or --target"  # where people write the path of a target; erro
 
 
 class Target:
-    """A frozen causal LM. Never trained: eval mode, no parameter requires a gradient.
-
-    Use `load` for a path or a Hub id and `wrap` for a model in memory.
+    """A frozen causal LM, by `load` of a path or a Hub id, by `wrap` of a model in memory. Never trained: eval mode, no gradients.
 
     Attributes:
         model: the transformers model.
@@ -74,12 +73,8 @@ class Target:
         weights: str = "",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.name = name
-        self.revision = revision
-        self._weights_hash = weights
-        self.parallel = parallel
-        self.has_layers = has_layers
+        self.tokenizer, self.name, self.revision, self._weights_hash = tokenizer, name, revision, weights
+        self.parallel, self.has_layers = parallel, has_layers
         self.config: PretrainedConfig = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         # transformers 5.24 renames the argument; models outside its library may keep the name before
@@ -208,6 +203,10 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer. Raises ValueError where it has none."""
+        return require_tokenizer(self.tokenizer, self.name)
 
     @property
     def head_weight(self) -> Tensor:

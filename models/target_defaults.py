@@ -34,15 +34,22 @@ def layer_sizes(section: Any, target: Target) -> dict[str, Any]:
         section: of a recipe, with taps, layers, heads, kv_heads and intermediate_size, which are None where nobody says.
         target: whose sizes are taken over.
     """
-    config = target.config
-    heads = section.heads or config.num_attention_heads
     return {
         "taps": list(section.taps or default_taps(target)),
         "num_layers": section.layers,
+        "intermediate_size": section.intermediate_size or getattr(target.config, "intermediate_size", None) or 0,
+        **head_sizes(section, target),
+    }
+
+
+def head_sizes(section: Any, target: Target) -> dict[str, Any]:
+    """Heads, RoPE base and epsilon of an attention layer as wide as the target: the recipe's heads and kv_heads, else the target's."""
+    config = target.config
+    heads = section.heads or config.num_attention_heads
+    return {
         "num_heads": heads,
         "num_kv_heads": section.kv_heads or (not section.heads and getattr(config, "num_key_value_heads", None)) or heads,
         "head_dim": (not section.heads and getattr(config, "head_dim", None)) or 0,
-        "intermediate_size": section.intermediate_size or getattr(config, "intermediate_size", None) or 0,
         "rope_theta": rope_theta(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
     }

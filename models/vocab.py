@@ -139,6 +139,11 @@ def choose(counts: Tensor, size: int, always: Iterable[int] = ()) -> DraftVocabu
     return DraftVocabulary(targets - torch.arange(size, device=counts.device), t2d)
 
 
+def first(size: int, vocab_size: int) -> DraftVocabulary:
+    """The target's first `size` tokens, for plans, where it does not matter which they are."""
+    return DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(vocab_size) < size)
+
+
 def full(vocab_size: int) -> DraftVocabulary:
     """Every token of the target: the identity."""
     return DraftVocabulary(torch.zeros(vocab_size, dtype=torch.int64), torch.ones(vocab_size, dtype=torch.bool))

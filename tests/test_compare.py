@@ -15,8 +15,8 @@ from zoo import tiny
 
 from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading
 from draftsmith.eval.answers import TargetText, target_texts
-from draftsmith.eval.comparison import paired_difference, rounds_along_texts, summarise
-from draftsmith.eval.intervals import of_ratio
+from draftsmith.eval.comparison import rounds_along_texts, summarise
+from draftsmith.eval.intervals import of_difference, of_ratio
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
@@ -143,9 +143,9 @@ def test_expected_rounds_are_the_mean_of_real_decoding(target):
 def test_differences_are_paired_by_prompt():
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = torch.full((200,), 60.0), torch.randint(15, 60, (200,), generator=generator).double()
-    assert paired_difference(tokens, rounds, rounds) == (0.0, 0.0, 0.0)
+    assert of_difference(tokens.expand(2, -1), rounds.expand(2, -1)) == (0.0, 0.0, 0.0)
     better = rounds - torch.randint(0, 6, (200,), generator=generator)
-    delta, low, high = paired_difference(tokens, rounds, better)
+    delta, low, high = of_difference(tokens.expand(2, -1), torch.stack((rounds, better)))
     assert delta == pytest.approx(60 * 200 / float(better.sum()) - 60 * 200 / float(rounds.sum())) and 0 < low < delta < high
     widths = [(tau.high - tau.low) ** 2 for tau in (of_ratio(tokens, counts) for counts in (rounds, better))]
     assert high - low < 0.4 * sum(widths) ** 0.5  # prompts differ far more than the two drafters on one prompt
@@ -155,7 +155,7 @@ def test_differences_are_paired_by_prompt():
     assert b["p"] < 0.001 and (b["wins"], b["ties"], b["losses"]) == counts and "p" not in a
     assert a["low"] < a["tau"] == 60 * 200 / float(rounds.sum()) < a["high"]
     shorter = torch.stack((tokens, tokens / 2))  # half the tokens in half the rounds is the same τ
-    assert paired_difference(shorter, rounds, rounds / 2) == (0.0, 0.0, 0.0)
+    assert of_difference(shorter, torch.stack((rounds, rounds / 2))) == (0.0, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from conftest import save_byte_target
 from draftsmith.data import prompts
 from draftsmith.eval import acceptance, card, compare, decoding, lossless, record_store, speed, table
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
-from draftsmith.eval.comparison import paired_difference
 from draftsmith.eval.evaluation import _halves, evaluate_drafter
+from draftsmith.eval.intervals import of_difference
 from draftsmith.eval.records import RequestRecord
 from draftsmith.eval.report import report_of
 from draftsmith.eval.settings import Settings
@@ -217,8 +217,8 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
         counts.append({each.prompt: len(each.rounds) for each in requests})
         tokens = {each.prompt: len(each.tokens) for each in requests}
     names = sorted(counts[0])
-    a, b = (torch.tensor([count[name] for name in names]) for count in counts)
-    expected = paired_difference(torch.tensor([tokens[name] for name in names]), a, b)
+    rounds = torch.tensor([[count[name] for name in names] for count in counts])
+    expected = of_difference(torch.tensor([tokens[name] for name in names]).expand(2, -1), rounds)
     assert [decoded["domains"][3][key] for key in ("delta", "delta_low", "delta_high")] == pytest.approx(expected) and expected[0] != 0
     exit_on_error(compare.main, ["--measured", *folders])
     printed = capsys.readouterr().out

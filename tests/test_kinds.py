@@ -108,9 +108,10 @@ def make(kind, tree, heads, answers, store=None, target=None):
     ],
 )
 def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
+    """Greedily alone and in batches of both sizes; sampled in one of these ways, which differs by tree."""
     seen: Counter[object] = Counter()
-    for name, how in HOWS.items():
-        for rows in (1, 5, 3):
+    for number, (name, how) in enumerate(HOWS.items(), list(TREES).index(tree)):
+        for rows in (1, 5, 3) if how.greedy else ((1, 5, 3)[number % 3],):
             drafter = make(kind, TREES[tree], heads, answers[name], store, target)
             decoder = Decoder(target, drafter, slots=rows, chunk=7, adaptive=AdaptiveDepth() if rows == 3 and kind != "planting" else None)
             stream = decoder.stream(REPEATED, how, NEW, ())
@@ -120,7 +121,7 @@ def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
             assert decoder.counters.target_forwards == decoder.counters.rounds + decoder.counters.prefill_chunks
     assert seen["replaced"] >= 1 and seen["drafted"] >= 60
     if kind in ("draft model", "planting"):
-        assert all(seen[accepted] >= 3 for accepted in range(4)), seen
+        assert all(seen[accepted] >= 2 for accepted in range(4)), seen
     else:
         assert all(seen[accepted] >= 1 for accepted in range(3)), seen
 

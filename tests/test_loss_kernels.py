@@ -301,7 +301,7 @@ def cross_entropy(one):
 
 
 def kl(one):
-    result = chunked_kl(one.x[0], one.full, one.target, one.target_w, one.weights[0], 1.7, budget=5 * 70)
+    result = chunked_kl(one.x[0], one.full, one.target, one.target_w, one.weights[0], budget=5 * 70)
     return result.sum, [result.hits]
 
 
@@ -313,7 +313,7 @@ def kl_heads(one):
 
 def kl_of_the_likeliest(one):
     given = list(one.x), [one.full, one.full], one.target, lambda x: x @ one.target_w.T, list(one.weights), [1, 3]
-    result = chunked_kl_heads(*given, 0.7, top_k=9, budget=5 * 70)
+    result = chunked_kl_heads(*given, top_k=9, budget=5 * 70)
     return result[0].sum + 0.5 * result[1].sum, [loss.hits for loss in result]
 
 

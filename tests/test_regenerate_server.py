@@ -122,17 +122,17 @@ def test_what_failed_for_good_is_reported_and_tried_again_by_the_next_run(tmp_pa
 
 def test_a_refused_request_stops_with_the_servers_words_and_without_the_key(tmp_path, quick, monkeypatch, capfd):
     secret, out = "sk-very-secret-7", tmp_path / "out"
-    monkeypatch.setenv("MY_KEY", secret + "\n")
+    monkeypatch.setenv("OPENAI_API_KEY", secret + "\n")
     conversations = asks(30)
     with Stub({"Question 20": ["always", "400"]}) as stub:
         with pytest.raises(ValueError, match=r"chat/completions: 400 no such field: Bearer \*\*\*; correct") as error:
-            ask(stub, out, conversations, concurrency=3, api_key_env="MY_KEY", show=True)
+            ask(stub, out, conversations, concurrency=3, show=True)
         assert "\n" not in str(error.value) and secret not in str(error.value)
         assert len(stub.times["Question 20"]) == 1, "it is not repeated"
         assert {key for _, _, key in stub.asked} == {f"Bearer {secret}"}
         assert 10 < len(rows_of(out)) < 30
         stub.faults.clear()
-        ask(stub, out, conversations, api_key_env="MY_KEY", show=True)
+        ask(stub, out, conversations, show=True)
     assert Counter(row["id"] for row in rows_of(out)) == Counter(source.id for source in conversations)
     said = capfd.readouterr()
     assert "regenerating" in said.err and secret not in said.out + said.err and secret.encode() not in out.read_bytes()
@@ -140,9 +140,9 @@ def test_a_refused_request_stops_with_the_servers_words_and_without_the_key(tmp_
 
 def test_a_key_that_no_header_may_hold_is_refused_unread(tmp_path, monkeypatch):
     for key in ("sk-ä", "sk-\u2028a", "sk-a\nb"):
-        monkeypatch.setenv("MY_KEY", key)
-        with pytest.raises(ValueError, match=r"the key in \$MY_KEY") as error:
-            with_server(asks(1), tmp_path / "out", "http://localhost:1/v1", "m", SAMPLED, api_key_env="MY_KEY")
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(ValueError, match=r"the key in \$OPENAI_API_KEY") as error:
+            with_server(asks(1), tmp_path / "out", "http://localhost:1/v1", "m", SAMPLED)
         assert key not in str(error.value)
 
 

@@ -31,6 +31,7 @@ NEW = 16
 STOPS = ("confidence:0.1", "svip:1.7", "adaedl:0.2", "survival:0.4", "gain")
 CONFIDENCE = Confidence({name: [[1.0 - i / 6, -0.03 * i, 3.0]] * 3 for i, name in enumerate(CHILDREN)})
 TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
+KINDS = ("draft model", "early-exit", "eagle", "hydra", "medusa", "mlp", "mtp")
 HOWS = {"greedy": Sampling(), "sampled": SAMPLED, "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise")}
 
 
@@ -172,14 +173,16 @@ def make(kind: str, tree, target: Target):
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", ["draft model", "early-exit", "eagle", "hydra", "medusa", "mlp", "mtp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_output_is_plain_decodings(target, kind, tree):
-    """With every rule; drafts are never deeper than the tree, and drafts that stop are shallower."""
+    """With every rule, sampled with every second one; drafts are never deeper than the tree, and drafts that stop are shallower."""
     sizes: dict[str, set[int]] = {}
     for i, (name, how) in enumerate(HOWS.items()):
         plain = texts(Decoder(target, slots=5).generate(PROMPTS, how, NEW, ()))
         for j, stop in enumerate((*STOPS, "svip:0", "svip:9")):
-            slots = 1 + 2 * ((i + j) % 2)
+            if i and (i + j + KINDS.index(kind)) % 2:
+                continue
+            slots = 1 + 2 * ((i + j) // 2 % 2)
             drafter = make(kind, TREES[tree], target)
             drafter.stop = replace(parse_stopping(stop), confidence=CONFIDENCE)
             assert drafter.can_stop and not drafter.capturable

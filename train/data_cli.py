@@ -175,7 +175,7 @@ def run_synthesise(arguments: list[str]) -> None:
     from draftsmith.eval import loading
     from draftsmith.eval.options import check_numbers, check_sampling
     from draftsmith.inference.terminal import printable
-    from draftsmith.models.model_files import read_tokenizer
+    from draftsmith.models.model_files import read_tokenizer, require_tokenizer
 
     check_numbers(options)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
@@ -188,8 +188,7 @@ def run_synthesise(arguments: list[str]) -> None:
     out = Path(os.path.expanduser(options.out))
     if options.server:
         tokenizer = read_tokenizer(options.target, trust_remote_code=options.trust_remote_code, key="--target")
-        if tokenizer is None:
-            raise ValueError(f"target {options.target!r} has no tokenizer beside its weights; copy tokenizer.json there")
+        tokenizer = require_tokenizer(tokenizer, options.target)
         summary = synthesise.with_server(
             plan,
             out,
@@ -216,11 +215,10 @@ def run_datastore(arguments: list[str]) -> None:
     from draftsmith.inference.progress import Bar
     from draftsmith.inference.terminal import printable
     from draftsmith.models.identity import tokenizer_hash
-    from draftsmith.models.model_files import read_tokenizer
+    from draftsmith.models.model_files import read_tokenizer, require_tokenizer
 
     tokenizer = read_tokenizer(options.target, trust_remote_code=options.trust_remote_code, key="--target")
-    if tokenizer is None:
-        raise ValueError(f"target {options.target!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    tokenizer = require_tokenizer(tokenizer, options.target)
     folder = Path(os.path.expanduser(options.out))
 
     def sequences() -> Iterator[list[int]]:
@@ -353,14 +351,13 @@ def _recipe_file(options: argparse.Namespace) -> str:
 def _corpora(options: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, dict[str, Corpus]]":
     """The target's tokenizer and the recipe's corpora; the target's weights are not read."""
     from draftsmith.data import prepare
-    from draftsmith.models.model_files import read_tokenizer
+    from draftsmith.models.model_files import read_tokenizer, require_tokenizer
     from draftsmith.train import recipe
 
     chosen = recipe.load(recipe.Recipe, _recipe_file(options), options.overrides, shared=True)
     target, data = chosen.target, chosen.data
     tokenizer = read_tokenizer(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code, key="target.path")
-    if tokenizer is None:
-        raise ValueError(f"target {target.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
+    tokenizer = require_tokenizer(tokenizer, target.path)
     data.give_template(tokenizer)
     return tokenizer, prepare.load(data.plan(), tokenizer, data.cache, data.num_proc)
 

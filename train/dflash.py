@@ -68,7 +68,7 @@ from draftsmith.models.target_defaults import layer_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
 from draftsmith.train.losses.acceptance import paced
-from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
+from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, states_before, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -86,7 +86,7 @@ def objective(drafter: DflashModel, batch: Batch, *, target: Target, section: Df
     at, tokens, supervised = tokens_behind(batch, anchors, drawn, drafter.config.depth)
     out = target.features(batch, drafter.taps)
     states = drafter.states_along(drafter.feature_of(out), ids, batch["position_ids"], document, anchors).flatten(0, 2)  # [B·A·K,H]
-    hidden = out.hidden.gather(1, (at - 1).flatten(1)[..., None].expand(-1, -1, out.hidden.shape[2])).flatten(0, 1)  # the same rows
+    hidden = states_before(out.hidden, at)
 
     def loss_of(kind: str, weights: Tensor) -> Any:
         return chunked_draft_loss(
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             setup.start_from(drafter, section.start, target, "dflash.start")
         fingerprint = setup.fingerprint(target, train)
-        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        monitors = setup.monitors(recipe, target, drafter)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             publish.publish_drafter(recipe, drafter, target, steps)

@@ -76,7 +76,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import output
 from draftsmith.train.engine.order import drawn_rows
 from draftsmith.train.engine.say import say
-from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, tokens_behind
+from draftsmith.train.losses.anchors import check_blocks, draw_anchors, per_sequence, states_before, tokens_behind
 from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
 from draftsmith.train.losses.draft import DraftLosses, chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
@@ -121,7 +121,7 @@ def draft(drafter: DsparkModel, batch: Batch, target: Target, section: DsparkSec
     states = drafter.states_along(drafter.feature_of(out), ids, batch["position_ids"], batch["document"], anchors)
     previous = ids.gather(1, (at - 1).flatten(1)).view(at.shape)
     read = drafter.before_head(states, previous).flatten(0, 2)  # [B·A·K,·]
-    hidden = out.hidden.gather(1, (at - 1).flatten(1)[..., None].expand(-1, -1, out.hidden.shape[2])).flatten(0, 1)  # the same rows
+    hidden = states_before(out.hidden, at)
     weights = per_sequence(supervised * torch.arange(at.shape[2], device=ids.device).div(-section.gamma).exp(), batch)
     losses = chunked_draft_loss(
         read[None], drafter.head_logits, hidden, target.logits, weights.flatten()[None], [0], None, section.loss, tokens=tokens.flatten()
@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             setup.start_from(drafter, section.start, target, "dspark.start")
         fingerprint = setup.fingerprint(target, train)
-        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        monitors = setup.monitors(recipe, target, drafter)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             if not target.collective:  # else its forward needs all ranks

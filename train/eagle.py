@@ -375,8 +375,8 @@ def build_untrained(recipe: EagleRecipe, target: Target) -> tuple[EagleModel, Ob
     check(recipe)
     drafter = cast(EagleModel, new_drafter("eagle", target, **architecture(recipe.eagle, target)))
     size = drafter.config.draft_vocab_size
-    if size < target.vocab_size:  # which tokens it has does not matter here: take the first ones
-        drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(target.vocab_size) < size))
+    if size < target.vocab_size:  # which tokens it has does not matter here
+        drafter.take(vocab.first(size, target.vocab_size))
     freeze_head(drafter, recipe.eagle)
     ranks = recipe.train.context_parallel
     return drafter, choose_objective(recipe, target, ContextParallel(ranks - 1, ranks))  # the last rank sees the most keys
@@ -398,7 +398,7 @@ def main(arguments: list[str]) -> None:
             begin_with(drafter, section.start, target, "eagle.start")
         freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         monitors["progress"] = progress = Progress()
         measure = choose_objective(recipe, target, context, progress)

@@ -50,7 +50,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.kangaroo import CHAIN, KangarooModel
 from draftsmith.models.target import Target
-from draftsmith.models.target_defaults import rope_theta
+from draftsmith.models.target_defaults import head_sizes
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output
@@ -98,17 +98,7 @@ def architecture(section: KangarooSection, target: Target) -> dict[str, Any]:
     """The adapter's sizes: those of the recipe, else the target's. Raises ValueError where the target has no layers after the first E."""
     if section.exit_layer >= target.num_layers:
         raise ValueError(f"kangaroo.exit_layer={section.exit_layer}: expected fewer than the target's {target.num_layers} layers; lower it")
-    config = target.config
-    heads = section.heads or config.num_attention_heads
-    return {
-        "exit_layer": section.exit_layer,
-        "num_heads": heads,
-        "num_kv_heads": section.kv_heads or (not section.heads and getattr(config, "num_key_value_heads", None)) or heads,
-        "head_dim": (not section.heads and getattr(config, "head_dim", None)) or 0,
-        "rope_theta": rope_theta(config),
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "confidence": section.confidence,
-    }
+    return {"exit_layer": section.exit_layer, "confidence": section.confidence} | head_sizes(section, target)
 
 
 def build_untrained(recipe: KangarooRecipe, target: Target) -> tuple[KangarooModel, Objective]:
@@ -128,7 +118,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             setup.start_from(drafter, section.start, target, "kangaroo.start")
         fingerprint = setup.fingerprint(target, train)
-        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        monitors = setup.monitors(recipe, target, drafter)
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

@@ -187,8 +187,7 @@ def main(arguments: list[str]) -> None:
             if section.lora:
                 save_model(model, folder / "adapter")
             save_model(adapter.merged(model).cpu().to(torch.bfloat16), folder)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            assert ends.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
-            ends.tokenizer.save_pretrained(folder)
+            ends.require_tokenizer().save_pretrained(folder)
             write_card(folder, recipe, steps)
 
         folder, _ = publish.replace_artifact(recipe, write)

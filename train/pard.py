@@ -46,7 +46,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.eval.loading import tree_spec_from_options
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.tree import StaticTree
@@ -145,7 +144,7 @@ def build_untrained(recipe: PardRecipe, target: Target) -> tuple[PreTrainedModel
 
 def main(arguments: list[str]) -> None:
     recipe = load(PardRecipe, arguments[0], arguments[1:])
-    section, tree = recipe.pard, recipe.tree
+    section = recipe.pard
     check(recipe)
     target, corpora = setup.load_target_and_data(recipe)
     with output.claimed(recipe):
@@ -154,10 +153,7 @@ def main(arguments: list[str]) -> None:
         model = checked(recipe, students.existing(section.start, target, **options))
         student, mask_token = students.frozen(model, target.tokenizer), mask_token_of(section, model, target)
         drafter = ParallelDraftModel(student, StaticTree.chain(min(4, section.steps)), mask_token, section.steps)
-        if tree.depth or tree.width or tree.nodes:
-            chain = tree.width in (None, 1)
-            kind, width = ("chain", None) if chain else ("dynamic", tree.width)
-            drafter.tree_spec = tree_spec_from_options(kind, drafter, tree.depth, width, tree.nodes)
+        setup.set_tree(drafter, recipe.tree, "chain")
         fingerprint = setup.fingerprint(target, train) | {"mask token": mask_token}
         measure = partial(objective, vocab_size=target.vocab_size, section=section, mask_token=mask_token, seed=recipe.train.seed)
         monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions)

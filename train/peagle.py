@@ -69,7 +69,7 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.eagle import begin_with
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, retained, tokens_behind
+from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, retained, states_before, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -106,11 +106,10 @@ def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: Pe
     )
     entry = rows.anchor_index * size + rows.level
     counted = supervised.flatten(1).gather(1, entry)
-    before = (at.flatten(1).gather(1, entry) - 1)[..., None].expand(-1, -1, out.hidden.shape[2])
     of_masks = chunked_draft_loss(
         drafter.before_head(later).flatten(0, 1)[None],
         drafter.head(),
-        out.hidden.gather(1, before).flatten(0, 1),
+        states_before(out.hidden, at.flatten(1).gather(1, entry)),
         target.logits,
         (per_sequence(counted[:, None].float(), batch)[:, 0] * section.decay**rows.level).flatten()[None],
         [0],
@@ -145,8 +144,8 @@ def build_untrained(recipe: PeagleRecipe, target: Target) -> tuple[PeagleModel, 
     check(recipe)
     drafter = cast(PeagleModel, new_drafter("peagle", target, **architecture(recipe.peagle, target)))
     size = drafter.config.draft_vocab_size
-    if size < target.vocab_size:  # which tokens it has does not matter here: take the first ones
-        drafter.take(vocab.DraftVocabulary(torch.zeros(size, dtype=torch.int64), torch.arange(target.vocab_size) < size))
+    if size < target.vocab_size:  # which tokens it has does not matter here
+        drafter.take(vocab.first(size, target.vocab_size))
     return drafter, choose_objective(recipe, target)
 
 
@@ -164,7 +163,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             begin_with(drafter, section.start, target, "peagle.start")
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
-        monitors = setup.monitors(recipe, target, drafter, drafter.taps)
+        monitors = setup.monitors(recipe, target, drafter)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             publish.publish_drafter(recipe, drafter, target, steps)

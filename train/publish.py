@@ -77,8 +77,7 @@ def publish(
 
     def write_all(part: Path) -> None:
         write(part, training)
-        assert target.tokenizer is not None, "setup.load_target_and_data refuses a target without one"
-        target.tokenizer.save_pretrained(part)
+        target.require_tokenizer().save_pretrained(part)
         card.write(part, method, made_for, training)
 
     folder, new = replace_artifact(recipe, write_all)

@@ -132,7 +132,10 @@ class TreeSection(Section):
 
     depth: int | None = Field(default=None, ge=1, le=64, description="K, tokens drafted ahead; unset: the method's default")
     width: int | None = Field(
-        default=None, ge=1, le=1024, description="children of a node; 1: a chain; more: a dynamic tree; unset: the method's default"
+        default=None,
+        ge=1,
+        le=1024,
+        description="children of a node; 1: a chain; more: a dynamic tree; unset, with depth or nodes: 4, of a draft model a chain",
     )
     nodes: int | None = Field(
         default=None, ge=2, le=1024, description="nodes of a dynamic tree, with the root; unset: the method's default"

@@ -32,7 +32,7 @@ from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.engine.resume import TARGET_FILES
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection
+from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection, TreeSection
 
 
 def new_drafter_and_data(
@@ -53,16 +53,18 @@ def new_drafter_and_data(
     check_memory(lambda: kinds.Model(kinds.Config(**sizes)), f"{method}.*", target.device, recipe.train)
     torch.manual_seed(recipe.train.seed)
     drafter = new_drafter(method, target, training={"positions": recipe.data.seq_len}, **architecture)
-    tree = recipe.tree
-    if tree.depth or tree.width or tree.nodes:
-        chain = tree.width == 1
-        drafter.tree_spec = tree_spec_from_options(
-            "chain" if chain else "dynamic", drafter, tree.depth, None if chain else tree.width, tree.nodes
-        )
+    set_tree(drafter, recipe.tree, "dynamic")
     train, valid = datasets(recipe, target, corpora, drafter.taps)
     if isinstance(train, FeatureDataset):
         drafter.config.target["dtype"] = train.store.index.target.dtype  # the precision that its features had
     return drafter, train, valid
+
+
+def set_tree(drafter: Any, tree: TreeSection, usual: str) -> None:
+    """Give the drafter the recipe's tree, if it names one. usual: "chain" or "dynamic", where depth or nodes are set and the width is not."""
+    if tree.depth or tree.width or tree.nodes:
+        kind = usual if tree.width is None else "chain" if tree.width == 1 else "dynamic"
+        drafter.tree_spec = tree_spec_from_options(kind, drafter, tree.depth, tree.width if kind == "dynamic" else None, tree.nodes)
 
 
 def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:
@@ -149,19 +151,17 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
         quantise=section.quantise,
         layers=not training or recipe.needs_target_layers,
     )
-    if target.tokenizer is None:
-        raise ValueError(f"target {section.path!r} has no tokenizer beside its weights; copy tokenizer.json there")
-    if len(target.tokenizer) > target.vocab_size:
+    tokenizer = target.require_tokenizer()
+    if len(tokenizer) > target.vocab_size:
         raise ValueError(
-            f"the tokenizer of {section.path!r} has {len(target.tokenizer)} entries, its model only {target.vocab_size} logits; "
+            f"the tokenizer of {section.path!r} has {len(tokenizer)} entries, its model only {target.vocab_size} logits; "
             "they do not belong together: copy the model's own tokenizer there"
         )
     if data.seq_len > target.max_positions:
         raise ValueError(f"data.seq_len={data.seq_len} is longer than the target's context of {target.max_positions}; lower it")
     if training:
         _check_micro_batch(recipe, target, processes.split_batch(recipe.train, state.num_processes)[0])
-    data.give_template(target.tokenizer)
-    tokenizer = target.tokenizer
+    data.give_template(tokenizer)
     return target, processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
 
 
@@ -193,11 +193,11 @@ def check_memory(
         check_parameters(sum(parameter.numel() for parameter in build().parameters()), keys, device, section)
 
 
-def check_parameters(count: int, keys: str, device: torch.device | None = None, section: TrainSection | None = None) -> None:
+def check_parameters(count: int, keys: str, device: torch.device, section: TrainSection) -> None:
     """`check_memory` for a model of so many parameters."""
     alone = processes.join().num_processes == 1 and not processes.deepspeed()
-    trained = 12 if section and section.weights == "bfloat16" else 16  # bytes, with gradient and AdamW's state
-    needed, free = count * (trained if alone else 4), machine.free_memory(device or torch.device("cpu"))
+    trained = 12 if section.weights == "bfloat16" else 16  # bytes, with gradient and AdamW's state
+    needed, free = count * (trained if alone else 4), machine.free_memory(device)
     if needed > free:
         raise ValueError(
             f"{keys}: {count / 1e9:.3g} billion parameters need at least {needed / 1e9:.3g} GB of memory to be trained, "
@@ -303,10 +303,10 @@ def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int |
     return tau
 
 
-def monitors(recipe: Recipe, target: Target, drafter: Drafter, taps: tuple[int, ...] = (), positions: int | None = None) -> dict[str, Any]:
+def monitors(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> dict[str, Any]:
     """What `loop.fit` measures beside the loss: τ, and the time of the target's forward if training runs it."""
     return {
         "measure_tau": tau_probe(recipe, target, drafter, positions),
         "collective": recipe.target.parallel in COLLECTIVE,
-        "target_forward": partial(target.features, taps=taps) if recipe.features.mode == "online" else None,
+        "target_forward": partial(target.features, taps=drafter.taps) if recipe.features.mode == "online" else None,
     }

@@ -41,8 +41,9 @@ def sample(kind: str, count: int) -> Tensor:
     return torch.stack((tokens, rounds, deep.sum(1))).double()
 
 
-def true_values(kind: str, prompts: int = 1_000_000, at_once: int = 50_000) -> tuple[float, float]:
+def true_values(kind: str, prompts: int = 1_000_000) -> tuple[float, float]:
     """τ, and the share of the rounds that accept at least DEEP tokens."""
+    at_once = 50_000
     parts = [sample(kind, at_once).sum(1) for _ in range(prompts // at_once)]
     tokens, rounds, deep = torch.stack(parts).sum(0)
     return float(tokens / rounds), float(deep / rounds)

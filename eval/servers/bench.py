@@ -93,8 +93,7 @@ def _measure(chosen: argparse.Namespace, loads: "list[Load]", prompts: list[Any]
     from draftsmith.eval.servers.requests import open_benchmarked
     from draftsmith.eval.servers.run import ServeRun, ServeSettings, header_of, models_of
 
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    servers = [open_benchmarked(url, chosen.timeout, key) for url in chosen.url]
+    servers = [open_benchmarked(url, chosen.timeout) for url in chosen.url]
     names = chosen.model or [None]
     models = asyncio.run(models_of(servers, names if len(names) == len(servers) else names * len(servers)))
     settings = ServeSettings(tuple(loads), chosen.repeats, chosen.max_new_tokens, chosen.temperature, chosen.seed)

@@ -45,7 +45,7 @@ def predicted(evaluation: Records, setting: str, load: Load, context: float, dra
 
 def _rounds(evaluation: Records, setting: str, drafted: float | None) -> Rounds:
     """The rounds of a chain of so many tokens by position records, else of the evaluated tree."""
-    requests = [each for each in evaluation.requests if each.setting == setting]
+    requests = evaluation.requests_at(setting)
     if not requests:
         settings = ", ".join(dict.fromkeys(each.setting for each in evaluation.requests))
         raise ValueError(f"the evaluation has no sampling {setting}, only {settings}")
@@ -54,7 +54,7 @@ def _rounds(evaluation: Records, setting: str, drafted: float | None) -> Rounds:
     depth, tree = round(drafted), evaluation.tree["tree"]
     if abs(drafted - depth) > 0.01:
         raise ValueError(f"the server drafts {drafted:.2f} tokens a round on average; the prediction is of chains of one length")
-    positions = [each for each in evaluation.positions if each.setting == setting and not each.choosing]
+    positions = evaluation.positions_at(setting, choosing=False)
     if positions and depth <= Positions(positions).depth:
         return Positions(positions).rounds(chain(depth))
     if tree == [list(path) for path in chain(depth)]:

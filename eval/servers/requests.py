@@ -47,20 +47,17 @@ class Reply:
     timings: dict[str, Any] = field(default_factory=dict)
 
 
-def open_benchmarked(url: str, timeout: float, key: str) -> Server:
+def open_benchmarked(url: str, timeout: float) -> Server:
     """The server at an address with or without /v1.
 
     Args:
         url: such as http://127.0.0.1:8000.
         timeout: seconds that a request may take.
-        key: sent as a bearer token; "" sends none.
 
     Raises:
         ValueError: no address of a server, or a key that no header may hold.
     """
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("the key in $OPENAI_API_KEY has characters that no HTTP header may hold; set it again")
-    return Server(f"{url.rstrip('/').removesuffix('/v1')}/v1", timeout, 0, key)
+    return Server(f"{url.rstrip('/').removesuffix('/v1')}/v1", timeout, 0)
 
 
 def root_of(server: Server) -> str:

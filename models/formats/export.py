@@ -166,11 +166,7 @@ def export_names(source: Source, kind: str, folder: Path, dtype: torch.dtype) ->
             name for name, tensor in source.drafter.state_dict().items() if not torch.equal(tensor.to(again[name].dtype), again[name])
         ]:
             raise ValueError(f"the export failed its own check, and was not written: {wrong[0]} is read as other numbers")
-        card = source.folder / "README.md" if source.folder else None
-        before = (
-            without_serve(card.read_text(encoding="utf-8")) if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
-        )
-        _write_beside(source, kind, family, part, f"{before.rstrip()}\n\n{text}\n")
+        _write_beside(source, kind, family, part, f"{_card_before(source, family)}\n\n{text}\n")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     durable.replace_folder(folder, write)
@@ -212,13 +208,13 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, called:
     target = source.target
     if family == "student":
         model: PreTrainedModel = source.drafter
-        assert target.tokenizer is not None, "students are refused where tokenizers cannot be compared"
+        tokenizer = target.require_tokenizer()
         if engine == "gguf":
             written = copy.deepcopy(fitted(model, target.vocab_size)).to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            gguf_file.write_llama(written, target.tokenizer, part, dtype, eight_bits)
+            gguf_file.write_llama(written, tokenizer, part, dtype, eight_bits)
         else:
             entry = {"target": source.made_for, "tree": source.tree, "confidence": source.confidence, "training": source.training}
-            written = write_student(model, target.tokenizer, part, target.vocab_size, entry, source.depth, dtype)
+            written = write_student(model, tokenizer, part, target.vocab_size, entry, source.depth, dtype)
         if engine == "tensorrt-llm":
             _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": called})
         return cast(Any, written).float()
@@ -266,10 +262,15 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
     write_note(part, engine, family, drafter, source.folder, licences)
 
 
+def _card_before(source: Source, family: str) -> str:
+    """The artifact's card without its section Serve; where there is none, a heading."""
+    card = source.folder / "README.md" if source.folder else None
+    text = without_serve(card.read_text(encoding="utf-8")) if card and card.is_file() else f"# {family} drafter for {source.target.name}"
+    return text.rstrip()
+
+
 def _card(source: Source, family: str, engine: str, row: Row) -> str:
     """The artifact's card, and how to serve this folder."""
-    card = source.folder / "README.md" if source.folder else None
-    text = without_serve(card.read_text(encoding="utf-8")) if card and card.is_file() else f"# {family} drafter for {source.target.name}\n"
     serve = serving(row, source.target.name, "<this folder>", source.depth)
     checked = "was run with folders like this one" if row.proof == "run" else "was not run: the folder follows the rules in its source"
-    return f"{text.rstrip()}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"
+    return f"{_card_before(source, family)}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"

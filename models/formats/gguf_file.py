@@ -113,9 +113,7 @@ def write_eagle3(drafter: EagleModel, folder: Path, dtype: torch.dtype, eight_bi
     }
     numbers = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_theta}
     more = {"target_layers": [tap + 1 for tap in drafter.taps], "norm_before_residual": config.norm_before_residual}
-    tokenizer = target.tokenizer
-    assert tokenizer is not None, "check_tokenizer refuses a target without one"
-    _write(folder / FILE, "eagle3", sizes, numbers, more, tensors, tokenizer, target.config, dtype, eight_bits)
+    _write(folder / FILE, "eagle3", sizes, numbers, more, tensors, target.require_tokenizer(), target.config, dtype, eight_bits)
 
 
 def rotated(rows: Tensor, heads: int) -> Tensor:

@@ -42,8 +42,7 @@ PRECISIONS = ("float32", "bfloat16", "fp8", "int8")
 
 def tokenising(source: Source, target: Target, seq_len: int, copies: int) -> Table:
     """Conversations a second, by the number of processes; the file is read `copies` times over."""
-    assert target.tokenizer is not None
-    encoder = Encoder(target.tokenizer, seq_len, False, ())
+    encoder = Encoder(target.require_tokenizer(), seq_len, False, ())
     table = Table(title=f"tokenise + mask + pack, {source.path} x {copies}")
     for name in ("processes", "conversations/s", "of one process", "once running", "of one process"):
         table.add_column(name, justify="right")
@@ -118,14 +117,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="batches")
     options = parser.parse_args(arguments)
     target = Target.load(options.target, dtype=torch.float32)
-    assert target.tokenizer is not None
-    target.tokenizer.chat_template = target.tokenizer.chat_template or Path(options.template).read_text(encoding="utf-8")
+    tokenizer = target.require_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template or Path(options.template).read_text(encoding="utf-8")
     source, console = Source(path=options.source), Console()
     console.print(tokenising(source, target, options.seq_len, options.copies))
     plan = CorpusPlan((source,), seq_len=options.seq_len)
     prepare.MAX_UNSUPERVISED = 1.0  # answers may begin past a short sequence's end
     with tempfile.TemporaryDirectory() as folder:
-        corpus = prepare.load(plan, target.tokenizer, folder)["train"]
+        corpus = prepare.load(plan, tokenizer, folder)["train"]
         n = min(len(corpus), options.samples)
         first = replace(corpus, offsets=corpus.offsets[: n + 1], domain=corpus.domain[:n], epoch_samples=torch.arange(n))
         console.print(reading(target, PackedDataset(first, options.seq_len), options.batch, options.repeats, Path(folder)))

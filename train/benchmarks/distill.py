@@ -16,8 +16,8 @@ import torch
 from draftsmith.data import prompts, regenerate, stdlib
 from draftsmith.data.conversations import Conversation
 from draftsmith.eval.answers import target_texts
-from draftsmith.eval.comparison import paired_difference, rounds_along_texts
-from draftsmith.eval.intervals import shown
+from draftsmith.eval.comparison import rounds_along_texts
+from draftsmith.eval.intervals import of_difference, shown
 from draftsmith.eval.loading import encode
 from draftsmith.inference import machine
 from draftsmith.inference.draft_model import DraftModel
@@ -119,7 +119,7 @@ def table() -> None:
         first = rounds[next(iter(results))].sum(0)
         for cell, taken in rounds.items():
             taus = tokens.sum() / len(SEEDS) / taken.sum(1)
-            difference = paired_difference(tokens, first, taken.sum(0))
+            difference = of_difference(tokens.expand(2, -1), torch.stack((first, taken.sum(0))))
             results[cell].append((float(tokens.sum() / taken.sum()), float(taus.min()), float(taus.max()), *difference))
     (FOLDER / "table.json").write_text(json.dumps([[*cell, *values] for cell, values in results.items()]))
     print("| loss | rows | start | τ greedy (seeds) | Δτ, 95 % | τ at T = 1 (seeds) | Δτ, 95 % |\n|---|---|---|---|---|---|---|")

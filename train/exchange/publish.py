@@ -123,7 +123,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
             content = without_texts(content) if path == "acceptance.json" and not texts else content
             durable.write_text(part / path, json.dumps(content) + "\n")
         check_folder(str(part))
-        serve = "\n\n".join((*_export(part, engines, repo, entry), *_to_export(method, entry, engines, repo)))
+        serve = "\n\n".join((*_export(part, engines, repo), *_to_export(method, entry, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
         text = card.published(
             readme.read_text(encoding="utf-8"), entry, method, report, repo, serve or "No engine serves it yet; Draftsmith does."
@@ -200,7 +200,7 @@ def _check_evaluated(artifact: Path, files: list[str], without_evaluation: bool)
         )
 
 
-def _export(part: Path, engines: list[str], repo: str, entry: dict[str, Any]) -> list[str]:
+def _export(part: Path, engines: list[str], repo: str) -> list[str]:
     """Export for engines into the folder `part`, each checked by a second reading. Returns for each what its users need to know."""
     if not engines:
         return []

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftsmith.eval.intervals import Interval, of_ratio
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import RoundContext
+from draftsmith.inference.prefix_cache import common_prefix
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.models.target import Target
 
@@ -160,7 +161,7 @@ def serve(
     local = draft_after(target, drafter, prompts, answers, depth)
     rounds, differences = 0, []
     for number, prompt in enumerate(prompts):
-        same = len(prompt) + _common(answers[number], local.answers[number])
+        same = len(prompt) + common_prefix(answers[number], local.answers[number])
         for position in sorted(theirs[number].keys() & local.proposals[number].keys()):
             left, right = theirs[number][position], local.proposals[number][position]
             length = min(len(left), len(right))
@@ -199,7 +200,7 @@ def by_position(start: int, tokens: list[int], proposals: list[list[int]]) -> Pr
         if at + 1 >= len(tokens):
             break
         placed[start + at] = proposal
-        at += 1 + _common(proposal, tokens[at + 1 :])
+        at += 1 + common_prefix(proposal, tokens[at + 1 :])
     return placed
 
 
@@ -255,7 +256,7 @@ def rounds_of(prompts: list[list[int]], answers: list[list[int]], proposals: lis
     for prompt, answer, placed in zip(prompts, answers, proposals, strict=True):
         at, count = 0, 0
         while at + 1 < len(answer):
-            at += 1 + _common(placed.get(len(prompt) + at, []), answer[at + 1 :])
+            at += 1 + common_prefix(placed.get(len(prompt) + at, []), answer[at + 1 :])
             count += 1
         rounds.append(count)
     return rounds
@@ -279,8 +280,3 @@ def _feature_errors(target: Target, taps: tuple[int, ...], prompts: list[list[in
         for layer, ours, got in zip(taps or (-1,), *(each.split(target.hidden_size, -1) for each in (states, rows)), strict=True):
             errors.setdefault(layer, []).append((got - ours).norm(dim=-1) / ours.norm(dim=-1))
     return [FeatureError(layer, float(torch.cat(parts).mean()), float(torch.cat(parts).max())) for layer, parts in errors.items()]
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    length = min(len(left), len(right))
-    return next((i for i in range(length) if left[i] != right[i]), length)

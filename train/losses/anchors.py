@@ -11,7 +11,7 @@ from draftsmith.train.losses.mixture import mix
 from draftsmith.train.objective import Batch
 from draftsmith.train.recipe import Recipe, check_complete_sequences
 
-__all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_sequence", "retained", "tokens_behind"]
+__all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_sequence", "retained", "states_before", "tokens_behind"]
 
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
@@ -134,3 +134,9 @@ def per_sequence(weights: Tensor, batch: Batch) -> Tensor:
     total = weights.sum((1, 2), keepdim=True)
     tokens = batch["loss_mask"].sum(1)[:, None, None]
     return torch.where(total > 0, weights * (tokens / total.clamp(min=1e-9)), 0)
+
+
+def states_before(hidden: Tensor, at: Tensor) -> Tensor:
+    """hidden [B,S,H] of the target -> the states that it predicts the tokens at positions `at` [B,…] from, [B·…,H]."""
+    index = (at - 1).flatten(1)[..., None].expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, index).flatten(0, 1)

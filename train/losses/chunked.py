@@ -64,7 +64,7 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Te
 
     def fused(index: Tensor) -> Tensor:
         right, scale = labels[index], weight[index]
-        values, hits[index] = _fused(part, index, None, right, scale, scale, "nll")
+        values, hits[index] = _fused(part, index, None, right, scale, "nll")
         return (values * scale).sum()
 
     def step(index: Tensor) -> Tensor:
@@ -95,11 +95,10 @@ def chunked_kl(
     target_hidden: Tensor,
     target_head: Head,
     weight: Tensor,
-    temperature: float = 1.0,
     *,
     budget: int = BUDGET,
 ) -> ChunkedLoss:
-    """Σ weight · T² · KL(target ‖ draft), both softened by T; the T² keeps the gradient's size (Hinton et al. 2015).
+    """Σ weight · KL(target ‖ draft).
 
     Gradients go to the drafter alone. A hit is agreement on the best token.
 
@@ -107,10 +106,9 @@ def chunked_kl(
         draft_hidden: [M,·], with `draft_head`.
         target_hidden: [M,·], with `target_head`.
         weight: [M].
-        temperature: T.
         budget: logits in one chunk, at most.
     """
-    return chunked_kl_heads([draft_hidden], [draft_head], target_hidden, target_head, [weight], [0], temperature, budget=budget)[0]
+    return chunked_kl_heads([draft_hidden], [draft_head], target_hidden, target_head, [weight], [0], budget=budget)[0]
 
 
 def chunked_kl_heads(
@@ -120,7 +118,6 @@ def chunked_kl_heads(
     target_head: Head,
     weights: Sequence[Tensor],
     shifts: Sequence[int],
-    temperature: float = 1.0,
     *,
     top_k: int = 0,
     budget: int = BUDGET,
@@ -158,21 +155,21 @@ def chunked_kl_heads(
 
         raw = target.raw(index, used[:, index].any(0))
         least = least_of(raw, top_k).squeeze(1) if top_k else None
-        shared, sums = target_distribution(raw, weight[:, index], temperature=temperature, least=least), []
+        shared, sums = target_distribution(raw, weight[:, index], least=least), []
         for k, part in enumerate(parts):
             scale = weight[k, index]
-            values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, scale * temperature, "kl")
-            sums.append((values * scale).sum() * temperature**2)
+            values, hits[k, index] = _fused(part, rows[k, index], shared, None, scale, "kl")
+            sums.append((values * scale).sum())
         return by_part(sums)
 
     def step(index: Tensor) -> Tensor:
-        target_rows, sums = _TargetRows(target.raw(index, used[:, index].any(0)), temperature, top_k, parts[0].sum_dtype), []
+        target_rows, sums = _TargetRows(target.raw(index, used[:, index].any(0)), top_k, parts[0].sum_dtype), []
         for k, part in enumerate(parts):
             row, scale, supervised = rows[k, index], weight[k, index], used[k, index]
             raw = part.raw(row, supervised)
             values, agreed, gradient = target_rows.kl(raw, scale, part.needs_grad)
             hits[k, index] = agreed & supervised
-            sums.append(torch.where(supervised, values * scale, 0).sum() * temperature**2)
+            sums.append(torch.where(supervised, values * scale, 0).sum())
             if gradient is not None:
                 part.backward(row, gradient)
         return by_part(sums)
@@ -186,10 +183,10 @@ def chunked_kl_heads(
 
 
 class _TargetRows:
-    """The target's distributions at the m rows of a chunk, softened and cut, from its logits raw [m,V]."""
+    """The target's distributions at the m rows of a chunk, cut to top_k, from its logits raw [m,V]."""
 
-    def __init__(self, raw: Tensor, temperature: float, top_k: int, dtype: torch.dtype) -> None:
-        self.raw, self.temperature, self.top_k, self.dtype = raw, temperature, top_k, dtype
+    def __init__(self, raw: Tensor, top_k: int, dtype: torch.dtype) -> None:
+        self.raw, self.top_k, self.dtype = raw, top_k, dtype
         self.best = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
         self.log_sum = torch.empty(len(raw), 1, dtype=dtype, device=raw.device)
         for rows in pieces(raw):
@@ -197,19 +194,19 @@ class _TargetRows:
             self.best[rows], self.log_sum[rows] = ranked(logits, 1).squeeze(1), logits.logsumexp(-1, keepdim=True)
 
     def _logits(self, rows: slice) -> Tensor:
-        return cut(self.raw[rows].to(self.dtype), self.top_k) / self.temperature
+        return cut(self.raw[rows].to(self.dtype), self.top_k)
 
     def kl(self, raw: Tensor, weight: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """KL(target ‖ draft) [m], whether both have the same best token [m], and T · weight · the gradient, from draft logits [m,V]."""
+        """KL(target ‖ draft) [m], whether both have the same best token [m], and weight · the gradient, from draft logits [m,V]."""
         values, agreed = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
         gradient = torch.empty_like(raw) if needs_grad else None
         for rows in pieces(raw, 4):
-            target_logp, logits = self._logits(rows).sub_(self.log_sum[rows]), raw[rows].to(self.dtype)
-            target_p, logp = target_logp.exp(), softened(logits, self.temperature)
+            target_logp, logits = self._logits(rows) - self.log_sum[rows], raw[rows].to(self.dtype)
+            target_p, logp = target_logp.exp(), logits.log_softmax(-1)
             agreed[rows] = ranked(logits, 1).squeeze(1) == self.best[rows]
             values[rows] = torch.where(target_p > 0, target_p * (target_logp - logp), 0).sum(-1)  # 0 · log 0 is 0
             if gradient is not None:
-                gradient[rows] = logp.exp_().sub_(target_p).mul_(weight[rows, None] * self.temperature)
+                gradient[rows] = logp.exp_().sub_(target_p).mul_(weight[rows, None])
         return values, agreed, gradient
 
 
@@ -226,14 +223,12 @@ def _stacked(tensors: Sequence[Tensor], tied: bool) -> Sequence[Tensor]:
     return [torch.cat(tuple(tensors))] if tied and len(tensors) > 1 else tensors
 
 
-def _fused(
-    part: "ChunkedHead", row: Tensor, target: Any, text: Tensor | None, weight: Tensor, gradient_scale: Tensor, loss: str
-) -> tuple[Tensor, Tensor]:
+def _fused(part: "ChunkedHead", row: Tensor, target: Any, text: Tensor | None, weight: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     """Losses and hits [m] of one head at a chunk of its rows, by `losses.kernels`; the gradients are added to `part`."""
     from draftsmith.train.losses.kernels import with_gradients
 
     logits = part.raw(row, weight > 0)
-    result = with_gradients(logits[None], target, text, weight[None], gradient_scale[None], {loss: 1.0}, part.needs_grad)
+    result = with_gradients(logits[None], target, text, weight[None], weight[None], {loss: 1.0}, part.needs_grad)
     if part.needs_grad:
         part.backward(row, logits)
     return result.loss[0], result.hits[0]
@@ -391,11 +386,6 @@ def by_row(values: Tensor, shifts: Sequence[int]) -> Tensor:
     positions = values.shape[1]
     row = torch.arange(positions, device=values.device) + torch.tensor(shifts, device=values.device)[:, None]
     return values.gather(1, row.clamp(max=positions - 1)).masked_fill(row >= positions, 0)
-
-
-def softened(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature)."""
-    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
 
 def cut(logits: Tensor, top_k: int) -> Tensor:

@@ -18,8 +18,8 @@ p is the target distribution over V, q the draft distribution over D, p̃ = p ov
 The losses against p̃, and the kl in lk_hybrid, are 0 where the target's best token is OOV (EAGLE-3's position mask); tv and lk are not.
 Where α = 0, since a top-k cut may leave p no token in D, lk is infinite and has no gradient: it used as 0.
 
-A temperature T softens p and q in all losses, nll and α included. The gradient has the chain rule's 1/T; unlike `chunked_kl`, no T² makes
-up for it. top_k cuts p to its k likeliest tokens of V, with all that tie with the k-th, and renormalises it.
+A temperature T softens p and q in all losses, nll and α included. The gradient has the chain rule's 1/T; no T² makes up
+for it. top_k cuts p to its k likeliest tokens of V, with all that tie with the k-th, and renormalises it.
 
 Letters: K draft steps, M positions (batch and sequence flattened), m of them in a chunk, V target vocabulary, D draft vocabulary, H hidden.
 """
@@ -46,7 +46,6 @@ from draftsmith.train.losses.chunked import (
     least_of,
     pieces,
     rows_to_visit,
-    softened,
     summed_in_chunks,
 )
 from draftsmith.train.losses.mixture import ETA, EXPECTED, FLOOR, beta_of, mix
@@ -185,7 +184,7 @@ class _Chunk:
         best = self.draft_ids[ranked(raw, 1).squeeze(1)]
         hits = ranked(logits, 1).squeeze(2) == best
         log_p = _target_log_probs(raw, self.target_ids, self.temperature, self.top_k)
-        pair = _Distributions(log_p, softened(logits, self.temperature), best >= 0, text)
+        pair = _Distributions(log_p, _softened(logits, self.temperature), best >= 0, text)
         values, gradient = _mixed(pair, gradient_scale, self.terms)
         return values, pair.overlap, hits, gradient
 
@@ -337,6 +336,11 @@ def _is_below(pair: _Distributions) -> Tensor:
 def _through_softmax(q: Tensor, below: Tensor) -> Tensor:
     """−d/dlogits of Σ c·q, for below = c·q with c constant: q · Σ below − below."""
     return (q * below.sum(-1, keepdim=True)).sub_(below)
+
+
+def _softened(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature)."""
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
 
 def _target_log_probs(raw: Tensor, target_ids: Tensor | None, temperature: float, top_k: int) -> Tensor:
