@@ -31,7 +31,7 @@ pictures: $(READY)
 test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not deepspeed"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not deepspeed and not faults"
 
 # Training on two CPU ranks under DeepSpeed: five minutes.
 test-deepspeed: $(DEV)
@@ -44,6 +44,7 @@ test-engines: $(DEV) $(ENGINES)/.ready
 
 # Inject every fault that a run must survive, and a thousand bad inputs: a quarter of an hour on 2 cores. Faults that need root are skipped without it.
 test-faults: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m faults
 	$(BIN)/python tests/faults.py
 
 # Random rounds in the form that CUDA graphs capture, run on a CPU and compared with plain decoding: five minutes, or longer by hand.

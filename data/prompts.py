@@ -16,6 +16,7 @@ from draftsmith.inference.reading import KINDS, describe, field
 
 TINY = Path(__file__).resolve().parent / "prompts-tiny.jsonl"
 CHAT = TINY.with_name("prompts-chat.jsonl")
+NO_DOMAIN = "no domain"
 TABLES = (".parquet", ".arrow")
 HUB = "hf:"  # before the name of a Hub data set, so that nothing else asks the network
 MOST_CHARACTERS = 1 << 23  # of a prompt that is read; a context of a million tokens has half as many
@@ -57,7 +58,7 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
     """Prompts of files and Hub data sets, in their order.
 
     Each row is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, `language`, `completion_prompt`, and
-    `reference`, a text or a list of texts. Turn 2 of a row has its id and "#2". A log has the answer as well: `messages` that end with the
+    `reference`, a text or a list of texts. Rows without a domain are of "all", or of NO_DOMAIN beside others. Turn 2 of a row has its id and "#2". A log has the answer as well: `messages` that end with the
     assistant's, or a `response` to the `prompt`.
 
     Args:
@@ -89,7 +90,13 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
                 prompts.append(prompt)
         if empty:
             raise ValueError(f"{name}: no prompts in it; expected an object with `prompt` and `domain` on each line")
+    if len(counts) > 1:  # beside other domains "all" would be the name of the total too
+        prompts = [_in_domain(prompt, NO_DOMAIN) if prompt.domain == "all" else prompt for prompt in prompts]
     return prompts
+
+
+def _in_domain(prompt: Prompt, domain: str) -> Prompt:
+    return replace(prompt, domain=domain, later=tuple(replace(turn, domain=domain) for turn in prompt.later))
 
 
 def user_texts(paths: Sequence[str | Path]) -> tuple[str, ...]:

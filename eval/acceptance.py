@@ -251,8 +251,13 @@ def _checked_beside(name: str, records: "Records", beside: "dict[str, tuple[str,
     """The records of --beside, checked that they may be compared with those of the drafter of this name."""
     from draftsmith.eval.measured import check_comparable
 
-    for each in beside.values():
-        check_comparable("--beside", (name, records), each)
+    own = {(request.setting, request.prompt) for request in records.requests}
+    for folder, others in beside.values():
+        check_comparable("--beside", (name, records), (folder, others))
+        if own.isdisjoint((request.setting, request.prompt) for request in others.requests):
+            raise ValueError(
+                f"--beside {folder}: no prompt and setting is in both; expected the same prompts; run draftsmith eval on one file"
+            )
     return {name: records for name, (_, records) in beside.items()}
 
 

@@ -14,7 +14,7 @@ from draftsmith.eval.load_check import rounds_of
 from draftsmith.eval.records import Records, RequestRecord
 from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.speed import speedups
-from draftsmith.eval.totals import by_setting, tau, totals
+from draftsmith.eval.totals import by_setting, first_turns, tau, totals
 from draftsmith.inference.reading import field as entry
 from draftsmith.inference.rule_names import RULES
 
@@ -124,13 +124,17 @@ def _judged(records: Records, requests: list[RequestRecord], setting: str, bound
         return Check(bound, "error", f"no prompt of domain {bound.domain!r} was answered at this setting; its domains are {domains}")
     if bound.quantity == "tau":
         counts = totals(chosen)
-        return _compared(bound, tau(counts), len(counts))
+        return _compared(bound, tau(counts), len(first_turns(list(counts))))
     if bound.batch in (None, entry(records.header["settings"], "slots", int, "records: `settings`")):
         timed = [each for each in chosen if each.seconds]
         if not timed:
             return Check(bound, "error", f"nothing was timed at T={setting}; run draftsmith eval again, without --timed")
         measured = speedups(timed)
-        return _compared(bound, Interval(measured["speedup"], measured["speedup_low"], measured["speedup_high"]), len(timed))
+        return _compared(
+            bound,
+            Interval(measured["speedup"], measured["speedup_low"], measured["speedup_high"]),
+            len(first_turns([each.prompt for each in timed])),
+        )
     return _predicted(records, chosen, bound)
 
 
@@ -156,7 +160,7 @@ def _predicted(records: Records, requests: list[RequestRecord], bound: Bound) ->
 
 
 def _compared(bound: Bound, interval: Interval, prompts: int, predicted: bool = False) -> Check:
-    """prompts: over how many the interval is; batches, where several were timed at a time."""
+    """prompts: over how many the interval is, a conversation counts once; batches, where several were timed at a time."""
     measured = {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "prompts": prompts, "predicted": predicted}
     if interval.low is None or interval.high is None:
         return Check(bound, "error", f"{prompts} prompts are too few for an interval; expected at least {FEWEST}; measure more", **measured)

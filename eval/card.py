@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData, try_to_load_from_cache
 
 from draftsmith.eval import drift, load_report, quality, table
 from draftsmith.eval.answers import skipped_line
+from draftsmith.eval.output import literal
 from draftsmith.eval.report import Report
 from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
@@ -310,23 +311,23 @@ def published(text: str, config: dict[str, Any], method: str, content: dict[str,
 def measured(report: Report, details: str) -> str:
     """The measured acceptance of a card. details: more tables, see `page.markdown`."""
     settings = report.settings
-    device = printable(str(report.machine.get("device") or ""), keep="")
+    device = str(report.machine.get("device") or "")
     predictions = [*load_report.lines(report.load), *load_report.estimate_lines(report.estimates)]
     lines = [
-        f"{settings['prompts']} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {table.size(report)}. "
+        f"{report.overall[report.first_setting].prompts} held-out prompts, {settings['max_new_tokens']} new tokens each, {settings['dtype']}, {table.size(report)}. "
         "τ is the number of tokens that a round commits on average, the target's own token included. The intervals are over prompts.",
         "",
         table.markdown(report),
         "",
         *((table.speed_markdown(report), "") if report.speedups else ()),
-        *([f"- Measured on {device}; predictions are for it too, where they name no other device."] if device else []),
+        *([f"- Measured on {literal(device)}; predictions are for it too, where they name no other device."] if device else []),
         *(f"- {line}" for line in (*table.speed(report), *predictions)),
         f"- {table.precision(report)}.",
         f"- {table.lossless(report)}.",
         *(f"- {line}." for line in quality.lines(report.quality, report.lossy)),
         *(f"- {line}." for line in drift.lines(report.drift)),
-        *(f"- {printable(warning, keep='')}." for warning in report.warnings),
-        *([f"- {skipped_line(report.skipped, settings['positions'])}."] if report.skipped else []),
+        *(f"- {literal(warning)}." for warning in report.warnings),
+        *([f"- {literal(skipped_line(report.skipped, settings['positions']))}."] if report.skipped else []),
         f"- Distinct 8-grams in the answers at T={report.first_setting}: {report.distinct:.0%}.",
         "",
         "![survival by depth](survival.png)",

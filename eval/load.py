@@ -175,9 +175,13 @@ def by_batch(model: CostModel, rounds: Rounds, context: int, tree: Tree | None =
 
 
 def break_even(model: CostModel, rounds: Rounds, context: int, tree: Tree | None = None) -> int | None:
-    """The smallest batch at which plain decoding is predicted to be as fast; None where there is none among the measured."""
-    batches = range(model.batches[0], model.batches[-1] + 1)
-    return next((batch for batch in batches if predict_speedup(model, rounds, batch, context, tree) <= 1.0), None)
+    """The least batch from which on plain decoding is predicted to be as fast, up to the largest that was measured; None where there is none."""
+    least = None
+    for batch in range(model.batches[-1], model.batches[0] - 1, -1):
+        if predict_speedup(model, rounds, batch, context, tree) > 1.0:
+            break
+        least = batch
+    return least
 
 
 def predict_speedup(model: CostModel, rounds: Rounds, batch: int, context: int, tree: Tree | None = None) -> float:

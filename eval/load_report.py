@@ -114,8 +114,8 @@ def _trees(model: CostModel, choosing: Sequence[PositionRecord], reported: Seque
     """By domain and batch, the best tree and chain by the choosing half, and what they give on the other."""
     domains = dict.fromkeys(record.domain for record in reported)
     rows = []
-    for domain in ["all", *domains] if len(domains) > 1 else ["all"]:
-        halves = [[each for each in half if domain in ("all", each.domain)] for half in (choosing, reported)]
+    for domain in [None, *domains] if len(domains) > 1 else [None]:
+        halves = [[each for each in half if domain in (None, each.domain)] for half in (choosing, reported)]
         if not all(halves):
             continue
         candidates, positions = Candidates(halves[0], model.max_nodes), Positions(halves[1])
@@ -124,7 +124,7 @@ def _trees(model: CostModel, choosing: Sequence[PositionRecord], reported: Seque
             row = predict(model, positions.rounds(paths), batch, context)
             length = candidates.best_chain(model.relative(batch, context))
             rows.append(
-                {"domain": domain, "batch": batch, "tree": [list(path) for path in paths], "num_speculative_tokens": length}
+                {"domain": domain or "all", "batch": batch, "tree": [list(path) for path in paths], "num_speculative_tokens": length}
                 | {name: getattr(row, name) for name in ("tau", "speedup", "low", "high")}
             )
     return rows

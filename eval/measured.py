@@ -95,7 +95,13 @@ def check_comparable(option: str, first: tuple[str, Records], second: tuple[str,
         ValueError: another target, another of SETTINGS, or other prompts of the same ids.
     """
     (folder, records), (other_folder, others) = first, second
-    check_same(*(TargetIdentity.from_dict(each.header["target"]) for each in (records, others)), weights=True)
+    try:
+        check_same(*(TargetIdentity.from_dict(each.header["target"]) for each in (records, others)), weights=True)
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise ValueError(
+            f"{option}: {folder!r} and {other_folder!r}: {reason}; expected evaluations of one target; leave one out"
+        ) from None
     for key in SETTINGS:
         ours, theirs = records.header["settings"].get(key), others.header["settings"].get(key)
         if ours != theirs:

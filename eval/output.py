@@ -32,6 +32,12 @@ def cell(value: object) -> Text:
     return Text(printable(str(value), keep=""))
 
 
+def literal(text: str) -> str:
+    """A text from outside in Markdown: no mark-up in it counts, and it is one line."""
+    line = printable(text, keep="").replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{character}" if character in "\\`*_{}[]()#+!|~$" else character for character in line)
+
+
 def checked_file(option: str, file: Path, own: Callable[[Path], bool], command: str) -> Path:
     """The file that an option names, if nothing but an earlier one of the same command is there.
 

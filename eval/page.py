@@ -17,6 +17,7 @@ from markupsafe import Markup
 from draftsmith.eval import drift
 from draftsmith.eval.failures import failures
 from draftsmith.eval.intervals import FEWEST, Interval, conversations, of_share, prompts_for
+from draftsmith.eval.output import literal
 from draftsmith.eval.records import Records, RequestRecord
 from draftsmith.eval.report import Report, as_json, drawn_rules, to_json
 from draftsmith.eval.slices import calibration, entropy_edges, ranks_drawn, ranks_formed, slices
@@ -209,7 +210,8 @@ def _template(name: str) -> str:
 
 def _environment(autoescape: bool) -> Environment:
     environment = Environment(autoescape=autoescape, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters |= {"shown": _shown if autoescape else _rounded, "plain": _plain, "cell": _cell, "visible": _visible}
+    environment.filters |= {"shown": _shown if autoescape else _rounded, "line": _line, "plain": _plain, "cell": _cell}
+    environment.filters["visible"] = _visible
     environment.tests["numeric"] = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     return environment
 
@@ -227,9 +229,14 @@ def _shown(value: float | None, form: str = "") -> Markup:
     return Markup("<span>–</span>") if text == "–" else Markup('<data value="{}">{}</data>').format(json.dumps(value), text)
 
 
+def _line(text: Any) -> str:
+    """A sentence in one line, however long it is."""
+    return printable(str(text), keep="")
+
+
 def _plain(text: Any) -> str:
     """A text from outside in one line of bounded length."""
-    line = printable(str(text), keep="")
+    line = _line(text)
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
 
 
@@ -240,8 +247,7 @@ def _visible(text: str) -> str:
 
 def _cell(text: Any) -> str:
     """A text from outside in a Markdown table: no mark-up in it counts."""
-    line = _plain(text).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{character}" if character in "\\`*_{}[]()#+!|~$" else character for character in line)
+    return literal(_plain(text))
 
 
 def _leaves(entries: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

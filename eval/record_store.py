@@ -42,6 +42,11 @@ FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
 ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request", "quality")
+HEADER: dict[str, dict[str, Any]] = {  # what reports take from it without a question
+    "target": {"name": str},
+    "drafter": {"method": str},
+    "settings": {"max_new_tokens": int, "dtype": str, "slots": int, "timed": (int, type(None))},
+}
 VOLATILE = ("machine", "versions")  # of a header: shown, and not compared where an evaluation continues
 
 
@@ -240,6 +245,11 @@ def read(folder: Path) -> Records:
     # Earlier versions did not count them.
     if (count := field({"lines": len(content)} | content[0], "lines", int, f"{file}:1")) != len(content):
         raise ValueError(f"{file} has {len(content)} of {count} lines; it is cut off: restore it, or run draftsmith eval again")
+    for part, kinds in HEADER.items():
+        for name, kind in kinds.items():
+            field(field(content[0], part, dict, f"{file}:1"), name, kind, f"{file}:1: `{part}`")
+    for name in {"machine", "versions", "prompts"} & content[0].keys():
+        field(content[0], name, dict, f"{file}:1")
     records = _records(content, str(file))
     if not records.tree:
         raise ValueError(f"{file} has no line of kind tree; restore the file, or run draftsmith eval again")

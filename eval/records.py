@@ -331,12 +331,13 @@ def request_of(line: dict[str, Any], source: str) -> RequestRecord:
     fields |= {name: float(entry(line, name, float, source)) for name in ("plain_verify_s", "plain_other_s")}
     try:
         if not (
-            all(map(_is_round, rounds))
+            fields["setting"]
+            and all(map(_is_round, rounds))
             and all(type(token) is int for token in (*fields["tokens"], *fields["batch_tokens"].values()))
             and all(type(value) in (int, float) for value in fields["seconds"].values())
             and fields["seconds"].keys() == fields["batch_tokens"].keys()
         ):
-            raise TypeError("rounds, tokens or times of another kind")
+            raise TypeError("no setting, or rounds, tokens or times of another kind")
         fields["rounds"] = [Round(*each) for each in rounds]
         if divergence is not None:
             margin = divergence.get("margin")

@@ -21,7 +21,7 @@ from draftsmith.eval.quality import Quality, lossy_settings, qualities
 from draftsmith.eval.records import Divergence, Records, RequestRecord, distinct_ngrams
 from draftsmith.eval.roofline import Hardware
 from draftsmith.eval.rules import RuleRow, compare_rules
-from draftsmith.eval.sanity import Degenerate, degenerate, lines
+from draftsmith.eval.sanity import Degenerate, degenerate, lines, shown
 from draftsmith.eval.service import service
 from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.speed import speed, speedups
@@ -141,9 +141,12 @@ def report_of(records: Records, beside: Mapping[str, Records] | None = None, dev
         devices: that are not at hand, for estimates.
 
     Raises:
-        ValueError: devices for records without a probe.
+        ValueError: devices for records without a probe; answers without tokens, or no answers.
     """
     header, requests = records.header, records.requests
+    failed = [each.prompt for each in requests if not each.rounds or not each.tokens]
+    if failed or not requests:
+        raise ValueError(f"{len(failed)} of {len(requests)} answers have no tokens ({shown(failed)}); run draftsmith eval again")
     reported = {request.prompt for request in requests}
     report = Report(
         target=header["target"],

@@ -11,7 +11,7 @@ from draftsmith.models.rendering import render
 
 PERIODS, LEAST = 4, 32  # an answer repeats itself where its end is so many equal parts, and at least so many tokens
 DISTINCT, LONG = 0.5, 64  # or where fewer of its 8-grams are distinct, and it has at least so many tokens
-SHOWN = 5  # ids in a sentence
+SHOWN, LONGEST = 5, 60  # ids in a sentence, and characters of each
 QUESTION, ANSWER = "Draftsmith's question", "Draftsmith's answer"
 
 
@@ -124,4 +124,5 @@ def lines(records: Records) -> list[str]:
 
 def shown(names: Sequence[str]) -> str:
     """The first few ids."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    short = (name if len(name) <= LONGEST else f"{name[:LONGEST]}…" for name in names[:SHOWN])
+    return ", ".join(short) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

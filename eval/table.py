@@ -7,14 +7,15 @@ from draftsmith.eval import drift, load_report, quality
 from draftsmith.eval.answers import skipped_line
 from draftsmith.eval.baselines import Reference
 from draftsmith.eval.intervals import FEWEST, Interval, prompts_for, shown
-from draftsmith.eval.output import cell
+from draftsmith.eval.output import cell, literal
 from draftsmith.eval.records import KEYED_RULES
 from draftsmith.eval.report import Acceptance, Report, drawn_rules
 from draftsmith.eval.rules import RuleRow, best_rules
 from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.inference.terminal import printable
 
-MOST_COLUMNS = 40  # of a domain on a narrow terminal
+NAMES = ("domain", "drafter", "rule")  # columns of names
+MOST_COLUMNS = 40  # of a name on a terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 REFERENCE_HEADER = ("drafter", "T", "τ", "95 % interval", "Δτ")
@@ -54,7 +55,9 @@ def reference_rows(report: Report) -> list[tuple[str, ...]]:
     """The drafter, perfect drafters, drafters without weights and earlier artifacts; columns as in REFERENCE_HEADER."""
     cells = []
     for each in report.references:
-        cells.append((printable(each.name, keep=""), each.setting, f"{each.tau:.2f}", shown(each.low, each.high), _delta(each)))
+        cells.append(
+            (printable(each.name, keep=""), labelled(report, each.setting), f"{each.tau:.2f}", shown(each.low, each.high), _delta(each))
+        )
     return cells
 
 
@@ -222,12 +225,13 @@ def print_report(report: Report) -> None:
 
 def _print_table(console: Console, title: str, header: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
     table = Table(title=title)
-    for column, name in enumerate(header):
-        # Only the last column may be cut short: a temperature carries its label.
-        width = max(len(name), *(min(len(row[column]), MOST_COLUMNS) for row in cells)) if column < len(header) - 1 else None
-        table.add_column(name, justify="left" if name in ("domain", "drafter", "rule") else "right", no_wrap=True, min_width=width)
-    for row in cells:
-        table.add_row(*map(cell, row), style="bold" if row[0] == "all" else None)
+    for name in header:
+        # Where the terminal is narrow, names and settings are folded, numbers are not.
+        folded = name in (*NAMES, "T", header[-1])
+        table.add_column(name, justify="left" if name in NAMES else "right", no_wrap=not folded, overflow="fold")
+    for name, *numbers in cells:
+        short = name if len(name) <= MOST_COLUMNS else f"{name[:MOST_COLUMNS]}…"
+        table.add_row(*map(cell, (short, *numbers)), style="bold" if name == "all" else None)
     console.print(table)
 
 
@@ -244,6 +248,5 @@ def speed_markdown(report: Report) -> str:
 def _markdown(header: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for row in cells:
-        domain = row[0].replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-        lines.append("| " + " | ".join((domain, *row[1:])) + " |")
+        lines.append("| " + " | ".join((literal(row[0]), *row[1:])) + " |")
     return "\n".join(lines)

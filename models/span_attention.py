@@ -65,10 +65,15 @@ class _Tile(NamedTuple):
     last: int
 
 
-def _tiles(start: Tensor, end: Tensor, heads: int, budget: int) -> Iterator[_Tile]:
+def _numbers(start: Tensor, end: Tensor, keys: int) -> list[tuple[list[int], list[int]]]:
+    """Starts and ends of each row of the batch, on the host."""
+    return list(zip(start.tolist(), end.tolist(), strict=True))
+
+
+def _tiles(start: Tensor, end: Tensor, keys: int, heads: int, budget: int) -> Iterator[_Tile]:
     """Tiles that cover all queries, each of at most `budget` scores where a single query allows it."""
     queries = start.shape[1]
-    for row, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+    for row, (begins, ends) in enumerate(_numbers(start, end, keys)):
         first = 0
         while first < queries:
             low = begins[first]
@@ -86,7 +91,7 @@ class Spans(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = query.to(wide), key.to(wide), value.to(wide)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1])
-        for tile in _tiles(start, end, q.shape[1], budget):
+        for tile in _tiles(start, end, k.shape[2], q.shape[1], budget):
             row, low, high, first, last = tile
             scores = _scores(_grouped(q, k, tile) * scale, k, start, end, tile)
             peak = scores.amax(-1, keepdim=True)
@@ -108,7 +113,7 @@ class Spans(torch.autograd.Function):
         shift = _row_terms(d_out, out).sub_(d_lse)
         d_query = torch.empty_like(q)
         d_key, d_value = torch.zeros_like(k), torch.zeros_like(v)
-        for tile in _tiles(start, end, q.shape[1], ctx.budget):
+        for tile in _tiles(start, end, k.shape[2], q.shape[1], ctx.budget):
             row, low, high, first, last = tile
             seen = (row, slice(None), slice(low, high))
             scaled, flow = _grouped(q, k, tile) * ctx.scale, _grouped(d_out, k, tile)

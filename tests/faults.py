@@ -1,12 +1,11 @@
-"""Tries every fault that a run must survive, and inputs of careless users and attackers: `make test-faults`, or `python tests/faults.py [--quick]`.
+"""Tries every fault that a run must survive, and inputs of careless users and attackers: `make test-faults`, or `python tests/faults.py`.
 
 It prints a row for each fault: the number of trials, and of those survived. A run survives if it ends as it should (killed, or in error with
 one line that says what to do), loses nothing that was saved, and continues to the weights of an undisturbed run. The exit status is 1 if a
-trial was not survived. --quick runs the part that `make test` includes.
+trial was not survived.
 """
 
 import os
-import sys
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # before torch: forked processes cannot share a GPU
 
@@ -30,14 +29,6 @@ from fault_forks import Row
 
 Group = Callable[[Path], Iterator[Row]]
 
-QUICK: dict[str, Group] = {
-    "kills in a save": partial(fault_saves.at_each_operation, fault="kill -9", probes=(True,)),
-    "worlds": partial(fault_kills.moved, any_two=False),
-    "signals": partial(fault_kills.stopped_by_signals, worlds=(2,), steps=(3,)),
-    "lost ranks": partial(fault_ranks.lost, fates=("is killed", "raises an error of the user's")),
-    "late ranks": fault_ranks.never_came,
-    "disagreeing ranks": fault_ranks.disagreeing,
-}
 ALL: dict[str, Group] = {
     **{f"bad {group}": partial(bad_inputs.refused, group) for group in bad_inputs.GROUPS},
     "launched, signals": fault_launch.signalled,  # the longest first
@@ -95,4 +86,4 @@ def main(groups: dict[str, Group]) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if main(QUICK if sys.argv[1:] == ["--quick"] else ALL) else 1)
+    raise SystemExit(0 if main(ALL) else 1)

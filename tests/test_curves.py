@@ -76,6 +76,10 @@ def test_old_rows_and_rows_that_lack_a_metric_have_a_picture_too():
     ]
 
 
+def test_a_name_is_no_formula(tmp_path):
+    curves.figure([{"step": 1, "loss": 1.0}], "a$^$").savefig(tmp_path / "a.png")
+
+
 def test_closing_draws_the_curves_of_all_rows(tmp_path):
     recipe = recipe_of(tmp_path)
     Log(recipe, accelerator_of(recipe), 0).close()

@@ -30,7 +30,7 @@ def test_prompt_files_with_other_keys(tmp_path):
     file.write_text('{"turns": ["Hi", "More"], "category": "chat", "id": 7}\n{"messages": [{"role": "user", "content": "Yo"}]}\n')
     first, second = prompts.load(file)
     assert (first.domain, first.id, first.messages) == ("chat", "7", ({"role": "user", "content": "Hi"},))
-    assert (second.domain, second.text) == ("all", "Yo")
+    assert (second.domain, second.text) == ("no domain", "Yo")
     for content, says in (
         ("", "no prompts in it"),
         ('{"q": 1}\n', "expected `prompt`, `turns` or `messages`"),

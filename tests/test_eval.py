@@ -6,10 +6,13 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from decoding_cases import position_records, relative
+from hand_records import by_chance
+from matplotlib import pyplot
 from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
@@ -259,6 +262,25 @@ def test_the_report_says_what_a_rule_does_to_the_output(readable, rule, capsys, 
     assert (json.loads(as_json(report))["lossy"] == {"1 rule=typical": "typical"}) == (rule == "typical")
     plot.survival(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_picture_has_a_line_for_the_extremes_of_many_domains(tmp_path, monkeypatch):
+    made = by_chance(prompts=48, tokens=16, domains=tuple(f"domain {n}" for n in range(12)), settings=("0", "1 rule=typical"))
+    report, figures = report_of(made), []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plot.survival(report, tmp_path / "picture.png")
+    labels = [line.get_label() for line in figures[0].axes[0].lines]
+    taus = sorted(report.domains["0"], key=lambda name: -report.domains["0"][name].tau)
+    assert [label.split("  (")[0].strip() for label in labels[:10]] == [*taus[:5], *taus[-5:]]
+    assert " all, T=1 rule=typical LOSSY" in labels[-1] and len({line.get_linestyle() for line in figures[0].axes[0].lines}) == 2
+    figures[0].clear()
+
+
+def test_answers_without_tokens_have_no_report():
+    made = by_chance(prompts=12, tokens=8)
+    made.requests[0] = replace(made.requests[0], rounds=[])
+    with pytest.raises(ValueError, match="1 of 6 answers have no tokens"):
+        report_of(made)
 
 
 def test_the_relative_cost_of_a_round():

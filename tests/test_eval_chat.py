@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import failing
 from conftest import save_byte_target
+from hand_records import by_chance
 
 from draftsmith.data import prompts
 from draftsmith.eval import acceptance, card, compare, decoding, lossless, record_store, speed, table
@@ -241,6 +242,16 @@ def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
         ([*folders, "--limit", "2"], "got --limit"),
     ):
         assert says in failing(capsys, compare.main, ["--measured", *words])
+
+
+def test_folders_that_have_nothing_in_common_are_named(tmp_path, capsys):
+    first, second = by_chance(prompts=12, tokens=8), by_chance(prompts=12, tokens=8)
+    second.requests = [replace(each, prompt=f"other {each.prompt}") for each in second.requests]
+    with pytest.raises(ValueError, match="--beside x: no prompt and setting is in both"):
+        acceptance._checked_beside("own", first, {"x": ("x", second)})
+    second.header["target"] |= {"config_hash": "another"}
+    with pytest.raises(ValueError, match="--beside: 'own' and 'x': the target differs in its config .*expected evaluations of one target"):
+        acceptance._checked_beside("own", first, {"x": ("x", second)})
 
 
 def test_the_shipped_chat_prompts():

@@ -236,7 +236,7 @@ print("kills", kills)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_ten_kills_leave_the_same_bytes(tmp_path):
     arguments = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path / "complete"), str(tmp_path / "killed")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})

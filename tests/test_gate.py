@@ -78,6 +78,17 @@ def test_speedups_are_of_the_prompts_that_were_timed():
     assert outcome(four, Bound("speedup", "", 1.9, batch=8)) == ("pass", "")  # measured so
 
 
+def test_a_conversation_counts_once():
+    """Its turns depend on each other: an interval is over conversations."""
+    made = evaluation()
+    made.requests = [replace(each, prompt=f"p{n // 2}{'#2' if n % 2 else ''}") for n, each in enumerate(made.requests[:10])]
+    for quantity in ("tau", "speedup"):
+        assert outcome(made, Bound(quantity, "", 0.1)) == (
+            "error",
+            "5 prompts are too few for an interval; expected at least 8; measure more",
+        )
+
+
 def test_a_speedup_at_another_batch_is_that_of_the_load_model(monkeypatch):
     made = replace(evaluation(), load={"verify": []})
     loads = []

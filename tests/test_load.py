@@ -9,7 +9,7 @@ from decoding_cases import PROMPTS, relative
 from load_records import CHAIN4, load_record, records, request, verifying
 from zoo import tiny
 
-from draftsmith.eval import load_report, probe
+from draftsmith.eval import load, load_report, probe
 from draftsmith.eval.intervals import Interval
 from draftsmith.eval.load import CostModel, break_even, by_batch, predict
 from draftsmith.eval.load_check import check, occupancy, rounds_of, timed_batches
@@ -110,7 +110,7 @@ def test_intervals_join_those_of_tau_and_of_the_probe(model, monkeypatch):
     assert predict(model, of(2.0, 8, 4), 1, 100).low is None  # one prompt
 
 
-def test_break_even_is_the_first_batch_that_does_not_pay(model):
+def test_break_even_is_the_least_batch_from_which_on_nothing_pays(model, monkeypatch):
     rounds = of(2.0, 8, 4)
     expected = next(batch for batch in range(1, 9) if 2.0 <= model.round(batch, 8, 4, 100))
     assert 2 < expected < 8 and break_even(model, rounds, 100) == expected
@@ -119,6 +119,8 @@ def test_break_even_is_the_first_batch_that_does_not_pay(model):
     assert curve["break_even"] is None and curve["batches"] == [1, 2, 8] and curve["low"] == [None] * 3
     assert curve["speedup"] == [pytest.approx(4.0 / model.round(batch, 8, 4, 100)) for batch in (1, 2, 8)]
     assert break_even(model, of(1.0, 8, 4), 100) == 1
+    monkeypatch.setattr(load, "predict_speedup", lambda model, rounds, batch, *_: {1: 0.9, 2: 1.1}.get(batch, 0.8))
+    assert break_even(model, rounds, 100) == 3, "batch 1 does not pay, batch 2 does"
 
 
 def test_slots_are_taken_by_those_that_wait():
@@ -291,7 +293,8 @@ def test_the_report_is_made_from_records_alone(tmp_path):
 
 def test_the_record_outlives_the_file(tmp_path):
     store = RecordStore(tmp_path)
-    header = {"target": {}, "drafter": {}, "settings": {}, "skipped": {}}
+    settings = {"max_new_tokens": 8, "dtype": "float32", "slots": 1, "timed": None, "positions": 64}
+    header = {"target": {"name": "t"}, "drafter": {"method": "m"}, "settings": settings, "skipped": {}}
     with store.opened(header) as opened:
         opened.append([{"kind": "load", **load_record()}, {"kind": "tree", "tree": [], "nodes": 1, "depth": 0}])
         opened.finish([], [])

@@ -165,6 +165,26 @@ def test_text_from_data_is_text(capsys, tmp_path):
     assert plot.MARK in (tmp_path / "picture.png").read_bytes()[:4096]
 
 
+def test_a_table_shows_its_numbers_at_80_columns(capsys, monkeypatch):
+    """However long names and settings are; LOSSY is not cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    setting = "0.7 top_k=40 top_p=0.95 min_p=0.05 repetition_penalty=1.1 seed=12345 rule=typical"
+    long = report("d" * 200)
+    long.overall, long.domains, long.lossy = {setting: long.overall["0"]}, {setting: long.domains["0"]}, {setting: "typical"}
+    table._print_table(table.Console(), "", table.HEADER, table.rows(long))
+    printed = capsys.readouterr().out
+    assert printed.count("1.50") == 2 and printed.count("LOSSY") == 2 and printed.count("d" * 8) >= 1
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_sentences_from_data_are_no_markup_in_a_card():
+    sample = report()
+    sample.settings["positions"] = 64
+    sample.warnings, sample.skipped = ["12 prompts have a template's '<s>' in `their` words"], {"[x](http://e)": 1}
+    text = card.measured(sample, "")
+    assert "'&lt;s>' in \\`their\\` words." in text and "\\[x\\]\\(http://e\\) 1" in text
+
+
 def test_a_report_with_numbers_that_are_not_finite_is_json():
     broken = report()
     broken.speed = {"speedup": float("inf"), "tau": 1.5}
@@ -289,7 +309,11 @@ def test_ids_and_domains_of_a_prompts_file(tmp_path):
     rows = ['{"prompt": "a", "id": null}', '{"prompt": "b", "id": 7, "category": 3}', '{"turns": ["c", "d"], "id": "x", "prompt": ""}']
     file.write_bytes(b"\xef\xbb\xbf" + "\n\n".join(rows).encode() + b"\r\n")
     read = prompts.load(file, distinct=True)
-    assert [(prompt.id, prompt.domain, prompt.text) for prompt in read] == [("1", "all", "a"), ("7", "3", "b"), ("x", "all", "c")]
+    assert [(prompt.id, prompt.domain, prompt.text) for prompt in read] == [
+        ("1", "no domain", "a"),
+        ("7", "3", "b"),
+        ("x", "no domain", "c"),
+    ]
     file.write_text('{"prompt": "a", "id": 2}\n{"prompt": "b"}\n')
     assert len(prompts.load(file)) == 2  # texts to leave out of the training data may have any ids
     with pytest.raises(ValueError, match="p.jsonl:2: `id` '2' is that of line 1 too"):

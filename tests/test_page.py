@@ -163,6 +163,11 @@ def test_what_is_not_lossless_is_written_across_the_page(bugs, lossy, mark):
     assert content["verdict"]["lossless"] == expected
 
 
+def test_a_warning_is_shown_to_its_end(content):
+    warning = f"{'a/long/name.py, ' * 12}and more; τ <1.70> with them, 1.66 without"
+    assert f"{warning.replace('<', '&lt;').replace('>', '&gt;')}</bdi>." in html(content | {"warnings": [warning]})
+
+
 def test_the_panel_of_loads_is_there_where_loads_are_known(content):
     assert 'id="load"' in html(content) and "From a batch of" in html(content)
     assert "at every batch shown" in html(content | {"by_batch": LOAD | {"break_even": None}})

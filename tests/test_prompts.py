@@ -33,8 +33,8 @@ def test_several_files_of_several_kinds(tmp_path):
     assert [(each.id, each.domain, each.text, each.language) for each in read] == [
         ("a.jsonl:1", "d", "x", ""),
         ("a.jsonl:2", "d", "y", "de"),
-        ("7", "all", "u", ""),
-        ("b.parquet:2", "all", "z", ""),
+        ("7", "no domain", "u", ""),
+        ("b.parquet:2", "no domain", "z", ""),
     ]
     assert [turn.text for turn in read[2].later] == ["v"]
     assert [each.id for each in load([first])] == [each.id for each in load(first)] == ["1", "2"]  # as with one file ever since

@@ -179,6 +179,17 @@ def test_a_request_survives_its_line():
             request_of(line | damage, "here")
 
 
+def test_a_header_that_lacks_what_reports_need_is_refused(complete, tmp_path):
+    content = (complete[0] / RECORDS).read_bytes()
+    for part, name in (("drafter", "method"), ("settings", "slots"), ("target", "name")):
+        first, rest = content.split(b"\n", 1)
+        header = json.loads(first)
+        del header[part][name]
+        (tmp_path / RECORDS).write_bytes(json.dumps(header).encode() + b"\n" + rest)
+        with pytest.raises(ValueError, match=f"records.jsonl:1: `{part}`: `{name}` should be"):
+            record_store.read(tmp_path)
+
+
 def test_lines_of_somebody_else_are_refused(complete, tmp_path):
     good = (complete[0] / RECORDS).read_text().splitlines(keepends=True)
     for content, says in (

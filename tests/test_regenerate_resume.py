@@ -193,14 +193,14 @@ def kill_ten_times(tmp_path: Path, mode: str, address: str = "") -> None:
     assert int(words[words.index("KILLED") + 1]) == 10 and int(words[words.index("TORN") + 1]) >= 1, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_ten_kills_leave_the_bytes_of_a_run_without_them(tmp_path):
     kill_ten_times(tmp_path, "decoder")
     assert (tmp_path / "out").read_bytes() == (tmp_path / "undisturbed").read_bytes()
     assert len(rows_of(tmp_path / "out")) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_ten_kills_while_a_server_answers_leave_each_id_once(tmp_path):
     with Stub() as stub:
         kill_ten_times(tmp_path, "server", stub.address)
@@ -321,7 +321,7 @@ class Faulty(Disk):
         return call
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_interrupt_while_a_server_answers(tmp_path):
     """A real SIGINT in a real process: exit by KeyboardInterrupt, one line, and the rest by the same command."""
     jobs, out = asks(30), tmp_path / "out"

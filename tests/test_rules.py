@@ -718,6 +718,7 @@ FAULTS |= {
 }
 
 
+@pytest.mark.faults
 def test_every_fault_is_seen(monkeypatch):
     for check in {id(check): check for *_, check in FAULTS.values()}.values():
         assert check() > GREEN, check

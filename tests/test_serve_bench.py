@@ -360,6 +360,7 @@ def test_it_continues_wherever_it_was_cut(prompts, capsys, tmp_path):
             assert new == (32 - len(earlier) + 2 * serve_run.WARM_UP if len(earlier) < 32 else 0), cut
 
 
+@pytest.mark.faults
 def test_a_killed_benchmark_goes_on(prompts, capsys, tmp_path):
     gate = threading.Event()
 

@@ -175,16 +175,14 @@ def check_layout(recipe: Recipe) -> None:
         )
 
 
-def check_memory(
-    build: Callable[[], nn.Module], keys: str, device: torch.device | None = None, section: TrainSection | None = None
-) -> None:
+def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device, section: TrainSection) -> None:
     """Check that a model's weights fit into the memory that is free, and what training adds where a single process holds it all.
 
     Args:
         build: makes the model; it is called where tensors have no values.
         keys: which of the recipe's decide its size, for the error.
-        device: where it will be; None: the CPU.
-        section: its train.weights is used; None: float32.
+        device: where it will be.
+        section: its train.weights is used.
 
     Raises:
         ValueError: it does not fit.

@@ -103,7 +103,7 @@ def build(recipe: TargetRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForC
         eos_token_id=end,
         pad_token_id=end,
     )
-    setup.check_memory(lambda: LlamaForCausalLM(config), "architecture.*", section=recipe.train)
+    setup.check_memory(lambda: LlamaForCausalLM(config), "architecture.*", torch.device("cpu"), recipe.train)
     torch.manual_seed(recipe.train.seed)
     model = LlamaForCausalLM(config)
     scale_residuals(model)

@@ -168,7 +168,7 @@ def draw(points: Sequence[Point], picture: Path) -> None:
     figure = Figure(figsize=(9.6, 4.2), dpi=130, layout="constrained")
     for number, (axis, title) in enumerate(AXES.items(), 1):
         axes = figure.add_subplot(1, 2, number)
-        for color, (method, line) in zip(colormaps["tab10"].colors, lines(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
+        for color, (method, line) in zip(itertools.cycle(colormaps["tab20"].colors), lines(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
             own = [point for point in points if point.method == method]
             along = [line.least * (line.most / line.least) ** (part / 32) for part in range(33)]
             axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color)

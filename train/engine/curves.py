@@ -58,7 +58,7 @@ def figure(rows: Rows, name: str) -> "Figure":
     columns = 2 if len(by_title) in (2, 4) else min(COLUMNS, len(by_title))
     lines = -(-len(by_title) // columns)
     result = Figure(figsize=(4.6 * columns, 0.8 + 2.9 * lines), dpi=130, layout="constrained")
-    result.suptitle(f"{name}: {_summary(rows)}", x=0.01, ha="left", fontsize=11)
+    result.suptitle(f"{name}: {_summary(rows)}", x=0.01, ha="left", fontsize=11, parse_math=False)
     for number, (title, names) in enumerate(by_title.items(), 1):
         _draw_panel(result.add_subplot(lines, columns, number), title, names, rows)
     result.supxlabel("step    (lines: training, dots: held out)", fontsize=8)

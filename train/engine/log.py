@@ -173,7 +173,7 @@ class Log:
         if self.file.is_file():
             try:
                 curves.draw(self.file, self.folder / "curves.png")
-            except OSError as error:  # a picture is no reason to end the run in error
+            except (OSError, ValueError) as error:  # a picture is no reason to end the run in error
                 self.print(f"curves.png could not be written ({error})")
 
     def _write(self, row: dict[str, Any]) -> None:
