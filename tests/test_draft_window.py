@@ -46,11 +46,6 @@ def tight(monkeypatch):
     monkeypatch.setattr(draft_window, "DEEPEST", 0)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
 def pair_drafter(target, method, dtype=torch.float32):
     torch.manual_seed(0)
     drafter = new_drafter(method, target, dtype=dtype, **PAIRS[method])

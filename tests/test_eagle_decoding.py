@@ -25,11 +25,6 @@ from draftsmith.models.target import Target
 from draftsmith.train.eagle import EagleSection, objective3
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decoding_computes_what_training_does(target, name, shape):

@@ -40,11 +40,6 @@ REPEATED = [prompt * 3 for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
-
-
-@pytest.fixture(scope="module")
 def answers(target):
     """By sampling: plain decoding's answers, one prompt after the other."""
     return {name: texts(Decoder(target).generate(REPEATED, how, NEW, ())) for name, how in HOWS.items()}
