@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoding_cases import drafted_children
 from head_cases import check_slow_form, gradients
 from packed_data import packed
 from planting import round_context
@@ -170,13 +171,9 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     for (position,), logits, (root, *_), tree in rounds:
         assert root.tolist() == [text[position]]
         states = drafter.root_states(hidden[:, :position], torch.arange(position)[None], torch.zeros(1, position, dtype=torch.int64))[0]
-        parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
-        for node in sorted({parent for parent in parents if parent >= 0}):  # the nodes of which the tree holds children
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            k = len(path) - 1
-            follow = torch.tensor([tokens[i] for i in path] + [0] * (2 - k))
+        for path, _ in drafted_children(tree, 0):
+            k = len(path)
+            follow = torch.tensor([int(tree.tokens[0, 0]), *path] + [0] * (2 - k))
             x = drafter.hidden_along(states[-1:], target.embed(follow)[None], drafter.head_parameters())[k]
             output = drafter.output(k, drafter.head_parameters())
             expected = output(x) if callable(output) else x @ output.T

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from decoding_cases import drafted_children
 from head_cases import check_slow_form, gradients
 from packed_data import packed
 from planting import round_context
@@ -164,14 +165,10 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     text = torch.tensor(prompt + answer.tokens)
     hidden, seen = target.forward(text[None]).hidden[0], 0
     for (position,), logits, tree in rounds:
-        parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
-        for node in sorted({parent for parent in parents if parent >= 0}):  # the nodes of which the tree holds children
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            k = len(path) - 1
-            follow = torch.tensor([tokens[i] for i in path] + [0] * (2 - k))
-            assert tokens[0] == text[position]
+        assert tree.tokens[0, 0] == text[position]
+        for path, _ in drafted_children(tree, 0):
+            k = len(path)
+            follow = torch.tensor([int(tree.tokens[0, 0]), *path] + [0] * (2 - k))
             given = drafter.head_parameters()
             x = drafter.states_along(hidden[position - 1], follow, given)[k]
             expected = drafter.outputs(given)[k if name == "own" else 0] @ x
