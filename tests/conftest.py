@@ -1,4 +1,4 @@
-"""Shared by all tests: GPU tests are skipped, and counted, where there is no GPU; a tiny target with a tokenizer on disk."""
+"""Shared by all tests: GPU tests are skipped, and counted, where there is no GPU; a tiny target, and one on disk with a tokenizer."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 
 from draftsmith.eval import acceptance
 from draftsmith.inference import machine
+from draftsmith.models.target import Target
 from draftsmith.train.losses import chunked
 
 if interpreted.INTERPRETED and find_spec("triton"):
@@ -91,6 +92,12 @@ def save_byte_target(folder: Path) -> None:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A tiny random Llama; a file that needs another target names its own."""
+    return Target.wrap(zoo.tiny("llama"), name="small")
 
 
 @pytest.fixture(scope="session")

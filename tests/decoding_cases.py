@@ -1,9 +1,11 @@
 """Prompts, samplings, trees and draft models that the tests of decoding share."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from watching import Watch
 from zoo import VOCAB, tiny
 
 from draftsmith.eval.positions import record_positions
@@ -52,6 +54,16 @@ def relative(name: str, noise: float = 0.012, vocab: int = VOCAB) -> Target:
     return Target.wrap(model)
 
 
+def drafted_children(tree: DraftTree, b: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(tokens behind the root up to it, its children's tokens) of every node of row b that has children."""
+    tokens, parents, paths = tree.tokens[b].tolist(), tree.parents[b].tolist(), [[]]
+    for i in range(1, int(tree.size[b])):
+        paths.append([*paths[parents[i]], tokens[i]])
+    for i, path in enumerate(paths):
+        if children := [tokens[j] for j in range(1, len(paths)) if parents[j] == i]:
+            yield path, children
+
+
 class Checked(DraftModel):
     """Compares every tree with a slow reference: a forward over the complete path of every node.
 
@@ -82,15 +94,8 @@ class Checked(DraftModel):
         for b, slot in enumerate(round.slots):
             assert self.texts[slot][-1] == int(round.last_tokens[b]) and len(self.texts[slot]) == int(round.positions[b]) + 1
             self.seen[f"pending {min(pending[b], 3)}"] += 1
-            paths = []
-            for i in range(int(tree.size[b])):
-                parent = int(tree.parents[b, i])
-                paths.append([*paths[parent], int(tree.tokens[b, i])] if i else [])
-            children = {i: [j for j in range(1, len(paths)) if tree.parents[b, j] == i] for i in range(len(paths))}
-            for i, path in enumerate(paths):
-                if children[i]:
-                    proposed = [int(tree.tokens[b, j]) for j in children[i]]
-                    assert proposed == self.order(self.texts[slot] + path)[: len(proposed)], (slot, path)
+            for path, proposed in drafted_children(tree, b):
+                assert proposed == self.order(self.texts[slot] + path)[: len(proposed)], (slot, path)
         return tree
 
     def accept(self, round, tree, verdict, out):
@@ -120,6 +125,19 @@ class DepthPattern:
     def depth(self, slots):
         self.round += 1
         return [0, self.max_depth, self.max_depth, 0, 0, 2, self.max_depth, 1][self.round % 8]
+
+
+def check_reads(stream: Iterator, rounds: int, monkeypatch) -> None:
+    """After the first round of a stream nothing reads the device but the one transfer of each round."""
+    next(stream)  # prefill and the first round, whose tables are made from host lists
+    transfers, plain = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
+    for _ in range(rounds):
+        transfers.clear()
+        with Watch() as watch:
+            steps = next(stream)
+        assert not any(step.finished for step in steps)
+        assert watch.syncs == [] and len(transfers) == 1 and watch.calls > 50
 
 
 GREEN, RED = 1e-4, 1e-6

@@ -3,6 +3,7 @@
 import torch
 
 from draftsmith.data.corpus import Corpus
+from draftsmith.data.packing import PackedDataset
 
 
 def corpus_of(lengths, vocab=48, seq_len=32, seed=0, epoch_samples=None) -> Corpus:
@@ -15,6 +16,20 @@ def corpus_of(lengths, vocab=48, seq_len=32, seed=0, epoch_samples=None) -> Corp
 
 
 LENGTHS = [5, 9, 32, 1, 14, 9, 9, 27, 3, 3, 3, 18, 2, 14, 9, 30, 21, 5]
+
+
+def rows_of_24(vocab, copies=1) -> PackedDataset:
+    """Documents of several lengths."""
+    return PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7] * copies, seq_len=24, vocab=vocab), 24)
+
+
+def packed(vocab, prompt=3, share=0.8):
+    """All of `rows_of_24` as one batch. Of each document the first `prompt` tokens are not supervised; of the later ones a share is."""
+    rows = rows_of_24(vocab)
+    batch = rows.batch(torch.arange(len(rows)))
+    drawn = torch.rand(batch["document"].shape, generator=torch.Generator().manual_seed(1)) < share
+    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= prompt) & drawn
+    return batch
 
 
 def two_rows(vocab, length=24):

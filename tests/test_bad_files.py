@@ -118,11 +118,6 @@ def test_a_section_of_no_method_is_refused(tmp_path):
         load_recipe(Recipe, "medusa-tiny.yaml", ["dta.train=x"], shared=True)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
 def test_a_store_of_an_earlier_version_still_works(target, tmp_path, capsys):
     corpus = corpus_of(LENGTHS)
     capture.capture(target, [corpus], tmp_path)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from records_by_hand import positions, records, request
-from zoo import tiny
 
 from draftsmith.eval import baselines
 from draftsmith.eval.baselines import perfect, references, replayed, rounds_within, vocabulary_ceiling
@@ -15,14 +14,8 @@ from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models.target import Target
 
 PROMPTS = [[5, 6, 7, 5, 6], [3, 9, 27, 1], list(range(2, 14)) * 2, [40, 41, 2], [11, 7, 7, 7, 30], [1]]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.6, seed=3)], ids=["greedy", "sampled"])

@@ -11,7 +11,6 @@ import torch
 import yaml
 from commands import failing
 from decoding_cases import relative
-from zoo import tiny
 
 from draftsmith.eval import acceptance, card, compare, comparison, expected, generate, loading
 from draftsmith.eval.answers import TargetText, target_texts
@@ -95,11 +94,6 @@ def test_probabilities_are_of_the_warped_distributions():
     torch.testing.assert_close(
         expected.acceptance_probabilities(p, q[:, :2], tokens, ONE), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
     )
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 PROMPTS = [[5], [3, 9, 27, 1], list(range(2, 14)), [40, 41, 2], [11, 7, 7, 7, 30]]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from packed_data import corpus_of
+from packed_data import corpus_of, rows_of_24
 from random_targets import random_model, randomise
 
 from draftsmith.data.packing import PackedDataset
@@ -69,7 +69,7 @@ def test_fit_gives_back_the_weights_that_made_the_chances():
 def test_chains_are_those_of_each_document(target, kind, monkeypatch):
     """α and agreement from the target's and the drafter's distributions of each document alone; a token that is no answer's ends the count."""
     monkeypatch.setattr(confidence, "AT_ONCE", 5)
-    drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
+    drafter, rows = make(target, kind), rows_of_24(VOCAB)
     depth, seen = drafter.depth_limit, 0
     for number in range(len(rows)):
         batch = rows.batch(torch.tensor([number]))

@@ -64,11 +64,6 @@ class Watched(Checked):
         assert all(result.depth == depth for result in verdict.on_host(tree)), "AdaptiveDepth learns the depth of the draft"
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("how", HOWS)
 def test_output_is_that_of_plain_decoding(target, how, shape):

@@ -15,7 +15,7 @@ import torch
 from decoding_cases import relative
 from planted import Planted, seen_in
 from transformers import AutoModel
-from zoo import VOCAB, tiny
+from zoo import VOCAB
 
 from draftsmith.inference import level_heads
 from draftsmith.inference.adaptive import AdaptiveDepth
@@ -45,11 +45,6 @@ HOWS = {
 NEW = 18
 CONTEXT = 20  # answers end after 12 to 18 tokens, so that slots are taken over beside running ones
 PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8], [4, 4, 4, 2], [17, 40, 3, 3, 9]]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 @pytest.fixture(scope="module")

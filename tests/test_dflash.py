@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_data import corpus_of
+from packed_data import packed
 from random_targets import random_model, randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.block_attention import attend_blocks, blocks_at
 from draftsmith.models.dflash import DflashConfig
@@ -38,15 +37,6 @@ def target():
 def make(target, name="full", dtype=torch.float32, **more):
     settings = {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2} | SETTINGS[name] | more
     return randomise(new_drafter("dflash", target, dtype=dtype, **settings), 0.4)
-
-
-def packed(seed=0):
-    """Documents of several lengths in rows of 24, with masks in which the first third of each, its prompt, is not supervised."""
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB, seed=seed), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    prompt = batch["position_ids"] < 3
-    batch["loss_mask"] = (batch["document"] >= 0) & ~prompt & (torch.rand(prompt.shape, generator=torch.Generator().manual_seed(1)) < 0.8)
-    return batch
 
 
 # Attention
@@ -130,7 +120,7 @@ def test_memory_is_linear_in_positions_and_a_fifth_of_a_dense_mask():
 
 
 def test_anchors_are_drawn_from_all_that_fit_and_keyed_by_example():
-    batch = packed()
+    batch = packed(VOCAB)
     fitting = {
         (b, a)
         for b in range(len(batch["input_ids"]))
@@ -157,7 +147,7 @@ def test_anchors_are_drawn_from_all_that_fit_and_keyed_by_example():
 
 
 def test_tokens_behind_an_anchor_end_with_its_answer():
-    batch = packed()
+    batch = packed(VOCAB)
     anchors, drawn = draw_anchors(batch, 6, 0)
     at, tokens, supervised = tokens_behind(batch, anchors, drawn, 5)
     counts = set()
@@ -238,7 +228,7 @@ def double_target():
 def test_the_objective_is_the_loops(name, weights):
     target = double_target()
     drafter = make(target, name, torch.float64).train()
-    batch, section = packed(), DflashSection(loss="0.4 kl + 0.6 nll", weights=weights, anchors=4, gamma=2.5, block_size=5)
+    batch, section = packed(VOCAB), DflashSection(loss="0.4 kl + 0.6 nll", weights=weights, anchors=4, gamma=2.5, block_size=5)
     loss = objective(drafter, batch, target=target, section=section, seed=3)
     anchors, drawn = draw_anchors(batch, 4, 3)
     depth, total = drafter.config.depth, torch.zeros((), dtype=torch.float64)
@@ -275,7 +265,7 @@ def test_the_objective_is_the_loops(name, weights):
 
 
 def test_rows_add_up_however_they_are_split(target):
-    drafter, batch, section = make(target).train(), packed(), DflashSection(anchors=4)
+    drafter, batch, section = make(target).train(), packed(VOCAB), DflashSection(anchors=4)
     complete = objective(drafter, batch, target=target, section=section)
     rows = [
         objective(drafter, {name: values[b : b + 1] for name, values in batch.items()}, target=target, section=section) for b in range(2)
@@ -285,7 +275,7 @@ def test_rows_add_up_however_they_are_split(target):
 
 
 def test_no_position_behind_the_anchor_reaches_a_block(target):
-    drafter, batch = make(target), packed()
+    drafter, batch = make(target), packed(VOCAB)
     ids, positions, document = (batch[name][:1] for name in ("input_ids", "position_ids", "document"))
     feature = torch.randn(1, 24, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
     anchors = torch.tensor([[int((positions[0] > 2).nonzero()[0])]])
@@ -365,7 +355,7 @@ def test_keys_that_do_not_fit_are_refused(words, said):
 
 
 def test_weights_of_a_sequence_add_up_to_its_tokens():
-    batch = packed()
+    batch = packed(VOCAB)
     weights = per_sequence(torch.rand(len(batch["input_ids"]), 3, 2), batch)
     torch.testing.assert_close(weights.sum((1, 2)), batch["loss_mask"].sum(1).float())
     assert not per_sequence(torch.zeros(len(batch["input_ids"]), 3, 2), batch).any()

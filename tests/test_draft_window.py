@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import SAMPLED, relative, texts
+from decoding_cases import SAMPLED, drafted_children, relative, texts
 from zoo import VOCAB, tiny
 
 from draftsmith.eval import evaluation, loading
@@ -44,11 +44,6 @@ def tight(monkeypatch):
     """Rows are evicted every few positions."""
     monkeypatch.setattr(draft_window, "SPARE", 3)
     monkeypatch.setattr(draft_window, "DEEPEST", 0)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 def pair_drafter(target, method, dtype=torch.float32):
@@ -106,16 +101,11 @@ class Masked(DraftModel):
     def propose(self, round):
         tree = super().propose(round)
         for b, slot in enumerate(round.slots):
-            paths = []
-            for i in range(int(tree.size[b])):
-                paths.append([*paths[int(tree.parents[b, i])], int(tree.tokens[b, i])] if i else [])
-            for i, path in enumerate(paths):
-                proposed = [int(tree.tokens[b, j]) for j in range(1, len(paths)) if tree.parents[b, j] == i]
-                if proposed:
-                    ids, prompt = self.texts[slot] + path, self.prompts[slot]
-                    assert proposed == self.slow_order(ids, prompt)[: len(proposed)], (slot, len(ids), path)
-                    self.seen["compared"] += 1
-                    self.seen["others with another window"] += proposed != self.slow_order(ids, prompt, shift=1)[: len(proposed)]
+            for path, proposed in drafted_children(tree, b):
+                ids, prompt = self.texts[slot] + path, self.prompts[slot]
+                assert proposed == self.slow_order(ids, prompt)[: len(proposed)], (slot, len(ids), path)
+                self.seen["compared"] += 1
+                self.seen["others with another window"] += proposed != self.slow_order(ids, prompt, shift=1)[: len(proposed)]
         self.seen["evicted"] += int((self._state.cache.dropped > 0).sum())
         return tree
 

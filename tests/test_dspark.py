@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from packed_data import corpus_of
+from packed_data import packed, rows_of_24
 from random_targets import random_model, randomise
 from safetensors.torch import load_file
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.sampler import Sampling
@@ -34,13 +33,6 @@ def target():
 def make(target, dtype=torch.float32, **more):
     settings = {"taps": [0, 1], "num_heads": 4, "num_kv_heads": 2, "block_size": 4, "markov_rank": 6, "num_layers": 1} | more
     return randomise(new_drafter("dspark", target, dtype=dtype, **settings), 0.4)
-
-
-def packed():
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= 3)
-    return batch
 
 
 def test_fresh_heads_say_nothing(target):
@@ -86,7 +78,7 @@ def biases(drafter, states, tokens):
 @pytest.mark.parametrize("markov", MARKOV)
 def test_the_objective_is_the_loops(markov):
     target = Target.wrap(random_model("llama").double())
-    drafter, batch = make(target, torch.float64, markov=markov).train(), packed()
+    drafter, batch = make(target, torch.float64, markov=markov).train(), packed(VOCAB, share=1.0)
     section = DsparkSection(anchors=3, gamma=2.0, loss="0.3 nll + 0.7 tv", confidence_loss=0.6)
     loss = objective(drafter, batch, target=target, section=section, seed=1)
     anchors, drawn = draw_anchors(batch, 3, 1)
@@ -159,9 +151,7 @@ def test_a_published_folder_is_read_as_it_was_written(target, tmp_path, markov):
 def test_a_warm_start_takes_a_calibrated_drafter_of_other_settings(target, tmp_path):
     """When drafts end, and how long they are, is no size; the rank of the Markov head is one."""
     old = make(target, confidence=0.1)
-    calibrate(
-        old, PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7] * 3, seq_len=24, vocab=VOCAB), 24), 4, target, DsparkSection(anchors=6)
-    )
+    calibrate(old, rows_of_24(VOCAB, copies=3), 4, target, DsparkSection(anchors=6))
     assert old.config.temperatures
     old.save_pretrained(tmp_path)
     new = make(target, block_size=3)
@@ -245,7 +235,7 @@ def test_temperatures_undo_what_confidences_exaggerate():
 
 
 def test_training_ends_with_temperatures(target, capsys):
-    drafter, rows = make(target), PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7] * 3, seq_len=24, vocab=VOCAB), 24)
+    drafter, rows = make(target), rows_of_24(VOCAB, copies=3)
     calibrate(drafter, rows, 4, target, DsparkSection(anchors=6))
     assert len(drafter.config.temperatures) == 4 and drafter.config.temperatures != [1.0] * 4
     assert capsys.readouterr().out.count("→") == 5

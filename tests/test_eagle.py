@@ -20,11 +20,6 @@ from draftsmith.train import eagle as train
 from draftsmith.train.eagle import EagleSection, objective3
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
 def test_wrong_taps_sizes_and_versions_are_refused(target):
     for taps, wrong in (([0, 2], r"layers 0\.\.1: \[2\]"), ([-1, 1], r"\[-1\]")):
         with pytest.raises(ValueError, match=wrong):

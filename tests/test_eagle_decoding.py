@@ -5,10 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import PROMPTS, position_records, texts
+from decoding_cases import PROMPTS, check_reads, position_records, texts
 from eagle_drafters import HOWS, NEW, TREES, VARIANTS, allowed, answers_of, fitted, lines_corpus, make, random_lines
 from eagle_rounds import played
-from watching import Watch
 from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.data.packing import PackedDataset
@@ -23,11 +22,6 @@ from draftsmith.inference.tree import StaticTree
 from draftsmith.models.eagle import EagleModel
 from draftsmith.models.target import Target
 from draftsmith.train.eagle import EagleSection, objective3
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -141,16 +135,7 @@ def test_nothing_reads_the_device_within_a_round(target, name, shape, how, monke
     drafter.tree_spec = TREES[shape]
     sampling = Sampling(0.9, seed=1, rule=how) if how == "rejection" else HOWS[how]
     stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 30, ())
-    next(stream)
-    transfers = []
-    plain = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
-    for _ in range(4):
-        del transfers[:]
-        with Watch() as watch:
-            steps = next(stream)
-        assert not any(step.finished for step in steps)
-        assert watch.syncs == [] and len(transfers) == 1 and watch.calls > 50
+    check_reads(stream, 4, monkeypatch)
 
 
 @pytest.mark.parametrize("name, arch", [("3", {}), ("3", {"draft_vocab_size": 30}), ("3.1", {})])

@@ -8,7 +8,7 @@ from eagle_by_hand import agrees
 from eagle_drafters import VARIANTS, lines_corpus, make
 from packed_data import LENGTHS, corpus_of
 from watching import Largest
-from zoo import VOCAB, tiny
+from zoo import VOCAB
 
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.packing import PackedDataset
@@ -20,11 +20,6 @@ from draftsmith.train import eagle as train
 from draftsmith.train.eagle import EagleSection, objective1, objective3
 from draftsmith.train.losses.noise import document_lengths
 from draftsmith.train.objective import Progress
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "alone"])

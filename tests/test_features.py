@@ -39,11 +39,6 @@ def small_shards(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
-@pytest.fixture(scope="module")
 def corpus():
     return corpus_of(LENGTHS)
 

@@ -14,7 +14,7 @@ from decoding_cases import GREEN, PROMPTS, SAMPLED, build_tree, p_value, relativ
 from languages import PIECES, STOP, Enumerated, spell, tokenizer
 from planted import Planted, seen_in
 from planting import PlantingDrafter
-from zoo import VOCAB, tiny
+from zoo import VOCAB
 
 from draftsmith.data.datastore import sort_suffixes
 from draftsmith.eval import acceptance, generate, settings
@@ -75,11 +75,6 @@ def compiled(name: str):
 
 def enumerated(name: str) -> Enumerated:
     return Enumerated(frozenset(LANGUAGES[name][2]), VOCAB)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 def bits(state) -> list[bool]:

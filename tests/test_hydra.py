@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from loss_cases import likeliest
-from packed_data import corpus_of
+from decoding_cases import drafted_children
+from head_cases import check_slow_form, gradients
+from packed_data import packed
 from planting import round_context
 from random_targets import random_model, randomise
 from transformers import LlamaConfig, LlamaModel
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference import level_heads
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput
@@ -43,15 +43,6 @@ def make(target, name="own", dtype=torch.float32, **more):
     return randomise(new_drafter("hydra", target, dtype=dtype, **SETTINGS[name] | more))
 
 
-def packed(seed=0):
-    """Documents of several lengths in rows of 24, with masks in which the first third of each, its prompt, is not supervised."""
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB, seed=seed), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    prompt = batch["position_ids"] < 3
-    batch["loss_mask"] = (batch["document"] >= 0) & ~prompt & (torch.rand(prompt.shape, generator=torch.Generator().manual_seed(1)) < 0.8)
-    return batch
-
-
 def prefix_by_transformers(drafter) -> LlamaModel:
     """transformers' own model of one layer, with the very parameters of the drafter's prefix layer."""
     config = drafter.config
@@ -69,9 +60,9 @@ def root_states(drafter, hidden):
     return prefix_by_transformers(drafter)(inputs_embeds=hidden[None]).last_hidden_state[0] if drafter.config.prefix else hidden
 
 
-def logits_by_hand(drafter, k, root, tokens):
+def logits_by_hand(drafter, root, tokens):
     """Head k's logits [V] from the root state [H] and its k + 1 tokens, from the tensors by name."""
-    state, config = dict(drafter.named_parameters()), drafter.config
+    state, config, k = dict(drafter.named_parameters()), drafter.config, len(tokens) - 1
     x = torch.cat([root, *(drafter.target.embed(torch.tensor(token)) for token in tokens)])
     for j in range(config.num_layers):
         block = f"hydra_mlp.{k}.{j}"
@@ -103,7 +94,7 @@ def test_every_block_has_weights_of_its_own(target):
 
 def test_untrained_heads_say_what_the_target_says(target):
     """And so the objective is that of Medusa's untrained heads, whose arithmetic is other code."""
-    batch, medusa = packed(), new_drafter("medusa", target, num_heads=3)
+    batch, medusa = packed(VOCAB), new_drafter("medusa", target, num_heads=3)
     of_medusa = medusa_objective(medusa, batch, target=target, section=MedusaSection(heads=3, distill=0.6))
     for name in ("own", "shared"):
         drafter = new_drafter("hydra", target, **SETTINGS[name])
@@ -119,7 +110,7 @@ def test_untrained_heads_say_what_the_target_says(target):
 
 
 def test_the_prefix_layer_is_llamas(target):
-    drafter, batch = make(target, "++"), packed()
+    drafter, batch = make(target, "++"), packed(VOCAB)
     hidden = target.features(batch).hidden
     states = drafter.root_states(hidden, batch["position_ids"], batch["document"])
     seen = 0
@@ -146,10 +137,10 @@ def test_propose_equals_a_slow_loop(target, name, tree):
     for b, prompt in enumerate(prompts):
         root = root_states(drafter, hidden[b, : len(prompt) - 1])[-1]
         for node, path in enumerate(paths, 1):
-            tokens, k = [prompt[-1]], len(path) - 1
+            tokens = [prompt[-1]]
             for depth in range(1, len(path)):
                 tokens.append(int(proposed.tokens[b, 1 + paths.index(path[:depth])]))
-            assert proposed.tokens[b, node] == logits_by_hand(drafter, k, root, tokens).argsort(descending=True)[path[-1]]
+            assert proposed.tokens[b, node] == logits_by_hand(drafter, root, tokens).argsort(descending=True)[path[-1]]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -180,13 +171,9 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     for (position,), logits, (root, *_), tree in rounds:
         assert root.tolist() == [text[position]]
         states = drafter.root_states(hidden[:, :position], torch.arange(position)[None], torch.zeros(1, position, dtype=torch.int64))[0]
-        parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
-        for node in sorted({parent for parent in parents if parent >= 0}):  # the nodes of which the tree holds children
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            k = len(path) - 1
-            follow = torch.tensor([tokens[i] for i in path] + [0] * (2 - k))
+        for path, _ in drafted_children(tree, 0):
+            k = len(path)
+            follow = torch.tensor([int(tree.tokens[0, 0]), *path] + [0] * (2 - k))
             x = drafter.hidden_along(states[-1:], target.embed(follow)[None], drafter.head_parameters())[k]
             output = drafter.output(k, drafter.head_parameters())
             expected = output(x) if callable(output) else x @ output.T
@@ -195,59 +182,13 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     assert seen > 3 * len(rounds) > 20
 
 
-def slow_objective(drafter, target, batch, section):
-    """The loss token by token: in each document the mean of each head over the tokens that it predicts, times the document's supervised tokens."""
-    hidden = target.features(batch).hidden
-    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
-    total = torch.zeros((), dtype=torch.float64)
-    for b in range(len(ids)):
-        for d in range(int(document[b].max()) + 1):
-            inside = (document[b] == d).nonzero().flatten().tolist()
-            states = root_states(drafter, hidden[b, inside])
-            for k in range(section.heads):
-                losses = []
-                for i, t in enumerate(inside):
-                    there = t + 2 + k
-                    if there in inside and mask[b, there]:
-                        log_q = logits_by_hand(drafter, k, states[i], ids[b, t + 1 : t + 2 + k].tolist()).log_softmax(-1)
-                        log_p = likeliest(target.logits(hidden[b, there - 1]), section.top_k).log_softmax(-1)
-                        divergence = (log_p.exp() * (log_p - log_q)).sum()
-                        losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
-                if losses:
-                    total = total + section.decay**k * torch.stack(losses).mean() * int(mask[b, inside].sum())
-    return total
-
-
-def gradients(drafter, loss) -> dict[str, torch.Tensor]:
-    drafter.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("name", "distill", "top_k"), [("own", 0.0, 0), ("own", 0.4, 0), ("shared", 1.0, 0), ("shared", 1.0, 3), ("++", 0.4, 5), ("++", 1.0, 0)]
 )
 def test_the_objective_is_the_slow_form(name, distill, top_k, monkeypatch):
-    """Value and gradient in float64, in one block and in many."""
-    target = Target.wrap(random_model("llama").double())
-    drafter = make(target, name, torch.float64)
-    section, batch = HydraSection(heads=3, distill=distill, top_k=top_k, decay=0.7), packed()
-    wanted = slow_objective(drafter, target, batch, section)
-    slow = gradients(drafter, wanted)
-    for rows in (1000, 7):
-        monkeypatch.setattr(blocks, "BUDGET", rows * drafter.activations)
-        loss = objective(drafter, batch, target=target, section=section)
-        fast = gradients(drafter, loss.sum)
-        torch.testing.assert_close(loss.sum.detach(), wanted.detach(), rtol=1e-5, atol=0)
-        assert loss.weight == batch["loss_mask"].sum() > 15
-        for key, gradient in slow.items():
-            torch.testing.assert_close(fast[key], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
-            assert gradient.abs().max() > 0
-    parts = [
-        objective(drafter, {key: value[b : b + 1] for key, value in batch.items()}, target=target, section=section)
-        for b in range(len(batch["document"]))
-    ]  # micro-batches and ranks may share the sequences out in any way
-    torch.testing.assert_close(sum(part.sum for part in parts), loss.sum)
+    drafter = make(Target.wrap(random_model("llama").double()), name, torch.float64)
+    section = HydraSection(heads=3, distill=distill, top_k=top_k, decay=0.7)
+    check_slow_form(drafter, objective, section, root_states, logits_by_hand, monkeypatch)
 
 
 def features_of(target, batch):
@@ -258,7 +199,7 @@ def features_of(target, batch):
 def test_prompts_are_not_trained_on(target, name):
     """What the target says of a prompt's own tokens, and hidden states from which only a prompt's tokens are predicted, change nothing."""
     drafter, section = make(target, name), HydraSection(heads=3, distill=0.5)
-    batch = features_of(target, packed() | {"loss_mask": packed()["position_ids"] >= 7})
+    batch = features_of(target, packed(VOCAB) | {"loss_mask": packed(VOCAB)["position_ids"] >= 7})
     before = objective(drafter, batch, target=target, section=section)
     slow = gradients(drafter, before.sum)
     # Token 7 is predicted by the heads at positions 3, 4 and 5, from tokens 4 on, and compared with the target at position 6.
@@ -278,7 +219,7 @@ def test_prompts_are_not_trained_on(target, name):
 def test_documents_never_mix(target, name):
     """The second document of a row, not supervised, may be anything."""
     drafter, section = make(target, name), HydraSection(heads=3, distill=0.5)
-    batch = packed()
+    batch = packed(VOCAB)
     batch["loss_mask"] = batch["loss_mask"] & (batch["document"] == 0)
     batch = features_of(target, batch)
     before = objective(drafter, batch, target=target, section=section)

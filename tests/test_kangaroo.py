@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import PROMPTS, SHAPES, DepthPattern, texts
+from decoding_cases import PROMPTS, SHAPES, DepthPattern, drafted_children, texts
 from packed_data import documents, two_rows
 from random_targets import random_model, randomise
 from zoo import VOCAB, tiny
@@ -123,20 +123,15 @@ class Checked(SelfDraft):
         tree = super().propose(round)
         tree.validate()
         for b, slot in enumerate(round.slots):
-            paths = []
-            for i in range(int(tree.size[b])):
-                paths.append([*paths[int(tree.parents[b, i])], int(tree.tokens[b, i])] if i else [])
             if len(self.texts[slot]) == 1:
-                assert paths == [[]]
+                assert tree.size[b] == 1
                 self.adapter.seen["one token"] += 1
-            for i, path in enumerate(paths):
-                proposed = [int(tree.tokens[b, j]) for j in range(1, len(paths)) if tree.parents[b, j] == i]
-                if proposed:
-                    text = *self.texts[slot], *path
-                    if text not in self.adapter.orders:  # those of the other decoder too: its answers are the same
-                        self.adapter.orders[text] = reference_logits(self.adapter, list(text)).argsort(descending=True).tolist()
-                    assert proposed == self.adapter.orders[text][: len(proposed)], (slot, path)
-                    self.adapter.seen["checked"] += 1
+            for path, proposed in drafted_children(tree, b):
+                text = *self.texts[slot], *path
+                if text not in self.adapter.orders:  # those of the other decoder too: its answers are the same
+                    self.adapter.orders[text] = reference_logits(self.adapter, list(text)).argsort(descending=True).tolist()
+                assert proposed == self.adapter.orders[text][: len(proposed)], (slot, path)
+                self.adapter.seen["checked"] += 1
         return tree
 
     def accept(self, round, tree, verdict, out):

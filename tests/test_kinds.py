@@ -5,10 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from decoding_cases import PROMPTS, SAMPLED, relative, texts
+from decoding_cases import PROMPTS, SAMPLED, check_reads, relative, texts
 from planted import seen_in
 from planting import PlantingDrafter
-from watching import Watch
 from zoo import VOCAB, tiny
 
 from draftsmith.data.datastore import sort_suffixes
@@ -37,11 +36,6 @@ HOWS = {
 }
 # Prompts that repeat themselves, so that there is something to look up.
 REPEATED = [prompt * 3 for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +161,7 @@ def test_nothing_reads_the_device_within_a_round(target, heads, kind, how, monke
     drafter = make(kind.rsplit(" ", 1)[0], TREES[kind.rsplit(" ", 1)[1]], heads, [], target=target)
     sampling = Sampling(0.9, seed=1, rule="rejection") if how == "rejection" else HOWS[how]
     stream = Decoder(target, drafter, slots=3).stream([prompt[:3] * 2 for prompt in PROMPTS[1:4]], sampling, 40, ())
-    next(stream)
-    transfers = []
-    plain = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
-    for _ in range(5):
-        del transfers[:]
-        with Watch() as watch:
-            steps = next(stream)
-        assert not any(step.finished for step in steps)
-        assert watch.syncs == [] and len(transfers) == 1 and watch.calls > 50
+    check_reads(stream, 5, monkeypatch)
 
 
 def test_a_target_in_pieces_decodes(target, answers, heads, tmp_path):

@@ -28,11 +28,6 @@ NEW = 30
 
 
 @pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
-
-
-@pytest.fixture(scope="module")
 def plain(target):
     return texts(Decoder(target).generate(PROMPTS, None, NEW, ()))
 

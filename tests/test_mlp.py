@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from loss_cases import likeliest
-from packed_data import corpus_of
+from decoding_cases import drafted_children
+from head_cases import check_slow_form, gradients
+from packed_data import packed
 from planting import round_context
 from random_targets import random_model, randomise
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference import level_heads
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import NodeOutput
@@ -40,15 +40,6 @@ def target():
 
 def make(target, name="tied", dtype=torch.float32, **more):
     return randomise(new_drafter("mlp", target, dtype=dtype, **SETTINGS[name] | more), 0.4)
-
-
-def packed(seed=0):
-    """Documents of several lengths in rows of 24, with masks in which the first third of each, its prompt, is not supervised."""
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB, seed=seed), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    prompt = batch["position_ids"] < 3
-    batch["loss_mask"] = (batch["document"] >= 0) & ~prompt & (torch.rand(prompt.shape, generator=torch.Generator().manual_seed(1)) < 0.8)
-    return batch
 
 
 def by_hand(drafter, hidden, tokens):
@@ -174,14 +165,10 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     text = torch.tensor(prompt + answer.tokens)
     hidden, seen = target.forward(text[None]).hidden[0], 0
     for (position,), logits, tree in rounds:
-        parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
-        for node in sorted({parent for parent in parents if parent >= 0}):  # the nodes of which the tree holds children
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            k = len(path) - 1
-            follow = torch.tensor([tokens[i] for i in path] + [0] * (2 - k))
-            assert tokens[0] == text[position]
+        assert tree.tokens[0, 0] == text[position]
+        for path, _ in drafted_children(tree, 0):
+            k = len(path)
+            follow = torch.tensor([int(tree.tokens[0, 0]), *path] + [0] * (2 - k))
             given = drafter.head_parameters()
             x = drafter.states_along(hidden[position - 1], follow, given)[k]
             expected = drafter.outputs(given)[k if name == "own" else 0] @ x
@@ -190,63 +177,18 @@ def test_decoding_reads_what_training_reads(target, name, tree, monkeypatch):
     assert seen > 3 * len(rounds) > 20
 
 
-def slow_objective(drafter, target, batch, section):
-    """The loss token by token: in each document the mean of each head over the tokens that it predicts, times the document's supervised tokens."""
-    hidden = target.features(batch).hidden
-    ids, mask, document = batch["input_ids"], batch["loss_mask"], batch["document"]
-    total = torch.zeros((), dtype=torch.float64)
-    for b in range(len(ids)):
-        for d in range(int(document[b].max()) + 1):
-            inside = (document[b] == d).nonzero().flatten().tolist()
-            for k in range(section.heads):
-                losses = []
-                for t in inside:
-                    there = t + 2 + k
-                    if there in inside and mask[b, there]:
-                        log_q = logits_by_hand(drafter, hidden[b, t], ids[b, t + 1 : t + 2 + k].tolist()).log_softmax(-1)
-                        log_p = likeliest(target.logits(hidden[b, there - 1]), section.top_k).log_softmax(-1)
-                        divergence = (log_p.exp() * (log_p - log_q)).sum()
-                        losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
-                if losses:
-                    total = total + section.decay**k * torch.stack(losses).mean() * int(mask[b, inside].sum())
-    return total
-
-
-def gradients(drafter, loss) -> dict[str, torch.Tensor]:
-    drafter.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("name", "distill", "top_k"), [("tied", 0.0, 0), ("tied", 0.4, 3), ("own", 0.0, 0), ("own", 0.4, 0), ("lstm", 1.0, 0), ("lstm", 1.0, 5)]
 )
 def test_the_objective_is_the_slow_form(name, distill, top_k, monkeypatch):
-    """Value and gradient in float64, in one block and in many."""
-    target = Target.wrap(random_model("llama").double())
-    drafter = make(target, name, torch.float64)
-    section, batch = MlpSection(heads=3, distill=distill, top_k=top_k, decay=0.7), packed()
-    wanted = slow_objective(drafter, target, batch, section)
-    slow = gradients(drafter, wanted)
-    for rows in (1000, 7):
-        monkeypatch.setattr(blocks, "BUDGET", rows * drafter.activations)
-        loss = objective(drafter, batch, target=target, section=section)
-        fast = gradients(drafter, loss.sum)
-        torch.testing.assert_close(loss.sum.detach(), wanted.detach(), rtol=1e-5, atol=0)
-        assert loss.weight == batch["loss_mask"].sum() > 15
-        for key, gradient in slow.items():
-            torch.testing.assert_close(fast[key], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
-            assert gradient.abs().max() > 0
-    parts = [
-        objective(drafter, {key: value[b : b + 1] for key, value in batch.items()}, target=target, section=section)
-        for b in range(len(batch["document"]))
-    ]  # micro-batches and ranks may share the sequences out in any way
-    torch.testing.assert_close(sum(part.sum for part in parts), loss.sum)
+    drafter = make(Target.wrap(random_model("llama").double()), name, torch.float64)
+    section = MlpSection(heads=3, distill=distill, top_k=top_k, decay=0.7)
+    check_slow_form(drafter, objective, section, lambda _, hidden: hidden, logits_by_hand, monkeypatch)
 
 
 def test_metrics_count_what_each_head_hits(target):
     """Of the tokens that a head predicts, those that it ranks first: the text's, and with KL alone the target's own choice."""
-    drafter, batch = make(target), packed()
+    drafter, batch = make(target), packed(VOCAB)
     hidden, ids, mask, document = target.features(batch).hidden, batch["input_ids"], batch["loss_mask"], batch["document"]
     for distill in (0.0, 1.0):
         loss, hits = objective(drafter, batch, target=target, section=MlpSection(heads=3, distill=distill)), torch.zeros(3, 2)
@@ -266,7 +208,7 @@ def test_metrics_count_what_each_head_hits(target):
 @pytest.mark.parametrize("name", ["tied", "lstm"])
 def test_prompts_and_other_documents_are_not_trained_on(target, name):
     """What the target says of a prompt's own tokens, hidden states from which only those are predicted, and unsupervised documents."""
-    drafter, section, batch = make(target, name), MlpSection(heads=3, distill=0.5), packed()
+    drafter, section, batch = make(target, name), MlpSection(heads=3, distill=0.5), packed(VOCAB)
     batch["loss_mask"] = (batch["position_ids"] >= 7) & (batch["document"] == 0)
     batch["hidden"] = target.features(batch).hidden.clone()
     before = objective(drafter, batch, target=target, section=section)

@@ -5,12 +5,11 @@ import json
 import pytest
 import torch
 from decoding_cases import relative
-from packed_data import corpus_of
+from packed_data import packed
 from random_targets import random_model
 from transformers import AutoModelForCausalLM
 from zoo import VOCAB, tiny
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.expand import DynamicTree
@@ -26,13 +25,6 @@ from draftsmith.train.pard import PardSection, objective
 K, MASK = 4, 7
 
 
-def packed(vocab=67):
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=vocab), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= 2)
-    return batch
-
-
 def alone(model, ids, masks):
     """Logits [1 + masks,V] of the last of ids [n] and of masks behind it, by transformers' own attention over them all."""
     tokens = torch.cat((ids, torch.full((masks,), MASK)))
@@ -42,7 +34,7 @@ def alone(model, ids, masks):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_the_objective_is_the_loops(name):
     """Value and gradient, with retention that drops most masks."""
-    model, batch = random_model(name).double().train(), packed()
+    model, batch = random_model(name).double().train(), packed(67, prompt=2, share=1.0)
     section = PardSection(steps=K, retention=0.6, least_retention=0.3)
     loss = objective(model, batch, vocab_size=67, section=section, mask_token=MASK, seed=2)
     anchors, depths, drawn = draw_chains(batch, retained(0.6, 0.3, K - 1), 2)
@@ -77,7 +69,7 @@ def test_the_objective_is_the_loops(name):
 
 def test_what_is_retained():
     """Each level has its share of the positions that can have it; draws follow the sample, not its place in a batch; rows are padded."""
-    batch = packed()
+    batch = packed(67, prompt=2, share=1.0)
     shares = retained(0.5, 0.2, 4)
     assert shares == [0.5, 0.25, 0.2, 0.2] and retained(1.0, 0.2, 2) == [1.0, 1.0]
     anchors, depths, drawn = draw_chains(batch, shares, 0)

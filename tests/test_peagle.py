@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from packed_data import corpus_of
+from packed_data import packed
 from planted import Planted
 from random_targets import random_model, randomise
 
-from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.tree import StaticTree
@@ -35,13 +34,6 @@ def make(target, dtype=torch.float32, **more):
     return randomise(drafter, 0.4)
 
 
-def packed():
-    rows = PackedDataset(corpus_of([9, 12, 3, 2, 4, 11, 21, 7], seq_len=24, vocab=VOCAB), 24)
-    batch = rows.batch(torch.arange(len(rows)))
-    batch["loss_mask"] = (batch["document"] >= 0) & (batch["position_ids"] >= 3)
-    return batch
-
-
 def dense(query, key, value, seen):
     """One table of scores; seen [queries, keys] bool."""
     key, value = (side.repeat_interleave(query.shape[1] // key.shape[1], 1) for side in (key, value))
@@ -63,7 +55,7 @@ def alone(drafter, ids, feature, pair):
 @pytest.mark.parametrize("size", [VOCAB, 30])
 def test_the_objective_is_the_loops(size):
     target = Target.wrap(random_model("llama").double())
-    drafter, batch = make(target, torch.float64, draft_vocab_size=size, fc_norm=True).train(), packed()
+    drafter, batch = make(target, torch.float64, draft_vocab_size=size, fc_norm=True).train(), packed(VOCAB, share=1.0)
     section = PeagleSection(retention=0.7, least_retention=0.4, decay=0.7, loss="0.5 kl + 0.5 tv", steps=4)
     loss = objective(drafter, batch, target=target, section=section, seed=2)
     pairs, depths, drawn = draw_chains(batch, retained(0.7, 0.4, 3), 2, ahead=2)
@@ -110,7 +102,7 @@ def test_the_objective_is_the_loops(size):
 
 def test_a_mask_sees_its_pairs_and_the_masks_before_it():
     target = Target.wrap(random_model("llama"))
-    drafter, batch = make(target), packed()
+    drafter, batch = make(target), packed(VOCAB, share=1.0)
     ids, positions, document = (batch[name][:1] for name in ("input_ids", "position_ids", "document"))
     feature = torch.randn(1, 24, drafter.config.draft_size, generator=torch.Generator().manual_seed(0), requires_grad=True)
     pair = int((positions[0] > 2).nonzero()[0])

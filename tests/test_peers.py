@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from datasets import load_from_disk
 from packed_data import LENGTHS, corpus_of
 from safetensors.torch import load_file, save_file
-from zoo import tiny
 
 from draftsmith.data import capture
 from draftsmith.data.feature_dataset import FeatureDataset
@@ -32,11 +31,6 @@ from draftsmith.train.losses.calibration import fit_confidence
 from draftsmith.train.recipe import TrainSection
 
 PEER = os.environ.get("SPECULATORS_PYTHON", "")
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 def test_samples_are_chosen_at_random_and_once():

@@ -8,7 +8,7 @@ import torch
 from decoding_cases import SAMPLED, relative, texts
 from languages import PIECES, STOP, Enumerated, spell
 from other_tokenizers import KINDS, TEXTS, model_of, vocabulary
-from zoo import VOCAB, tiny
+from zoo import VOCAB
 
 from draftsmith.inference import draft_window
 from draftsmith.inference.cache import TreeCache
@@ -30,11 +30,6 @@ from draftsmith.models.target import Target
 
 CONTEXT, NEW, TURNS = 120, 12, 3
 TREE = StaticTree.cartesian([2, 2, 1])
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
 
 
 def heads(target, method, **settings):

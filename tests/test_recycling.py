@@ -17,11 +17,6 @@ from draftsmith.models.target import Target
 PROMPTS = [[5, 6, 7, 5], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8]]
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
-
-
 class Checked(Recycling):
     """Compares what it learns of each committed token with a forward over its complete text."""
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from planting import PlantingDrafter
 from transformers import AutoConfig, AutoModelForCausalLM
-from zoo import CONFIGS, VOCAB, tiny
+from zoo import CONFIGS, VOCAB
 
 from draftsmith.inference.attention import check_supported, tree_attention
 from draftsmith.inference.decoder import Decoder
-from draftsmith.models.target import Target
 
 REFUSED = {
     "falcon": ({}, "attention interface"),
@@ -74,11 +73,6 @@ def test_models_that_ignore_the_setting_are_refused_and_left_alone(name):
     assert model.config._attn_implementation == before
     with pytest.raises(ValueError, match=name):
         check_supported(model.config, model)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target.wrap(tiny("llama"))
 
 
 @pytest.mark.parametrize(

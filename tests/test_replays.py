@@ -7,7 +7,6 @@ import torch
 from decoding_cases import relative
 from eagle_drafters import fit, make
 from records_by_hand import records, request
-from zoo import tiny
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import replay, trees
@@ -24,7 +23,6 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
-from draftsmith.models.target import Target
 
 COUNT = 28
 SETTINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.7, top_k=6, seed=3)}
@@ -50,11 +48,6 @@ def repetitive(target, prompts=4):
         part = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
         made.append(part + part[: length // 2] + part)
     return made
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

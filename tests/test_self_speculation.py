@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decoding_cases import PROMPTS, SHAPES, DepthPattern, texts
+from decoding_cases import PROMPTS, SHAPES, DepthPattern, drafted_children, texts
 from transformers import DynamicCache
 from zoo import WINDOW, tiny
 
@@ -46,12 +46,8 @@ class Checked(SelfSpeculation):
         assert round.cache is not None and round.cache.drafted == 0 and round.cache.selected == round.slots
         self.target.model.set_attn_implementation("eager")
         for b, slot in enumerate(round.slots):
-            paths = []
-            for i in range(int(tree.size[b])):
-                paths.append([*paths[int(tree.parents[b, i])], int(tree.tokens[b, i])] if i else [])
-            for i, path in enumerate(paths):
-                proposed = [int(tree.tokens[b, j]) for j in range(1, len(paths)) if tree.parents[b, j] == i]
-                if proposed and (i == 0 or self.seen["checked"] < 150):
+            for path, proposed in drafted_children(tree, b):
+                if not path or self.seen["checked"] < 150:
                     order = reference_logits(self.target, self.skipped, self.texts[slot], path).argsort(descending=True).tolist()
                     assert proposed == order[: len(proposed)], (slot, path)
                     self.seen["checked"] += 1

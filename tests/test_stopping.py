@@ -10,7 +10,6 @@ import pytest
 import torch
 from decoding_cases import GREEN, PROMPTS, SAMPLED, p_value, relative, texts
 from planting import round_context
-from zoo import tiny
 
 from draftsmith.eval.loading import set_stop
 from draftsmith.inference import stopping
@@ -33,11 +32,6 @@ CONFIDENCE = Confidence({name: [[1.0 - i / 6, -0.03 * i, 3.0]] * 3 for i, name i
 TREES = {"chain": StaticTree.chain(3), "static": StaticTree.cartesian((3, 2, 1)), "dynamic": DynamicTree(3, 2, 10)}
 KINDS = ("draft model", "early-exit", "eagle", "hydra", "medusa", "mlp", "mtp")
 HOWS = {"greedy": Sampling(), "sampled": SAMPLED, "shared-noise": Sampling(0.8, top_p=0.95, seed=5, rule="shared-noise")}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"))
 
 
 def goes_on_slowly(rule: str, threshold: float, logits: list[float]) -> bool:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from attention_cases import HEADS, LAYOUTS, assert_close, case, causal_spans, documents, halves, with_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Largest
 
 from draftsmith.models import span_attention, training_time_test
 from draftsmith.models.training_time_test import attend, blocks, shift_left
@@ -106,21 +106,6 @@ def test_a_number_that_comes_back_is_another_document():
     again, fresh = torch.tensor([[5, 5, 8, 8, 5, 5]]).expand(2, -1), torch.tensor([[0, 0, 1, 1, 2, 2]]).expand(2, -1)
     assert torch.equal(attend(*halves(leaves), again), attend(*halves(leaves), fresh))
     assert torch.equal(shift_left(leaves[0][:, 0], 3, again), shift_left(leaves[0][:, 0], 3, fresh))
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returned, whatever its dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.seen = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements, self.seen = max(self.elements, tensor.numel()), self.seen + 1
-        return out
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

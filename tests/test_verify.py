@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from decoding_cases import check_reads
 from planting import PlantingDrafter
 from watching import Watch
 from zoo import VOCAB, tiny
@@ -170,20 +171,7 @@ def test_one_transfer_per_round(rows, how, monkeypatch):
     """Nothing reads the device in a round but the one transfer, whose call is counted."""
     prompts = [[1, 2, 3, 4][: 2 + i] for i in range(rows)]
     decoder = Decoder(Target.wrap(tiny("mistral")), Guesser(StaticTree.cartesian([3, 2, 2])), slots=rows)
-    transfers = []
-    plain = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))
-    rounds = 0
-    stream = decoder.stream(prompts, how, 12, ())
-    next(stream)  # prefill and the first round, whose tables are made from host lists
-    del transfers[:]
-    for _ in range(6):
-        with Watch() as watch:
-            steps = next(stream)
-        rounds += 1
-        assert not any(step.finished for step in steps)
-        assert watch.syncs == [] and watch.calls > 50
-        assert len(transfers) == rounds
+    check_reads(decoder.stream(prompts, how, 12, ()), 6, monkeypatch)
     with Watch() as watch:
         torch.ones(3)[0].item(), torch.ones(3).nonzero()
     assert watch.syncs == ["aten::_local_scalar_dense", "aten::nonzero"], "the watch sees what it looks for"

@@ -21,11 +21,6 @@ from draftsmith.models.target import Target
 from draftsmith.train.eagle import EagleSection, architecture
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.wrap(tiny("llama"), name="small")
-
-
 def test_an_index_that_names_nothing_is_refused(target_folder, tmp_path):
     shutil.copytree(target_folder, tmp_path / "target")
     (tmp_path / "target" / weights.WEIGHTS).unlink()
