@@ -21,10 +21,10 @@ def deliver(show: Callable[[], object]) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except OSError:
+    except OSError as error:
         with redirect_stdout(sys.stderr), suppress(OSError):
             show()
-        raise
+        raise OSError(f"stdout: {error.strerror or error}") from None
 
 
 def cell(value: object) -> Text:

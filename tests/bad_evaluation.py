@@ -23,7 +23,12 @@ GENERATE = ["generate", "--target", "target", "--max-new-tokens", "4"]
 ARTIFACT = "medusa/artifact"
 MEASURED = ("acceptance.json", "records.jsonl", "report.html", "survival.png")
 WRITTEN = tuple(f"{ARTIFACT}/{name}" for name in (*MEASURED, "README.md", "config.json"))
-HEADER = '{"kind": "header", "format": 1, "lines": 1, "target": {}, "drafter": {}, "settings": {}, "skipped": {}}\n'
+SETTINGS = '{"max_new_tokens": 4, "dtype": "float32", "slots": 1, "timed": null}'
+HEADER = (
+    '{"kind": "header", "format": 1, "lines": 1, "target": {"name": "t"}, "drafter": {"method": "m"}, "settings": '
+    + SETTINGS
+    + ', "skipped": {}}\n'
+)
 CLEAN = r"(?s)\A(?!.*[\x00-\x08\x0b-\x1f\x7f-\x9f])"  # no control character but newline and tab is anywhere in the output
 
 
@@ -525,9 +530,11 @@ NUMBERS = [
             ("--depth", "65"),
             ("--nodes", "1000000000"),
             ("--width", "-1"),
-            ("--stop", "confidence:nan"),
-            ("--stop", "confidence:2"),
         )
+    ),
+    *(
+        refused(f"numbers: --stop confidence:{value}", nothing, f"--stop: got confidence {value}", f"{SUFFIX} --stop=confidence:{value}")
+        for value in ("nan", "2")
     ),
     *(
         refused(f"numbers: generate {option} {value}", nothing, f"{option} {value}", [*GENERATE, f"{option}={value}", "x"])
@@ -667,7 +674,7 @@ MEASURED_BEFORE = [
     refused(
         "measured: a header alone",
         written("a/records.jsonl", HEADER),
-        "no requests in 'a'",
+        "a/records.jsonl has no line of kind tree",
         "compare --measured a b",
     ),
     refused(
@@ -690,7 +697,7 @@ MEASURED_BEFORE = [
     ),
     refused(
         "measured: a target that is a list",
-        written("a/records.jsonl", HEADER.replace('"target": {}', '"target": []')),
+        written("a/records.jsonl", HEADER.replace('{"name": "t"}', "[]")),
         "`target` should be an object",
         "compare --measured a b",
     ),

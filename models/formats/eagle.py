@@ -296,7 +296,10 @@ def _version(flat: dict[str, Any], tensors: Iterable[str]) -> int:
     names = flat.get("architectures", [])
     versions = {VERSIONS.get(name, -1) for name in names} - {0}
     if -1 in versions or len(versions) > 1:
-        raise ValueError(f"config.json has architectures {names}; expected those of one version of EAGLE: {', '.join(VERSIONS)}")
+        raise ValueError(
+            f"config.json has model_type {flat.get('model_type')!r} and architectures {names}; expected architectures of one version of EAGLE: "
+            f"{', '.join(VERSIONS)}"
+        )
     if versions:
         return versions.pop()
     return 3 if {"norm.weight", "lm_head.weight"} & set(tensors) else 1
