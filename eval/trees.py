@@ -19,6 +19,7 @@ from draftsmith.eval.intervals import Interval
 from draftsmith.eval.records import PositionRecord
 
 Path = tuple[int, ...]
+SHOWN = (2, 4, 8, 12, 16, 24, 32, 48, 64, 128)  # sizes of trees in a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Positions:
         return depth
 
     def order(self, max_paths: int, max_depth: int | None = None) -> list[Path]:
-        """`best_first_paths` of these records."""
+        """`best_first_paths` of these records, none deeper than `max_depth`."""
         ranks = self._ranks[:, :, : max_depth or self.depth].flatten(0, 1)
         counts: dict[Path, int] = {}
         for k in range(ranks.shape[1]):
@@ -114,14 +115,14 @@ def tau(records: Sequence[PositionRecord], paths: Sequence[Path]) -> float:
     return Positions(records).rounds(paths).tau
 
 
-def best_first_paths(records: Sequence[PositionRecord], max_paths: int, max_depth: int | None = None) -> list[Path]:
-    """Rank paths, the most frequently accepted first, at most `max_paths` of them and none deeper than `max_depth`.
+def best_first_paths(records: Sequence[PositionRecord], max_paths: int) -> list[Path]:
+    """Rank paths, the most frequently accepted first, at most `max_paths` of them.
 
     Every prefix of the list is a tree, and the optimal one of its size: τ is the sum over nodes of the probability that the node is on the
     accepted path, and no child is likelier than its parent. Dynamic programming over subtrees finds the same trees. (Cai et al. 2024,
     §2.3.3, assume independent heads, and Chen et al. 2024, Sequoia, independent ranks; these are joint counts.)
     """
-    return Positions(records).order(max_paths, max_depth) if records else []
+    return Positions(records).order(max_paths) if records else []
 
 
 class Candidates:
@@ -186,11 +187,9 @@ def best_tree(records: Sequence[PositionRecord], cost: RoundCost, max_nodes: int
     return Candidates(records, max_nodes).best(cost)
 
 
-def best_tree_by_nodes(
-    records: Sequence[PositionRecord], cost: RoundCost, max_nodes: int, sizes: Sequence[int] = (2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
-) -> dict[int, list[Path]]:
-    """For each size up to `max_nodes` (nodes with the root) that the records allow: the tree of the depth with the highest τ over cost."""
-    return {size: paths for size, paths in Candidates(records, max_nodes, sizes).by_nodes(cost).items() if size in sizes}
+def best_tree_by_nodes(records: Sequence[PositionRecord], cost: RoundCost, max_nodes: int) -> dict[int, list[Path]]:
+    """For each of SHOWN up to `max_nodes` (nodes with the root) that the records allow: the tree of the depth with the highest τ over cost."""
+    return {size: paths for size, paths in Candidates(records, max_nodes, SHOWN).by_nodes(cost).items() if size in SHOWN}
 
 
 def candidate_sizes(max_nodes: int) -> list[int]:

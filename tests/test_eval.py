@@ -315,7 +315,7 @@ def test_best_first_order_equals_dynamic_programming():
         return [0] + [below[m - 1] + counts[path] for m in range(1, most + 1)]
 
     for depth in (1, 2, 4):
-        order = trees.best_first_paths(records, 12, depth)
+        order = trees.Positions(records).order(12, depth)
         optimum = best((), 13, depth)
         for size in range(1, len(order) + 1):
             assert sum(counts[path] for path in order[:size]) == optimum[size + 1]
