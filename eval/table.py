@@ -15,7 +15,7 @@ from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.inference.terminal import printable
 
 NAMES = ("domain", "drafter", "rule")  # columns of names
-MOST_COLUMNS = 40  # of a name on a terminal
+LONGEST = 80  # characters of a name on a terminal
 DEPTHS = 4  # shown; the JSON report has all
 HEADER = ("domain", "T", "τ", "95 % interval", "rounds", "accepted at depth 1, 2, …")
 REFERENCE_HEADER = ("drafter", "T", "τ", "95 % interval", "Δτ")
@@ -230,7 +230,7 @@ def _print_table(console: Console, title: str, header: tuple[str, ...], cells: l
         folded = name in (*NAMES, "T", header[-1])
         table.add_column(name, justify="left" if name in NAMES else "right", no_wrap=not folded, overflow="fold")
     for name, *numbers in cells:
-        short = name if len(name) <= MOST_COLUMNS else f"{name[:MOST_COLUMNS]}…"
+        short = name if len(name) <= LONGEST else f"{name[:LONGEST]}…"
         table.add_row(*map(cell, (short, *numbers)), style="bold" if name == "all" else None)
     console.print(table)
 

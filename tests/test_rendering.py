@@ -265,7 +265,7 @@ def test_prompts_with_and_without_messages(target):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*IM]})
     tokenizer.chat_template = BROKEN["TypeError"]
-    model = SimpleNamespace(tokenizer=tokenizer, name="its/name")
+    model = SimpleNamespace(require_tokenizer=lambda: tokenizer, name="its/name")
     assert loading.encode(model, Prompt("1", "all", "def")) == tokenizer.encode("def")
     with pytest.raises(ValueError, match="prompt '2': the chat template of 'its/name' does not write it .*can only concatenate str"):
         loading.encode(model, Prompt("2", "all", "Two?", tuple(QUESTION)))
