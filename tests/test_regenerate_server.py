@@ -92,7 +92,7 @@ def test_waits_get_longer_and_vary_and_retry_after_is_read_both_ways(quick, monk
                 await asked.post("chat/completions", json.dumps({"messages": [{"content": "x"}]}))
 
     with Stub({"x": ["always", "500"]}, hold=0) as stub:
-        server.asyncio.run(run(server.Server(stub.address, 5.0, 8, "")))
+        server.asyncio.run(run(server.Server(stub.address, 5.0, 8)))
     tops = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert len(waits) == 8 and all(top / 2 <= wait <= top for wait, top in zip(waits, tops, strict=True))
     assert len({wait / top for wait, top in zip(waits, tops, strict=True)}) == 8, "they shake"

@@ -203,6 +203,7 @@ def test_a_build_that_fails_leaves_what_was_there(tmp_path, store, tokenizer, mo
             build(tmp_path / name, [[1]], tokenizer, "tiny")
 
 
+HEADER = {"drafter": {"method": "suffix"}, "settings": {"max_new_tokens": 8, "dtype": "float32", "slots": 1, "timed": None}, "skipped": {}}
 TREE = {"kind": "tree", "tree": [[0]], "nodes": 2, "depth": 1}
 
 
@@ -223,9 +224,7 @@ def test_one_command_builds_it_and_another_drafts_from_it(tmp_path, tokenizer, c
         file.write(json.dumps({"text": ""}) + "\n" + json.dumps({"prompt": "a = ", "completion": "1"}) + "\n")
     (tmp_path / "measured").mkdir()
     records = RecordStore(tmp_path / "measured")
-    header = {name: {} for name in ("drafter", "settings", "skipped")} | {
-        "target": {"name": "tiny", "tokenizer_hash": tokenizer_hash(tokenizer)}
-    }
+    header = HEADER | {"target": {"name": "tiny", "tokenizer_hash": tokenizer_hash(tokenizer)}}
     with records.opened(header):
         records.append([TREE])
         records.append_requests([request([11, 12, 13])], tokenizer)
@@ -278,7 +277,7 @@ def test_tool_calls_are_read_as_for_training(tmp_path, tokenizer):
 
 def test_answers_of_another_tokenizer_and_missing_files_are_refused(tmp_path):
     records = RecordStore(tmp_path)
-    with records.opened({name: {} for name in ("drafter", "settings", "skipped")} | {"target": {"name": "big", "tokenizer_hash": "0"}}):
+    with records.opened(HEADER | {"target": {"name": "big", "tokenizer_hash": "0"}}):
         records.append([TREE])
         records.finish([], [])
     for name, message in ((str(tmp_path), "answers of 'big', which has another tokenizer"), (str(tmp_path / "none.txt"), "not found")):

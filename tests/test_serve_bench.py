@@ -152,7 +152,7 @@ def test_requests_of_one_client_share_a_connection(pause, timeout):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
-        server = open_benchmarked(f"http://127.0.0.1:{served.server_port}", timeout, "")
+        server = open_benchmarked(f"http://127.0.0.1:{served.server_port}", timeout)
 
         async def ask_all():
             async with server.connected(1):
