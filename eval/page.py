@@ -4,6 +4,7 @@
 records are equal, byte for byte.
 """
 
+import functools
 import json
 import math
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from draftsmith.eval import drift
@@ -190,13 +191,12 @@ def html(content: dict[str, Any]) -> str:
         )
         if content[key]
     }
-    environment = _environment(autoescape=True)
-    return environment.from_string(_template("page.html.jinja")).render(c=content, svg=svg, facts=facts, scale=scale, **limits) + "\n"
+    return _template("page.html.jinja", True).render(c=content, svg=svg, facts=facts, scale=scale, **limits) + "\n"
 
 
 def markdown(content: dict[str, Any]) -> str:
     """Survival, slices and failures as tables, for a model card."""
-    return _environment(autoescape=False).from_string(_template("page.md.jinja")).render(c=content).strip() + "\n"
+    return _template("page.md.jinja", False).render(c=content).strip() + "\n"
 
 
 def content_json(content: dict[str, Any]) -> str:
@@ -204,16 +204,13 @@ def content_json(content: dict[str, Any]) -> str:
     return to_json(content) + "\n"
 
 
-def _template(name: str) -> str:
-    return (FOLDER / name).read_text(encoding="utf-8")
-
-
-def _environment(autoescape: bool) -> Environment:
+@functools.cache
+def _template(name: str, autoescape: bool) -> Template:
     environment = Environment(autoescape=autoescape, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"shown": _shown if autoescape else _rounded, "line": _line, "plain": _plain, "cell": _cell}
     environment.filters["visible"] = _visible
     environment.tests["numeric"] = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
-    return environment
+    return environment.from_string((FOLDER / name).read_text(encoding="utf-8"))
 
 
 def _rounded(value: float | None, form: str = "") -> str:
