@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from draftsmith.eval import acceptance
 from draftsmith.inference import machine
 from draftsmith.models.target import Target
+from draftsmith.train.engine import curves
 from draftsmith.train.losses import chunked
 
 if interpreted.INTERPRETED and find_spec("triton"):
@@ -52,6 +53,13 @@ def _denormals():
 def _no_probe_of_loads(monkeypatch):
     """It takes its time by the clock: tests of the command ask for it."""
     monkeypatch.setattr(acceptance, "PROBE_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_picture_of_runs(request, monkeypatch):
+    """It takes a second at the end of every training: test_curves.py draws it."""
+    if request.path.name != "test_curves.py":
+        monkeypatch.setattr(curves, "draw", lambda file, picture: None)
 
 
 @pytest.fixture(autouse=True)
