@@ -58,8 +58,8 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
     """Prompts of files and Hub data sets, in their order.
 
     Each row is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, `language`, `completion_prompt`, and
-    `reference`, a text or a list of texts. Rows without a domain are of "all", or of NO_DOMAIN beside others. Turn 2 of a row has its id and "#2". A log has the answer as well: `messages` that end with the
-    assistant's, or a `response` to the `prompt`.
+    `reference`, a text or a list of texts. Rows without a domain are of "all", or of NO_DOMAIN beside rows that have one. Turn 2 of a row has
+    its id and "#2". A log has the answer as well: `messages` that end with the assistant's, or a `response` to the `prompt`.
 
     Args:
         paths: each a .jsonl file, also .gz, a .parquet or .arrow file, what `shipped_or_given` knows, or hf:owner/name[:split] on the Hub.
@@ -90,7 +90,7 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
                 prompts.append(prompt)
         if empty:
             raise ValueError(f"{name}: no prompts in it; expected an object with `prompt` and `domain` on each line")
-    if len(counts) > 1:  # beside other domains "all" would be the name of the total too
+    if len(counts) > 1:  # reports call the total "all"
         prompts = [_in_domain(prompt, NO_DOMAIN) if prompt.domain == "all" else prompt for prompt in prompts]
     return prompts
 

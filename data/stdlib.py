@@ -32,7 +32,7 @@ def modules(split: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """The Python files below `root`. Folders of SKIPPED are not entered: site-packages may have a hundred times as many files as the library."""
+    """The Python files below `root`. Folders of SKIPPED are not entered: site-packages may have far more files than the library."""
     for folder, folders, files in os.walk(root):
         folders[:] = set(folders) - SKIPPED
         yield from (Path(folder, file) for file in files if file.endswith(".py"))

@@ -206,9 +206,10 @@ def content_json(content: dict[str, Any]) -> str:
 
 @functools.cache
 def _template(name: str, autoescape: bool) -> Template:
+    """A file of this folder, compiled."""
     environment = Environment(autoescape=autoescape, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters |= {"shown": _shown if autoescape else _rounded, "line": _line, "plain": _plain, "cell": _cell}
-    environment.filters["visible"] = _visible
+    numbers = _shown if autoescape else _rounded
+    environment.filters |= {"shown": numbers, "line": _line, "plain": _plain, "cell": _cell, "visible": _visible}
     environment.tests["numeric"] = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     return environment.from_string((FOLDER / name).read_text(encoding="utf-8"))
 

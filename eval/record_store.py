@@ -42,7 +42,7 @@ FORMAT = 1
 BEGINNING = b'{"kind": "header", "format": '  # of both files
 COMMIT = {"kind": "commit"}
 ORDER = ("header", "cost", "load", "drift", "pieces", "prompt", "positions", "tree", "superset", "request", "quality")
-HEADER: dict[str, dict[str, Any]] = {  # what reports take from it without a question
+HEADER: dict[str, dict[str, Any]] = {  # keys that every report reads
     "target": {"name": str},
     "drafter": {"method": str},
     "settings": {"max_new_tokens": int, "dtype": str, "slots": int, "timed": (int, type(None))},

@@ -30,7 +30,7 @@ Superset = list[tuple[list[int], list[int], list[int]]]  # at each position the 
 
 
 class _Watch(NotingDrafter):
-    """A drafter whose trees are noted and not verified."""
+    """A drafter whose trees are noted, as a `Superset` for each prompt, and not verified."""
 
     def propose(self, round: RoundContext) -> DraftTree:
         tree = self._drafter.propose(round)
@@ -39,10 +39,6 @@ class _Watch(NotingDrafter):
         for slot, tokens, parents, ordered, size in rows:
             self.notes[slot].append((tokens[:size], parents[:size], ordered[:size]))
         return DraftTree.root(round.last_tokens)
-
-    def take(self, prompt: Sequence[int]) -> Superset:
-        """The trees along the answer to `prompt`. Equal prompts are taken in their order."""
-        return self.notes_of(prompt)
 
 
 def largest(tree: DynamicTree) -> DynamicTree:
@@ -91,7 +87,7 @@ def record_supersets(
                     ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
                     answers = decoder.generate(ids, sampling, max_new_tokens, requests=indices)
                     tables = [
-                        order_along(watch.take(prompt), answer.tokens, tree.depth) for prompt, answer in zip(ids, answers, strict=True)
+                        order_along(watch.notes_of(prompt), answer.tokens, tree.depth) for prompt, answer in zip(ids, answers, strict=True)
                     ]
                     store.append(
                         {"kind": "superset", "setting": setting, "prompt": prompt.prompt.id, "order": table.tolist()}

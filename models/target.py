@@ -47,7 +47,7 @@ KEY = "target.path or --target"  # where people write the path of a target; erro
 
 
 class Target:
-    """A frozen causal LM, by `load` of a path or a Hub id, by `wrap` of a model in memory. Never trained: eval mode, no gradients.
+    """A frozen causal LM, which is never trained. `load` takes a path or a Hub id, `wrap` a model in memory.
 
     Attributes:
         model: the transformers model.
