@@ -58,8 +58,9 @@ class Bar:
         if self.total is None:
             self._print(f"{self.label}  {text}")
             return
-        left = (now - self.started) / max(1, done - self.first) * (self.total - done)
-        self._print(f"{self.label} {done}/{self.total}  {text}  {left / 60:.1f} min left")
+        new = done - self.first
+        left = f"  {(now - self.started) / new * (self.total - done) / 60:.1f} min left" if new else ""  # no rate before the first
+        self._print(f"{self.label} {done}/{self.total}  {text}{left}")
 
     def _print(self, line: str) -> None:
         with suppress(OSError):

@@ -15,7 +15,7 @@ from draftsmith.data import prompts
 from draftsmith.eval import card, measurements, output, page, plot, record_store, table
 from draftsmith.eval import report as reports
 from draftsmith.eval.report import Acceptance, Report
-from draftsmith.inference import durable
+from draftsmith.inference import durable, progress
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec
 from draftsmith.inference.progress import Bar
@@ -216,6 +216,21 @@ def test_progress_ends_no_work(monkeypatch):
     with Bar("working", 2) as bar:
         bar.update(1, "half")
         bar.update(2, "all")
+
+
+def test_progress_tells_the_time_left_by_what_is_new(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    clock = iter((0.0, 30.0, 60.0, 90.0))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with Bar("working", 10, done=4) as bar:
+        bar.update(4, "no rate yet")
+        bar.update(6, "two in a minute")
+        bar.update(10, "all")
+    assert capsys.readouterr().err.splitlines() == [
+        "working 4/10  no rate yet",
+        "working 6/10  two in a minute  2.0 min left",
+        "working 10/10  all  0.0 min left",
+    ]
 
 
 OUT_OF_MEMORY = (
