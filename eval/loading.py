@@ -3,7 +3,7 @@
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain, count
@@ -59,24 +59,25 @@ CACHE = 64 << 20  # bytes of float32 weights that a CPU may keep in its cache: h
 AnyDrafter = DrafterModel | DraftModel | SelfSpeculation | HostDrafter | Hybrid
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a recipe or an option names; "auto" is float32 on a CPU and bfloat16 on a GPU."""
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
-    return DTYPES[name]
+def fastest_dtype(stored: dict[str, Header], precision: Callable[[], str]) -> torch.dtype:
+    """The dtype in which a checkpoint is run where none is asked for: on a GPU bfloat16.
+
+    On a CPU it is bfloat16 where the checkpoint is in half precision and `precision`, a measurement, gives "bf16"; else float32.
+
+    Args:
+        stored: the headers of the checkpoint's tensors.
+        precision: the faster precision on this CPU, "bf16" or "fp32". It is not called where it decides nothing.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    half = bool(stored) and all(header.dtype in ("BF16", "F16") for header in stored.values())
+    return torch.bfloat16 if half and precision() == "bf16" else torch.float32
 
 
 def decoding_dtype(stored: dict[str, Header]) -> torch.dtype:
-    """The dtype in which a checkpoint is decoded by default, from the headers of its tensors: on a GPU bfloat16.
-
-    On a CPU it is bfloat16 where the checkpoint is in half precision, more than a cache holds, and decoded faster so; else float32.
-    """
-    chosen = dtype_of("auto")
-    half = bool(stored) and all(header.dtype in ("BF16", "F16") for header in stored.values())
+    """`fastest_dtype` for decoding: on a CPU, weights that its cache holds are in float32."""
     large = sum(4 * header.size for header in stored.values()) > CACHE
-    if chosen == torch.float32 and half and large and machine.decoding_precision() == "bf16":
-        return torch.bfloat16
-    return chosen
+    return fastest_dtype(stored, lambda: machine.decoding_precision() if large else "fp32")
 
 
 def command() -> str:

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -43,8 +44,10 @@ class TargetSection(Section):
         description="Hugging Face id, folder or GGUF file (also owner/repository:file.gguf) of the model; `tiny` is shipped with this package",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit on the Hub; unset: the default branch")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="precision of its weights; auto: float32 on a CPU, bfloat16 on a GPU"
+    dtype: Changeable[Literal["auto", "float32", "bfloat16", "float16"]] = Field(
+        default="auto",
+        description="precision of its weights; auto: bfloat16 on a GPU, and on a CPU where the checkpoint is in half precision and bf16 proves faster; "
+        "else float32",
     )
     parallel: Changeable[Literal["none", "layers", "shard", "tensor"]] = Field(
         default="none",
@@ -245,7 +248,7 @@ def load(schema: type[R], path: str | Path, overrides: list[str], shared: bool =
         if not equals:
             raise ValueError(f"override {override!r} is not of the form key=value, for example train.steps=20")
         values[key] = _value(key, text, known)
-    of_methods = keys_of_methods() - known.keys() if shared else set()
+    of_methods = keys_of_methods() - known.keys() if shared else frozenset()
     for key in values:
         if key not in known and key not in of_methods:
             near = difflib.get_close_matches(key, [*known, *of_methods], n=1, cutoff=NEAR)
@@ -269,7 +272,8 @@ def _first_fault(error: ValidationError) -> str:
     return f"recipe key {key!r}: {message[:1].lower()}{message[1:]}; got {got if len(got) <= 100 else got[:100] + '…'}"
 
 
-def keys_of_methods() -> set[str]:
+@cache
+def keys_of_methods() -> frozenset[str]:
     """Every `section.key` that a method's script adds to the recipe, read off the scripts without importing them."""
     nodes = [node for file in Path(__file__).parent.glob("*.py") for node in ast.parse(file.read_text(encoding="utf-8")).body]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
@@ -279,7 +283,7 @@ def keys_of_methods() -> set[str]:
         if _bases(node) == [Recipe.__name__]:
             for name, section in fields[node.name].items():
                 known |= {f"{name}.{key}" for part in (section, *_bases(classes[section])) for key in fields.get(part, {})}
-    return known
+    return frozenset(known)
 
 
 def _bases(node: ast.ClassDef) -> list[str]:

@@ -17,7 +17,7 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, Index
 from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.data.prepare import load
-from draftsmith.eval.loading import dtype_of, encode, tree_spec_from_options
+from draftsmith.eval.loading import DTYPES, encode, fastest_dtype, tree_spec_from_options
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
@@ -28,9 +28,10 @@ from draftsmith.models import vocab
 from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter, new_drafter
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
+from draftsmith.models.weights import Header
 from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.replay import Replay
-from draftsmith.train.engine.resume import TARGET_FILES
+from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection, TreeSection
 
@@ -143,7 +144,7 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
             raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
         section.path,
-        dtype=dtype_of(section.dtype),
+        dtype=DTYPES.get(section.dtype, _fastest_dtype),
         device=str(state.device),
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
@@ -163,6 +164,11 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
         _check_micro_batch(recipe, target, processes.split_batch(recipe.train, state.num_processes)[0])
     data.give_template(tokenizer)
     return target, processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
+
+
+def _fastest_dtype(stored: dict[str, Header]) -> torch.dtype:
+    """The dtype of a target whose recipe leaves it open, from the headers of its tensors: the same on all ranks."""
+    return fastest_dtype(stored, lambda: processes.on_main(lambda: str(machine.precision())))
 
 
 def check_layout(recipe: Recipe) -> None:
@@ -249,7 +255,7 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
     """What must be the same for a run to be resumed: its data, its target, and where its features come from."""
     identity = target.identity
     facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
-    facts[TARGET_FILES] = identity.weights_hash or identity.revision
+    facts |= {TARGET_FILES: identity.weights_hash or identity.revision, TARGET_DTYPE: identity.dtype}
     if isinstance(train, FeatureDataset):
         # features.allow_missing may leave some out
         samples = hashlib.sha256(train.packed.corpus.epoch_samples.numpy().tobytes()).hexdigest()

@@ -24,6 +24,7 @@ from draftsmith.train.recipe import Recipe, TrainSection, changeable_keys
 
 FORMAT = 2  # of state.json in a checkpoint
 TARGET_FILES = "target's files"  # in a fingerprint: their hash, or the commit on the Hub
+TARGET_DTYPE = "target's dtype"
 MOST_THREADS = 4096  # that a checkpoint may ask for
 
 
@@ -116,15 +117,16 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
     # A key that is newer than the checkpoint had its default.
     defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
     defaults = json.loads(json.dumps(defaults))  # lists, as in a state
-    not_recorded = {key: value for key, value in state["fingerprint"].items() if key == TARGET_FILES}  # by earlier versions
+    not_recorded = {key: value for key, value in state["fingerprint"].items() if key in (TARGET_FILES, TARGET_DTYPE)}  # by earlier versions
     for name, missing in (("recipe", defaults), ("fingerprint", not_recorded)):
         then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
             if now.get(key) != then.get(key):
                 was = printable(str(then.get(key)), "")
+                same = f"take target.dtype={was}, " if key == TARGET_DTYPE else ""
                 raise ValueError(
                     f"{newest} was made with {printable(key, '')}={was}, this run has {now.get(key)}; "
-                    "give another train.output, or delete that folder"
+                    f"{same}give another train.output, or delete that folder"
                 )
     steps = recipe.train.steps
     if before["step"] > steps:
