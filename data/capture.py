@@ -111,9 +111,12 @@ def _capture_missing(
     seen = 0
     with Bar("capturing", total, show=rank == 0) as bar:
         for name, keys in own:
-            _capture_shard(target, folder / name, {key: samples[key] for key in keys}, index, batch_tokens)
-            seen += sum(len(samples[key]) for key in keys)
-            bar.update(seen, f"tokens  shard {name}")
+            computed = {}
+            for batch in _batches({key: samples[key] for key in keys}, batch_tokens):
+                computed |= compute(target, {key: samples[key] for key in batch}, index.taps)
+                seen += sum(len(samples[key]) for key in batch)
+                bar.update(seen, f"tokens  shard {name}")
+            features.write_shard(folder / name, [(key, samples[key], *computed[key]) for key in keys], index, target.logits)
     wait()
     if rank == 0:
         _report(folder, index)
@@ -203,15 +206,6 @@ def _check_free_disk(folder: Path, index: Index, tokens: int, samples: int) -> N
             f"{folder}: {free / 1e9:.2f} GB free, the features need {(needed + features.SHARD_BYTES) / 1e9:.2f}; make room, take features.precision=fp8, "
             "or train with features.mode=online"
         )
-
-
-def _capture_shard(target: Target, path: Path, samples: dict[str, Tensor], index: Index, batch_tokens: int) -> None:
-    features_of = {
-        key: rows
-        for keys in _batches(samples, batch_tokens)
-        for key, rows in compute(target, {key: samples[key] for key in keys}, index.taps)
-    }
-    features.write_shard(path, [(key, samples[key], *features_of[key]) for key in samples], index, target.logits)
 
 
 def _batches(samples: dict[str, Tensor], batch_tokens: int) -> Iterator[list[str]]:

@@ -214,10 +214,14 @@ def test_mistakes_in_evaluating_and_generating(workspace, target_folder, capsys)
     assert str(other) in line and str(target_folder) in line
 
 
-def test_other_data_does_not_continue_a_run(workspace, target_folder, capsys):
+def test_other_data_or_a_target_in_another_precision_does_not_continue_a_run(workspace, target_folder, capsys):
     copy, text = workspace / "again", workspace / "copy.txt"
     shutil.copy(workspace / "text.txt", text)
     train(workspace, target_folder, f"train.output={copy}", f"data.train={text}", "train.steps=2")
+    capsys.readouterr()
+    changed = arguments(workspace, target_folder, f"train.output={copy}", f"data.train={text}", "target.dtype=bfloat16")
+    line = failing(capsys, medusa.main, changed)
+    assert "target's dtype=float32, this run has bfloat16; take target.dtype=float32, give another train.output" in line
     text.write_text(text.read_text() + "and more")
     capsys.readouterr()
     line = failing(capsys, medusa.main, arguments(workspace, target_folder, f"train.output={copy}", f"data.train={text}"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import short
 from zoo import tiny
 
 from draftsmith.eval import loading
@@ -9,6 +10,7 @@ from draftsmith.inference import machine
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
+from draftsmith.train import medusa, recipe, setup
 
 LARGE, SMALL = (1 << 14, 1 << 12), (64, 64)
 
@@ -41,6 +43,28 @@ def test_dtype_of_a_checkpoint(cpu_is, precision, stored, expected):
     cpu_is(precision)
     headers = {str(number): Header("model.safetensors", dtype, shape) for number, (dtype, shape) in enumerate(stored)}
     assert loading.decoding_dtype(headers) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "stored", "expected"),
+    [
+        ("bf16", "auto", torch.bfloat16, torch.bfloat16),
+        ("fp32", "auto", torch.bfloat16, torch.float32),
+        ("bf16", "auto", torch.float32, torch.float32),
+        ("fp32", "bfloat16", torch.bfloat16, torch.bfloat16),
+        ("bf16", "float32", torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_target_that_trains_a_drafter_is_in_what_the_products_are_fastest_in(
+    precision, dtype, stored, expected, target_folder, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(machine, "precision", lambda: precision)
+    copy = Target.load(target_folder, dtype=stored)
+    for part in (copy.model, copy.require_tokenizer()):
+        part.save_pretrained(tmp_path / "target")
+    file, *overrides = short(tmp_path / "target", tmp_path, tmp_path / "run", f"target.dtype={dtype}")
+    opened, _ = setup.load_target_and_data(recipe.load(medusa.MedusaRecipe, file, overrides))
+    assert opened.dtype == expected
 
 
 def test_target_and_drafters_take_the_same(cpu_is, monkeypatch, tmp_path):
