@@ -12,7 +12,7 @@ CPU_ONLY := $(if $(or $(shell command -v nvidia-smi),$(filter Darwin,$(shell una
 LAUNCH := accelerate-$(if $(CPU_ONLY),cpu-2,one).yaml
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: quickstart real pictures test test-deepspeed test-engines test-faults test-rounds lint set-up
+.PHONY: quickstart real pictures test test-all test-deepspeed test-engines test-faults test-rounds lint set-up
 
 quickstart: $(READY)
 	$(BIN)/accelerate launch -q --config_file recipes/$(LAUNCH) train/medusa.py recipes/medusa-tiny.yaml train.output=runs/quickstart
@@ -32,6 +32,10 @@ test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not deepspeed and not faults"
+
+# The same with every combination of what `make test` tries in some.
+test-all: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --all -m "not deepspeed and not faults"
 
 # Training on two CPU ranks under DeepSpeed: five minutes.
 test-deepspeed: $(DEV)

@@ -9,7 +9,7 @@ Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth.
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, gumbel, uniform, warp
+from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, gumbel, on_host, sample_few, uniform, warp
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["acceptance_probability", "decide", "draw", "match", "membership", "rejection", "typical"]
@@ -60,7 +60,10 @@ def draw(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, pos
     """
     if sampling.greedy:
         return logits.argmax(-1)
-    return (warp(logits, sampling) + _noise(logits, depth, sampling, request, position, max_depth)).argmax(-1)
+    scores = warp(logits, sampling)
+    if sampling.filtered and on_host(scores):
+        return sample_few(scores, sampling.seed, request[:, None].expand_as(depth), position[:, None] + 1 + depth)
+    return (scores + _noise(logits, depth, sampling, request, position, max_depth)).argmax(-1)
 
 
 def _noise(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Shared by all tests: GPU tests are skipped, and counted, where there is no GPU; a tiny target, and one on disk with a tokenizer."""
 
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ if interpreted.INTERPRETED and find_spec("triton"):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every case of the tests marked one_in")
     parser.addoption("--kernels", action="store_true", help="tests/test_lossless.py with the Triton kernels: on a GPU, or interpreted")
 
 
@@ -29,7 +31,18 @@ def pytest_configure(config):
         zoo.DEVICE = "cuda"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leave out what `one_in` says: a stride over the cases, which meets every value of each parameter where the innermost has no factor n."""
+    if not config.option.all and not any("[" in word for word in config.args):  # a case that is asked for by name runs
+        numbers, left_out = Counter(), []
+        for item in items:
+            if few := item.get_closest_marker("one_in"):
+                name = item.nodeid.partition("[")[0]
+                if numbers[name] % few.args[0]:
+                    left_out.append(item)
+                numbers[name] += 1
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

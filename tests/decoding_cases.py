@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from taped import as_on_a_gpu
 from torch import Tensor
 from watching import Watch
 from zoo import VOCAB, tiny
@@ -129,6 +130,7 @@ class DepthPattern:
 
 def check_reads(stream: Iterator, rounds: int, monkeypatch) -> None:
     """After the first round of a stream nothing reads the device but the one transfer of each round."""
+    as_on_a_gpu(monkeypatch)
     next(stream)  # prefill and the first round, whose tables are made from host lists
     transfers, plain = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(tensor.shape) or plain(tensor))

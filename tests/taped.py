@@ -91,6 +91,14 @@ def recorded(piece: Callable[[], Any]) -> Tape:
     return tape
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling takes no short cut that reads numbers, which on a CPU costs nothing."""
+    from draftsmith.inference import rules, sampler
+
+    for module in (rules, sampler):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     """Decoders with kernels use the references, which are quick and consist of operations, and run rounds as for a graph: each as it is, or
     replayed from what was recorded of the first of its shape."""
@@ -98,6 +106,7 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     from draftsmith.inference import verify as verification
     from draftsmith.inference.kernels import attention, commit, verify
 
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(attention, "tree_attention", attention.tree_attention_reference)
     monkeypatch.setattr(commit, "commit", lambda groups, *rest: [commit.commit_reference(group.buffers, *rest) for group in groups])
     monkeypatch.setattr(commit, "take", commit.take_reference)

@@ -64,6 +64,7 @@ class Watched(Checked):
         assert all(result.depth == depth for result in verdict.on_host(tree)), "AdaptiveDepth learns the depth of the draft"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("how", HOWS)
 def test_output_is_that_of_plain_decoding(target, how, shape):

@@ -76,6 +76,7 @@ def test_it_is_a_drafter(target, method, name):
     assert 1 <= drafter.max_depth <= drafter.depth_limit and drafter.max_nodes > drafter.max_depth
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way, tree", [*(("eager", tree) for tree in TREES), ("replayed", "static"), ("replayed", "dynamic")])
 @pytest.mark.parametrize("method, name", LOSSLESS)
 def test_output_is_plain_decodings(target, answers, method, name, way, tree, monkeypatch):

@@ -55,7 +55,7 @@ def test_dtype_of_a_checkpoint(cpu_is, precision, stored, expected):
         ("bf16", "float32", torch.bfloat16, torch.float32),
     ],
 )
-def test_a_target_that_trains_a_drafter_is_in_what_the_products_are_fastest_in(
+def test_a_target_that_trains_a_drafter_is_in_the_precision_that_is_fastest_here(
     precision, dtype, stored, expected, target_folder, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(machine, "precision", lambda: precision)

@@ -24,6 +24,7 @@ from draftsmith.models.target import Target
 from draftsmith.train.eagle import EagleSection, objective3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decoding_computes_what_training_does(target, name, shape):

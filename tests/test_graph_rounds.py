@@ -116,10 +116,11 @@ KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "stud
 HOST = ("student-sure", "ngram", "recycling", "lookahead")
 
 
-@pytest.mark.parametrize("kind", KINDS + HOST)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0, rule="target-sample"), Sampling(0.8, top_k=5, seed=3)], ids=["greedy", "t1", "cut"]
 )
+@pytest.mark.parametrize("kind", KINDS + HOST)
 def test_asynchronous_rounds_give_the_same_answers(references, kind, sampling):
     target = Target.wrap(tiny("llama"))
     stop = Decoder(target, slots=5, kernels=False).generate(PROMPTS, sampling, 8)[2].tokens[5]

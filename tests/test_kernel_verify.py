@@ -10,6 +10,7 @@ import torch
 from hopper import compiled
 from interpreted import INTERPRETED
 from kernel_fixtures import _one_way, _patched_once, _poisoned  # noqa: F401
+from taped import as_on_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -121,6 +122,7 @@ def check(arguments: tuple, **options) -> Verdict:
     return got
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("vocab", BLOCKS)
 @pytest.mark.parametrize("nodes", NODES)
 def test_equals_the_reference(nodes, vocab):
@@ -278,7 +280,8 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_no_sync_and_nothing_of_the_logits_size():
+def test_no_sync_and_nothing_of_the_logits_size(monkeypatch):
+    as_on_a_gpu(monkeypatch)
     arguments = case(2, 1000, FILTERED[3], rows=3)
     with Watch(arguments[1]) as watch:
         verify(*arguments, block=256)

@@ -33,6 +33,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_speculative_equals_plain(name):
     model = tiny(name)
@@ -189,6 +190,7 @@ def test_a_drafter_serves_one_stream_at_a_time():
     assert texts(first.generate(PROMPTS, max_new_tokens=NEW, stop_ids=())) == answers
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_medusa_equals_plain(name):
     target = Target.wrap(tiny(name))

@@ -27,7 +27,7 @@ def processors(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     return scores
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 64, 501])
+@pytest.mark.parametrize("vocab", [1, 5, 64, 501, 5003])
 def test_warp_equals_transformers(vocab, monkeypatch):
     """Bit for bit. transformers leaves open which of several equal logits top-p drops: its sort is not stable and depends on the processor. A
     stable sort drops the lowest id first. Without it the kept values and their number are the same.
@@ -55,6 +55,19 @@ def test_warp_equals_transformers(vocab, monkeypatch):
                         several_remain += int((got.isfinite().sum(-1) > 1).sum())
     assert vocab == 1 or (cut > 1000 and several_remain > 1000)
     assert torch.equal(warp(wide.view(4, 5, vocab), how), warp(wide, how).view(4, 5, vocab)), "any batch shape"
+
+
+@pytest.mark.parametrize("vocab", [3, 1009])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 2000}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
+)
+def test_with_filters_the_same_noise_is_drawn(vocab, filters):
+    how = Sampling(0.9, seed=2**40 + 1, **filters)
+    logits = torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(1))
+    request, position = torch.tensor([[4], [2**32 - 1]]).expand(2, 7), torch.arange(100, 114).view(2, 7)
+    drawn = sample(logits, how, request, position)
+    assert torch.equal(drawn, (warp(logits, how) + gumbel(how.seed, request, position, vocab)).argmax(-1))
+    assert (drawn != logits.argmax(-1)).any()
 
 
 def test_philox_known_answers():
