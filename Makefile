@@ -33,7 +33,7 @@ test: $(DEV)
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not deepspeed and not faults"
 
-# The same with every combination of what `make test` tries in some.
+# The same, with every case of the tests of which `make test` runs one in two or three.
 test-all: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --all -m "not deepspeed and not faults"
 

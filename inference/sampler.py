@@ -119,8 +119,8 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Kept sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, in this order.
     Ties: top-k keeps all logits that equal the k-th. Which of several equal logits top-p drops, transformers leaves to an unstable sort; here
-    the lowest id is dropped first, so that the set is the same for every shape, device and kernel. Where tokens have 1 − p together but for
-    rounding, the last of them may stay here and not there.
+    the lowest id is dropped first, so that the set is the same for every shape, device and kernel. At the
+    limit of top-p, rounding may decide otherwise than there.
     """
     scores = logits.float()
     vocab = scores.shape[-1]
@@ -140,7 +140,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _least_likely(scores: Tensor, top_p: float) -> Tensor:
-    """What top-p drops of scores [...,V], a mask [...,V]: the least likely tokens, as many as have a probability of 1 − p at most together."""
+    """A mask [...,V] of the tokens that top-p drops: the least likely ones of scores [...,V], whose probabilities add up to at most 1 − p."""
     if not on_host(scores):
         ordered, index = torch.sort(scores, stable=True)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, index, _tail(ordered.softmax(-1).cumsum(-1), top_p))
@@ -158,7 +158,7 @@ def _least_likely(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _tail(below: Tensor, top_p: float) -> Tensor:
-    """Of tokens with the least likely first, those that top-p drops; the last stays. below [...,n]: probability of each and those before it."""
+    """Which of n tokens, least likely first, top-p drops; the last stays. below [...,n]: the probability of a token and those before it."""
     drop = below <= 1 - top_p
     drop[..., -1].fill_(False)
     return drop
@@ -209,9 +209,9 @@ def gumbel(seed: int, request: Tensor, position: Tensor, vocab: int, purpose: in
     return _noise(words.flatten(-2)[..., :vocab])
 
 
-def _gumbel_of(token: Tensor, seed: int, request: Tensor, position: Tensor, purpose: int) -> Tensor:
-    """`gumbel` of one token [...] each: float32 [...]."""
-    words = torch.stack(philox(seed, (token // 4, position, request, torch.full_like(request, purpose))), -1)
+def _gumbel_of(token: Tensor, seed: int, request: Tensor, position: Tensor) -> Tensor:
+    """The noise of `gumbel` for single tokens [...]: float32 [...]."""
+    words = torch.stack(philox(seed, (token // 4, position, request, torch.full_like(request, PURPOSE_TOKEN))), -1)
     return _noise(words.gather(-1, (token % 4)[..., None]).squeeze(-1))
 
 
@@ -221,6 +221,7 @@ def uniform(seed: int, request: Tensor, position: Tensor, number: Tensor) -> Ten
 
 
 def _noise(words: Tensor) -> Tensor:
+    """Words of Philox [...] as Gumbel noise, float32 [...]."""
     return _unit(words).log_().neg_().log_().neg_().float()
 
 
@@ -243,12 +244,12 @@ def sample(logits: Tensor, sampling: Sampling, request: Tensor, position: Tensor
 
 
 def sample_few(scores: Tensor, seed: int, request: Tensor, position: Tensor) -> Tensor:
-    """`sample` from warped logits [...,V] of which few are finite: noise is made for those alone. It reads the device."""
+    """`sample` from scores [...,V] that `warp` gave, most of them −inf: noise is made for the others alone. It reads numbers of the scores."""
     *rows, token = finite = (scores > -torch.inf).nonzero(as_tuple=True)
-    noise = _gumbel_of(token, seed, request[tuple(rows)], position[tuple(rows)], PURPOSE_TOKEN)
+    noise = _gumbel_of(token, seed, request[tuple(rows)], position[tuple(rows)])
     return scores.index_put(finite, noise, accumulate=True).argmax(-1)
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading numbers of a tensor makes nobody wait: on a CPU."""
+    """Whether a tensor is in the host's memory, so that reading its numbers waits for no device."""
     return tensor.device.type == "cpu"

@@ -32,15 +32,19 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what `one_in` says: a stride over the cases, which meets every value of each parameter where the innermost has no factor n."""
+    """Run every n-th case of a test that is marked `one_in(n)`. Raises UsageError if a value of a parameter occurs in none of them."""
     if not config.option.all and not any("[" in word for word in config.args):  # a case that is asked for by name runs
-        numbers, left_out = Counter(), []
+        numbers, left_out, values = Counter(), [], {True: set(), False: set()}
         for item in items:
             if few := item.get_closest_marker("one_in"):
                 name = item.nodeid.partition("[")[0]
-                if numbers[name] % few.args[0]:
-                    left_out.append(item)
+                runs = numbers[name] % few.args[0] == 0
                 numbers[name] += 1
+                values[runs] |= {(name, parameter, str(value)) for parameter, value in item.callspec.params.items()}
+                if not runs:
+                    left_out.append(item)
+        if never := values[False] - values[True]:
+            raise pytest.UsageError(f"one_in leaves out all cases of {sorted(never)}; give it another number")
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     if not torch.cuda.is_available():

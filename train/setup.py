@@ -144,7 +144,7 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
             raise ValueError(f"train.kernels=true: {reason}; leave it out")
     target = Target.load(
         section.path,
-        dtype=DTYPES.get(section.dtype, _fastest_dtype),
+        dtype=DTYPES.get(section.dtype, _training_dtype),
         device=str(state.device),
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
@@ -166,8 +166,8 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
     return target, processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
 
 
-def _fastest_dtype(stored: dict[str, Header]) -> torch.dtype:
-    """The dtype of a target whose recipe leaves it open, from the headers of its tensors: the same on all ranks."""
+def _training_dtype(stored: dict[str, Header]) -> torch.dtype:
+    """`fastest_dtype` of a target whose recipe says auto: the main process measures for all ranks."""
     return fastest_dtype(stored, lambda: processes.on_main(lambda: str(machine.precision())))
 
 
