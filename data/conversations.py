@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftsmith.data import stdlib, tables
-from draftsmith.data.text_files import LINE, check, check_regular, lines, parse, parts, short, too_deep
+from draftsmith.data.text_files import LINE, GivenTwice, check, check_regular, lines, object_of_pairs, parse, parts, short, too_deep
 
 SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
 KINDS = (".json", ".jsonl", ".txt", ".parquet", ".arrow")  # the first three also with .gz
@@ -30,7 +30,7 @@ FORMATS = (
     "`instruction` and `output`, `prompt`, or `text`"
 )
 REMEDY = "correct it or leave the example out"
-_DECODE = json.JSONDecoder().raw_decode
+_DECODE = json.JSONDecoder(object_pairs_hook=object_of_pairs).raw_decode
 
 
 class Source(BaseModel):
@@ -210,6 +210,8 @@ def _list_examples(path: Path) -> Iterator[_RawExample]:
             value, begin, end, mark = _scan(text, at)
         except RecursionError:
             raise too_deep(f"{path}:{line}") from None
+        except GivenTwice as error:
+            raise ValueError(f"{path}:{line + text.count(chr(10), at, _skip(text, at))}: {error}; leave one out") from None
         except ValueError as error:
             if len(text) - at <= LINE and (more := _take(more_parts, max(CHUNK, len(text)))):  # the example may continue there
                 text, at = text[at:] + more, 0

@@ -50,7 +50,10 @@ class Signature(NamedTuple):
 
 
 class MinHasher:
-    """Signs examples, given the evaluation prompts. Each turn of a prompt is given as a prompt of its own."""
+    """Signs examples, given the evaluation prompts. Each turn of a prompt is given as a prompt of its own.
+
+    A system prompt says nothing of how similar two conversations are: many share a long one.
+    """
 
     def __init__(self, prompts: Iterable[str]) -> None:
         self._ids = _WordIds()
@@ -72,17 +75,20 @@ class MinHasher:
 
     def sign(self, conversation: Conversation) -> Signature:
         """The signature of an example's messages, or of its text where it has none. Contamination is looked for in both."""
-        parts = [words(part) for part in _parts(conversation)]
+        texts = _parts(conversation)
+        parts = [words(text) for _, text in texts]
         if not any(parts):  # emoji, operators
-            parts = [list("".join(unicodedata.normalize("NFKC", part).split())) for part in _parts(conversation)]
+            parts = [list("".join(unicodedata.normalize("NFKC", text).split())) for _, text in texts]
         joined = [" ".join(part) for part in parts]
-        all_words = [word for part in parts for word in (*part, BOUNDARY)][:-1]
+        all_words = _with_boundaries(parts)
         shingles = self._shingles(all_words)
+        said = [part for (role, _), part in zip(texts, parts, strict=True) if role != "system"]
+        compared = self._shingles(_with_boundaries(said)) if any(said) and len(said) < len(parts) else shingles
         contamination = EQUAL if self._prompts.intersection(joined) else self._contamination(all_words, shingles)
         if not contamination and conversation.messages is not None and conversation.text:
             text = words(conversation.text)  # a prompt may cross the messages' boundaries
             contamination = EQUAL if " ".join(text) in self._prompts else self._contamination(text, self._shingles(text))
-        return Signature(hashlib.blake2b(BOUNDARY.join(joined).encode(), digest_size=16).digest(), _minhash(shingles), contamination)
+        return Signature(hashlib.blake2b(BOUNDARY.join(joined).encode(), digest_size=16).digest(), _minhash(compared), contamination)
 
     def _shingles(self, text: list[str]) -> np.ndarray:
         """A 64-bit hash of each run of SHINGLE words, or of all words where there are fewer."""
@@ -205,17 +211,22 @@ def words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
-def _parts(conversation: Conversation) -> list[str]:
+def _with_boundaries(parts: list[list[str]]) -> list[str]:
+    return [word for part in parts for word in (*part, BOUNDARY)][:-1]
+
+
+def _parts(conversation: Conversation) -> list[tuple[str, str]]:
+    """(role, text) of all that a conversation says; the role of a text is ""."""
     if conversation.messages is None:
-        return [conversation.text]
-    parts = list[str]()
+        return [("", conversation.text)]
+    parts = list[tuple[str, str]]()
     for message in conversation.messages:
-        parts.append(message["content"])
+        parts.append((message["role"], message["content"]))
         # A turn of tool calls has no content: without the calls, all such turns would be equal.
         for key in ("reasoning_content", "tool_calls"):
             if key in message:
                 value = message[key]
-                parts.append(value if isinstance(value, str) else json.dumps(value))
+                parts.append((message["role"], value if isinstance(value, str) else json.dumps(value)))
     return parts
 
 

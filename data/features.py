@@ -229,7 +229,7 @@ class FeatureStore:
             problem = f"feature store {self.folder}: shard {name}.safetensors ({len(new[name]['keys'])} samples) {problem}"
             if not self.allow_missing or name in self.verified:
                 raise ValueError(f"{problem}; run `draftsmith data capture` again, or continue without it: features.allow_missing=true")
-            print(f"note: {problem}; its samples are left out", file=sys.stderr)
+            print(f"note: {problem}; it is not read", file=sys.stderr)
         for name in new.keys() - wrong.keys():
             self.slices.pop(name, None)
             facts = new[name]

@@ -26,7 +26,7 @@ from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.models.identity import tokenizer_hash
 
-FORMAT = 4  # of a prepared corpus: raise it when the same plan would give other samples
+FORMAT = 5  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one example in twenty, where no held-out source is named
 LONGEST = 1 << 24  # tokens of a sample
 MOST_DOMAINS = 1000  # of a corpus: results are reported by domain
@@ -141,7 +141,7 @@ def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBa
                     builders["valid" if held_out(plan, source, number) else part].add(example, source)
                 bar.update(tally.read, f"{tally.read:,} examples read")
     tally.check(names)
-    _hold_out_tail(builders["train"], builders["valid"], names, tally)
+    _hold_out_tail(builders["train"], builders["valid"], plan, tally)
     return {
         "train": builders["train"].corpus(plan, key, encoder.end, tally, plan.train),
         "valid": builders["valid"].corpus(plan, key, encoder.end, tally, ()),
@@ -285,16 +285,20 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
     return torch.cat(chosen)
 
 
-def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, names: str, tally: Tally) -> None:
+def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan, tally: Tally) -> None:
     """Hold out the last twentieth of a text's pieces where too few examples were read: a book is a single document."""
     count = len(train.samples)
+    names = ", ".join(source.path for _, source in plan.sources())
+    reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
+    remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"
     if not train.samples or (count < 2 and not valid.samples):
-        reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
-        remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"
         raise ValueError(f"{names}: no examples to train on; {remedy}")
     if valid.samples:
         return
+    if plan.valid:
+        raise ValueError(f"data.valid={', '.join(source.path for source in plan.valid)}: no examples to evaluate on; {remedy}")
     if any(sample.chat for sample in train.samples):
-        raise ValueError(f"{names}: {count} conversations are too few to hold some out; name a held-out file in data.valid")
+        dropped = f" ({reasons})" if reasons else ""
+        raise ValueError(f"{names}: {count} conversations are too few to hold some out{dropped}; name a held-out file in data.valid")
     keep = count - max(1, count // HELD_OUT_IN)
     train.samples, valid.samples = train.samples[:keep], train.samples[keep:]

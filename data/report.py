@@ -11,6 +11,7 @@ from draftsmith.data.packing import PackedDataset
 from draftsmith.inference.terminal import printable
 from draftsmith.models import vocab
 
+MOST_DROPPED = 0.1  # share of the examples that a training drops without a word
 DEPTH = 4  # K of the bound that a draft vocabulary sets on τ
 
 
@@ -68,6 +69,15 @@ def preparation(corpus: Corpus) -> list[str]:
     lines.append(f"  {cut:,} cut at {corpus.seq_len} tokens ({share:.1%}), {report['cut tokens']:,} tokens lost with that")
     lines.append(f"  {report['unknown tokens']:,} tokens unknown to the tokenizer")
     return lines
+
+
+def many_dropped(corpus: Corpus) -> str:
+    """A line for a training: how many examples were dropped and why, where it is more than MOST_DROPPED of them; else ""."""
+    read, dropped = corpus.report["read"], corpus.report["dropped"]
+    if sum(count for count, _ in dropped.values()) <= MOST_DROPPED * read:
+        return ""
+    reasons = "; ".join(f"{count:,} {reason}" for reason, (count, _) in dropped.items())
+    return f"of {read:,} examples were dropped: {reasons}; `draftsmith data prepare` names some of each"
 
 
 def marked_text(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase, colours: bool) -> Text:

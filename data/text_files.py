@@ -128,26 +128,26 @@ def parse(line: str, where: str, surrogates: bool = False) -> Any:
         ValueError: as `check`, no JSON, or a key that is given twice, of which Python would drop the first. It begins with `where`.
     """
     try:
-        value = json.loads(line, object_pairs_hook=_object)
+        value = json.loads(line, object_pairs_hook=object_of_pairs)
     except RecursionError:
         raise too_deep(where) from None
-    except _Twice as error:
+    except GivenTwice as error:
         raise ValueError(f"{where}: {error}; leave one out") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}), got {short(line)}; mend the line or leave it out") from None
     return check(value, line, where, surrogates)
 
 
-class _Twice(ValueError):
+class GivenTwice(ValueError):
     """A key that an object has twice."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object by its keys and values. Raises _Twice."""
+def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object by its keys and values. Raises GivenTwice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(f"key {short(next(key for key in keys if keys.count(key) > 1))} is given twice")
+        raise GivenTwice(f"key {short(next(key for key in keys if keys.count(key) > 1))} is given twice")
     return value
 
 

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 
-MOST_RANKED = 16  # candidates of a node that the kernel ranks
+# What the kernels hold: candidates of a node and nodes of a level, and candidates of a tree.
+MOST_RANKED, MOST_STORED = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,12 @@ class DynamicTree:
 
     @property
     def num_nodes(self) -> int:
-        return min(self.nodes, 1 + self.width + (self.depth - 1) * self.width**2)
+        return min(self.nodes, self.candidates)
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that are scored, the root included."""
+        return 1 + self.width + (self.depth - 1) * self.width**2
 
     def cut(self, depth: int) -> "DynamicTree":
         return self if depth >= self.depth else replace(self, depth=depth)
@@ -317,8 +323,7 @@ class FusedExpansion(DynamicExpansion):
         from draftsmith.inference.kernels import expand as kernels
 
         super().__init__(tree_spec, round)
-        size = 1 + tree_spec.width + (tree_spec.depth - 1) * tree_spec.width**2
-        self.kernels, self.store, self.stored = kernels, kernels.CandidateStore.rooted(round.last_tokens, size), 1
+        self.kernels, self.store, self.stored = kernels, kernels.CandidateStore.rooted(round.last_tokens, tree_spec.candidates), 1
 
     def add_level(self, ids: Tensor, scores: Tensor | None = None, q_logits: Tensor | None = None) -> CurrentLevel | None:
         assert scores is not None
@@ -352,11 +357,12 @@ def check_rule(rule: str, tree_spec: TreeSpec) -> None:
 
 
 def expand(tree_spec: TreeSpec, round: RoundContext) -> Expansion:
-    """Begin a round's trees: the expansion of `tree_spec`, no deeper than `round.depth`; by kernels where they are active."""
+    """Begin a round's trees: the expansion of `tree_spec`, no deeper than `round.depth`; by kernels where they are active and hold such trees."""
     tree_spec = tree_spec.cut(round.depth)
     if isinstance(tree_spec, StaticTree):
         return StaticExpansion(tree_spec, round)
-    return FusedExpansion(tree_spec, round) if active() else DynamicExpansion(tree_spec, round)
+    fused = active() and tree_spec.width <= MOST_RANKED and tree_spec.candidates <= MOST_STORED
+    return FusedExpansion(tree_spec, round) if fused else DynamicExpansion(tree_spec, round)
 
 
 def choose(logits: Tensor, count: int, round: RoundContext, index: Tensor, scored: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:

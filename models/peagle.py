@@ -100,7 +100,8 @@ class PeagleModel(EagleModel):
     # Drafting
 
     def drafted_positions(self, tree_spec: TreeSpec) -> int:
-        return self.config.steps
+        """Accepted pairs, the root's included, and masks are written in one forward, also behind a slot that ran past its end."""
+        return tree_spec.max_depth + self.levels_at_once(tree_spec)
 
     def levels_at_once(self, tree_spec: TreeSpec) -> int:
         """All levels of the tree."""

@@ -29,6 +29,9 @@ EARNED_SECONDS = 0.1  # of these a process gets back with each rendering, so tha
 MEMORY = 1 << 30  # bytes of address space
 CHARACTERS, TIMES = 1_000_000, 16  # a text may be this long, and this many times as long as what it is made of
 OUT_OF_MEMORY = 97  # exit code
+DATE = datetime(
+    2024, 7, 26
+)  # a template's "today": with the clock's, no text would be the same tomorrow; Llama 3's where there is no clock
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys that data use for it; templates read the first two
 # What Python raises for code as it stands in templates.
 ERRORS = (
@@ -258,7 +261,7 @@ def _compiled(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["strftime_now"] = DATE.strftime
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment.from_string(source)

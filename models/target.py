@@ -307,7 +307,8 @@ class Target:
         def forward(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
             return hidden_states
 
-        with self._replaced_forwards(dict.fromkeys(layers, forward)):
+        # Another thread, which makes features ahead, must not meet them.
+        with running(self.model), self._replaced_forwards(dict.fromkeys(layers, forward)):
             yield
 
     def compile(self) -> None:

@@ -20,10 +20,11 @@ class Planted:
         propose: the drafter's method.
         prompts, answers: the prompts, and what follows them; a request's noise key is its index.
         vocab_size: V of the target.
+        always: the ancestors of the last node get them in every round.
     """
 
-    def __init__(self, propose: Any, prompts: list[list[int]], answers: list[list[int]], vocab_size: int) -> None:
-        self.propose, self.vocab_size = propose, vocab_size
+    def __init__(self, propose: Any, prompts: list[list[int]], answers: list[list[int]], vocab_size: int, always: bool = False) -> None:
+        self.propose, self.vocab_size, self.always = propose, vocab_size, always
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, texts)) + 16
         self.truth = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
@@ -33,9 +34,9 @@ class Planted:
         tree = self.propose(round)
         nodes = tree.tokens.shape[1]
         index = torch.arange(nodes)
-        chosen = (round.positions * 7 + round.noise_keys * 3) % nodes  # [B]
+        chosen = (round.positions * 7 + round.noise_keys * 3) % nodes if not self.always else round.positions * 0 + nodes - 1  # [B]
         on_path = tree.visible().gather(1, chosen[:, None, None].expand(-1, 1, nodes))[:, 0] & (index > 0)
-        planted = on_path & ((round.positions % 5) != 0)[:, None]
+        planted = on_path & ((round.positions % 5) != 0)[:, None] if not self.always else on_path
         position = (round.positions[:, None] + tree.depth).clamp(max=self.truth.shape[1] - 1)
         return replace(tree, tokens=torch.where(planted, self.truth[round.noise_keys].gather(1, position), tree.tokens))
 

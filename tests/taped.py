@@ -54,7 +54,8 @@ class Tape(TorchDispatchMode):
         """The calls without those that only make views, and their results: a view stays where it is, and shows what is written there."""
 
         def only_views(function: Any, given: tuple[tuple, dict], out: Any) -> bool:
-            return not function._schema.is_mutable and {*map(storage, tensors(out))} <= {*map(storage, tensors(given))}
+            results, inputs = ({*map(storage, tensors(each))} for each in (out, given))
+            return not function._schema.is_mutable and bool(results) and results <= inputs  # a check gives nothing
 
         return [(*call, tensors(out)) for *call, out in self.calls if not only_views(call[0], call[1:], out)]
 
@@ -102,7 +103,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
     """Decoders with kernels use the references, which are quick and consist of operations, and run rounds as for a graph: each as it is, or
     replayed from what was recorded of the first of its shape."""
-    from draftsmith.inference import decoder, expand, graph_rounds
+    from draftsmith.inference import cache, decoder, expand, graph_rounds
     from draftsmith.inference import verify as verification
     from draftsmith.inference.kernels import attention, commit, verify
 
@@ -120,5 +121,15 @@ def install(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
         return real(on_gpu, SimpleNamespace(capturable=drafter.capturable), sampling, processed)
 
     monkeypatch.setattr(decoder, "refusal", refusal)
+    write = cache.TreeCache._write
+
+    def write_inside(self, buffer, states):
+        """What a row writes past its end is another row's, and past the last row an error of the device alone."""
+        if self.static_shape:
+            ends = self.selected_length + self.drafted + states.shape[2]
+            torch._assert_async((ends <= self.capacity).all(), "written past the end of a row")
+        write(self, buffer, states)
+
+    monkeypatch.setattr(cache.TreeCache, "_write", write_inside)
     if replayed:
         monkeypatch.setattr(graph_rounds, "capture", record)

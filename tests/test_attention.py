@@ -185,6 +185,20 @@ def test_the_setting_is_restored_and_needed():
     assert config._attn_implementation == "eager"
 
 
+def test_features_while_another_thread_leaves_layers_out():
+    target = Target.wrap(tiny("llama"))
+    batch = {"input_ids": torch.arange(12)[None], "position_ids": torch.arange(12)[None]}
+    hidden, features, begun = target.features(batch).hidden, [], threading.Event()
+    thread = threading.Thread(target=lambda: begun.set() or features.append(target.features(batch).hidden))
+    with target.without([1]):
+        thread.start()
+        begun.wait()
+        thread.join(0.2)  # a forward takes some milliseconds
+        assert not torch.equal(target.features(batch).hidden, hidden)
+    thread.join()
+    assert torch.equal(features[0], hidden)
+
+
 def test_features_while_another_thread_decodes():
     """Each keeps its attention: as alone, the answers and the features, packed documents among them."""
     target = Target.wrap(tiny("llama"))

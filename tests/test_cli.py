@@ -306,6 +306,7 @@ def test_a_new_method_appears_without_a_list(monkeypatch, tmp_path):
     assert list(cli.methods()) == ["hydra"]
 
 
+@pytest.mark.slow
 def test_wrong_words_are_one_line():
     for words, says in (
         (
@@ -334,6 +335,7 @@ def test_wrong_words_are_one_line():
         assert done.returncode == 2 and done.stdout.count("usage: draftsmith") == 1 and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_training_by_name_says_nothing_of_other_libraries(workspace, target_folder):
     """Whatever is installed beside: PEFT, DeepSpeed, torchao and bitsandbytes warn when Accelerate and transformers import them."""
     common = arguments(workspace, target_folder, f"train.output={workspace / 'named'}", "train.steps=1", "train.warmup_steps=0")[1:]
@@ -395,6 +397,7 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 
 
+@pytest.mark.slow
 def test_prompts_are_split_over_ranks_that_agree_on_the_tree(workspace, target_folder):
     """Two processes time the same forwards differently; one tree, one report, every prompt once."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]

@@ -205,6 +205,7 @@ def test_a_distilled_draft_model_brings_its_target_tree_and_confidence(student, 
         loading.open_models("tiny", [str(student)], "bfloat16")
 
 
+@pytest.mark.slow
 def test_measurements_are_written_into_a_distilled_draft_model_only(student, tmp_path, capsys):
     own, foreign = tmp_path / "own", tmp_path / "foreign"
     shutil.copytree(student, own)

@@ -182,6 +182,7 @@ def small(vocab: int, noise: float) -> Target:
     return Target.wrap(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "rule"), [(8, "rejection"), (6, "rejection-replacement")])
 def test_distribution_under_rejection(vocab, rule):
     """Of complete answers from batches that stop early, with a draft model that has the target's tokens or fewer."""
@@ -239,6 +240,7 @@ def count_twos(count: int = 120) -> int:
     return thirds[2]
 
 
+@pytest.mark.slow
 def test_a_token_drawn_in_vain_is_not_drawn_again(monkeypatch):
     """120 even draws: 60 ± 5.5. With the noise of the index alone, a 2 that was drawn in vain would be drawn again: three in four."""
     assert 38 < count_twos() < 82

@@ -119,6 +119,20 @@ def test_untrained_drafts_are_verified_too(target, answers, method, name):
         assert [text.tokens for text in alone] == [text.tokens for text in batch]
 
 
+@pytest.mark.parametrize("method, name", {method: (method, name) for method, name in LOSSLESS}.values())
+def test_nothing_is_written_past_the_end_of_a_row(target, answers, method, name, monkeypatch):
+    """As graphs, where rounds go on past the end, with all drafts accepted up to several ends: `taped` sees such a write."""
+    pytest.importorskip("triton")
+    taped.install(monkeypatch, replayed=True)
+    drafter, prompt, answer = build(target, method, name), PROMPTS[1], answers["greedy"][1]
+    drafter.tree_spec = StaticTree.chain(drafter.depth_limit)
+    drafter.propose = Planted(drafter.propose, [prompt], [answer], VOCAB, always=True)
+    for new in range(6, 11):
+        (text,) = Decoder(target, drafter, slots=1, kernels=True).generate([prompt], None, new, ())
+        assert text.tokens == answer[:new]
+        assert max(round.accepted for round in text.rounds) > 1
+
+
 def proposals(drafter: DrafterModel, target: Target, tree: str) -> list:
     """What it proposes after prompts of different lengths, one without a hidden state."""
     drafter.tree_spec = TREES[tree]

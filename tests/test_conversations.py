@@ -277,6 +277,7 @@ def test_damaged_tables_are_named(tmp_path, no_hub):
         ('[{"text": "a"},\n{"words": "b"}]', 2, "got keys ['words']"),
         ('[{"text":\n"a"\n},\n{"words": "b"}]', 4, "got keys ['words']"),
         ('[\n{"text": "a"},\n"b"]', 3, "got 'b', expected an object"),
+        ('[{"text": "a"},\n{"text": "a", "text": "b"}]', 2, "key 'text' is given twice"),
     ],
 )
 @pytest.mark.parametrize("chunk", [4, 1 << 20])

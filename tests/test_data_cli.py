@@ -95,6 +95,7 @@ def test_the_precision_of_the_features_goes_into_the_artifact(target_folder, cha
     assert config["target"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
     contents = []
     for launch in ([], ["-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]):

@@ -177,6 +177,18 @@ def test_a_template_shared_by_all_hides_no_copy_and_costs_no_more():
     assert dedup._table.shape[2] == 4 and min(members) < 2500 < max(members), "full buckets were met, and examples replaced"
 
 
+def test_a_shared_system_prompt_makes_no_near_duplicates():
+    rng = random.Random(5)
+    system, own = " ".join(rng.choices(VOCABULARY, k=800)), [" ".join(rng.choices(VOCABULARY, k=60)) for _ in range(40)]
+    spoken = [chat(example, "yes").messages for example in own]
+    rows = [Conversation("a", "all", [{"role": "system", "content": system}, *messages]) for messages in spoken]
+    assert set(reasons(*rows)) == {""}
+    assert reasons(*rows[:2], chat(own[0], "yes"), rows[0]) == ["", "", "near duplicate", "exact duplicate"]
+    alone = [Conversation("a", "all", [{"role": "system", "content": f"{system} {n}"}]) for n in range(2)]
+    assert reasons(*alone) == ["", "near duplicate"]
+    assert MinHasher([system]).sign(rows[0]).contamination
+
+
 def test_memory_for_a_hundred_thousand_examples_is_tens_of_megabytes():
     signature = NONE.sign(text("a"))
     rng = np.random.default_rng(0)

@@ -255,6 +255,7 @@ def test_a_long_window_gives_the_same_bits(target):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_when_rows_are_evicted_does_not_matter(target, monkeypatch):
     for make in drafters(target):
         runs = []

@@ -191,6 +191,7 @@ def test_speedups_are_of_seconds_per_token():
     assert speed.speedups(requests)["speedup"] == pytest.approx(2 * 9 / 7)
 
 
+@pytest.mark.slow
 def test_measurements_are_compared_by_prompt_and_domain(folder, capsys):
     common = [
         "--target",

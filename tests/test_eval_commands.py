@@ -27,6 +27,7 @@ def evaluate(folder, out, *words):
     return json.loads((folder / out / "acceptance.json").read_text())
 
 
+@pytest.mark.slow
 def test_rules_side_by_side(folder, capsys):
     rules = ["target-sample", "shared-noise", "rejection", "typical"]
     words = [word for rule in rules for word in ("--rule", rule)]
@@ -46,6 +47,7 @@ def test_rules_side_by_side(folder, capsys):
     assert "Verification rules" in (folder / "rules" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_order_of_rules_does_not_change_the_tree(folder):
     common = [str(folder / "target"), "--tree", "largest", "--nodes", "5", "--temperature", "0.8", "--probe", "0"]
     orders = [("rejection", "target-sample"), ("target-sample", "rejection")]

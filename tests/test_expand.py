@@ -1,13 +1,24 @@
 """Trees built level by level, against slow references that consider every path."""
 
 import heapq
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from planting import round_context
 
-from draftsmith.inference.expand import DynamicExpansion, DynamicTree, StaticExpansion, choose, expand, parse_tree_spec, tree_config
+from draftsmith.inference import expand as expand_module
+from draftsmith.inference.expand import (
+    DynamicExpansion,
+    DynamicTree,
+    FusedExpansion,
+    StaticExpansion,
+    choose,
+    expand,
+    parse_tree_spec,
+    tree_config,
+)
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, Sampling, gumbel, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
 
@@ -213,6 +224,14 @@ def test_refusals():
         parse_tree_spec({"depth": 2, "width": 2})
     for shape in ([[0], [0, 0]], {"depth": 2, "width": 3, "nodes": 8}, []):
         assert tree_config(parse_tree_spec(shape)) == shape
+
+
+@pytest.mark.parametrize("shape, held", [((2, 16, 20), True), ((2, 17, 20), False), ((16, 16, 20), True), ((17, 16, 20), False)])
+def test_trees_that_the_kernels_cannot_hold_are_expanded_without(monkeypatch, shape, held):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(expand_module, "active", lambda: True)
+    context = round_context([0], [0])
+    assert isinstance(expand(DynamicTree(*shape), replace(context, depth=64)), FusedExpansion) == held
 
 
 @pytest.mark.parametrize("vocab", [5, 256, 1000])

@@ -248,6 +248,7 @@ def beside_gradients(heads: int) -> int:
     return traced.peak - 2 * sum(parameter.nbytes for parameter in drafter.parameters())
 
 
+@pytest.mark.slow
 def test_memory_is_flat_in_the_number_of_heads(monkeypatch):
     budget = 1 << 21
     monkeypatch.setattr(blocks, "BUDGET", budget)

@@ -236,6 +236,7 @@ def beside_gradients(heads: int, *keys: str) -> int:
     return traced.peak - 2 * sum(parameter.nbytes for parameter in drafter.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "keys"), [(6, ["mlp.distill=0.5"]), (4, ["mlp.cell=lstm"])])
 def test_memory_is_flat_in_the_number_of_heads(heads, keys, monkeypatch):
     """Tied heads have one gradient, and blocks bound the states."""

@@ -378,6 +378,7 @@ def losses_of(folder):
     return [row.get("loss", row.get("valid_loss")) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_checkpoint_or_an_artifact_and_trains_from_a_store(words, tmp_path):
     layer = save_checkpoint("mimo", tmp_path / "target")
     store = [f"features.store={tmp_path}/store", "features.precision=float32", "features.mode=cache", "mtp.start=target"]

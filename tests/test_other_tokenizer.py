@@ -100,6 +100,7 @@ def check_lossless(way: str, target: Target, model: Target, cases: list[tuple[st
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", ["strings", "tli"])
 @pytest.mark.parametrize("theirs, ours", PAIRS)
 def test_output_is_plain_decodings(theirs, ours, way):
@@ -109,6 +110,7 @@ def test_output_is_plain_decodings(theirs, ours, way):
     assert seen["drafted"] >= 30, seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("way", ["strings", "tli"])
 def test_with_every_tree(permuted, way, tree):

@@ -140,6 +140,7 @@ def imports(without, modules, folder):
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_kernels_are_needed_by_nobody_and_compiled_by_no_import(tmp_path):
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     modules = {

@@ -98,6 +98,7 @@ def test_a_number_that_is_not_in_the_json_would_be_noticed(content):
     assert [value for value, _ in Page(html(other)).numbers if json.loads(value) not in known] == ["7.654321"]
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(content, tmp_path):
     """In another process too, whatever the hashes of its strings are."""
     script = (

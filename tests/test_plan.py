@@ -261,6 +261,7 @@ def test_of_large_targets_only_the_config_is_read(tmp_path):
     assert plan["launchers"][0]["target"] == pytest.approx(2 * 8_030_261_248, abs=1e3)
 
 
+@pytest.mark.slow
 def test_rows_of_131072_tokens_take_memory_in_proportion(tmp_path):
     chosen = loaded(eagle, "eagle3-llama3.3-70b", [llama(tmp_path, 70), "features.mode=online"])
     step = drawn(eagle, chosen, gpu=True, dtype=torch.bfloat16)
@@ -270,6 +271,7 @@ def test_rows_of_131072_tokens_take_memory_in_proportion(tmp_path):
     assert four - two == 2 * (two - one) > 0
 
 
+@pytest.mark.slow
 def test_rows_shared_out_over_ranks_take_less_of_each():
     stored = ["data.seq_len=512", "features.mode=offline", "features.store=none", "train.batch_size=8"]
     one, two = (PlannedRun(loaded(eagle, "eagle3-tiny", [*stored, f"train.context_parallel={n}"]), eagle, Machine(4)) for n in (1, 2))
@@ -350,6 +352,7 @@ def test_quantised_targets_take_what_the_libraries_make_of_them(kind):
     assert PlannedRun(loaded(medusa, "medusa-tiny", ["target.dtype=bfloat16"]), medusa, CPU).target_bytes > 1.3 * bytes_of
 
 
+@pytest.mark.slow
 def test_what_helps_a_recipe_that_does_not_fit():
     overrides = ["train.micro_batch_size=2", "train.batch_size=8", "eagle.vocab_size=500", "eagle.steps=1", "data.seq_len=64"]
     machine = Machine(2, 1, 0.02 * GIB)
@@ -417,6 +420,7 @@ def test_a_recipe_says_whose_it_is(tmp_path):
         report.method_of(str(tmp_path / "mine.yaml"), ["eagle.steps=2", "medusa.heads=1"])
 
 
+@pytest.mark.slow
 def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "l").mkdir()

@@ -210,6 +210,7 @@ def test_texts_in_host_memory():
     assert turn([*second, 7, 7]) == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(
     "name",

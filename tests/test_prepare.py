@@ -257,6 +257,14 @@ def test_bad_data_is_one_clear_line_and_leaves_nothing(tokenizer, tmp_path, name
     assert not list((tmp_path / "cache").glob("*"))
 
 
+def test_a_held_out_file_without_a_usable_example_is_not_replaced(tokenizer, tmp_path):
+    train = write(tmp_path / "chats.jsonl", map(conversation, range(200)))
+    messages = conversation(1000)["messages"]
+    valid = write(tmp_path / "valid.jsonl", [{"messages": [{**messages[0], "content": "word " * 100}, messages[1]]}])
+    with pytest.raises(ValueError, match=r"data.valid=.*valid.jsonl: no examples to evaluate on; 1 of 201 dropped \("):
+        load(CorpusPlan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
+
+
 def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
     plan = CorpusPlan((write(tmp_path / "chats.jsonl", map(conversation, range(200))),), seq_len=256)
     encode = chat.Template.encode

@@ -66,6 +66,7 @@ def test_the_others_find_what_the_main_process_wrote(ready):
     assert [(folder / f"read-{rank}").read_text() for rank in (0, 1)] == ["nothing", "ready"]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_main_process_ends_the_others_before_they_work(tmp_path):
     (tmp_path / "cache").write_text("damaged")
     (first, _, err), (second, _, other_err) = on_two_processes(tmp_path)

@@ -123,6 +123,7 @@ def test_a_dry_run_writes_what_is_sent_and_asks_no_network(server, artifact, cap
     assert f"{server.address}/{REPO}: published" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_dry_run_does_not_ask_the_hub_for_the_target_either(server, artifact):
     config = json.loads((artifact / "config.json").read_text())
     config["target"]["name"] = "owner/absent"

@@ -44,6 +44,7 @@ def words(workshop, name, engine, output, *more):
     return [str(workshop / name), "--to", engine, "--output", str(output), "--target", str(workshop / "target"), *more]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, engine, kind", WRITTEN)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_of_eight_bits_are_written_and_checked(workshop, target, name, engine, kind, dtype, tmp_path, capsys):

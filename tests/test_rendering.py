@@ -70,6 +70,11 @@ def test_what_templates_use_is_there():
     assert "('reasoning_content', 'deep')" in rendered and [rendered[slice(*span)] for span in marked] == ["marked"]
 
 
+def test_today_is_the_same_every_day():
+    """What a drafter learns from, and what an evaluation goes on with, would else be other text tomorrow."""
+    assert render("{{ strftime_now('%d %b %Y') }}", QUESTION, {})[0] == "26 Jul 2024"
+
+
 def test_values_that_are_no_json_and_halves_of_characters():
     messages = [{"role": "user", "content": "\ud83d", "when": object(), "pair": (1, 2), "raw": b"x"}]
     assert render("{{ messages[0].content }}{{ messages[0].when }}{{ messages[0].pair }}{{ messages[0].raw }}", messages, {})[0] == (

@@ -104,6 +104,7 @@ SUPERSETS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("depth, width, trees", SUPERSETS)
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft model", "early exit"])

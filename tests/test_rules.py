@@ -148,6 +148,7 @@ def exact(shapes=SHAPES, vocabs=(2, 3), kinds=KINDS, copies: int = 3, seen: Coun
     return 1.0
 
 
+@pytest.mark.slow
 def test_joint_distribution_by_enumeration():
     seen = Counter()
     assert exact(seen=seen) and exact(vocabs=(4,), copies=2, seen=seen)

@@ -76,6 +76,7 @@ def test_equal_proposals_give_equal_rounds(monkeypatch, target, drafter):
     assert error.layer == -1 and error.largest < 1e-5
 
 
+@pytest.mark.slow
 def test_other_proposals_and_states_are_seen(monkeypatch, target, drafter):
     reply, features = engine(target, drafter, PROMPTS)
     first = reply["answers"][1]["proposals"]

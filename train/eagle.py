@@ -398,6 +398,8 @@ def main(arguments: list[str]) -> None:
             begin_with(drafter, section.start, target, "eagle.start")
         freeze_head(drafter, section)
         fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
+        if section.start and not section.train_head:  # checkpoints hold what is trained
+            fingerprint["frozen weights"] = replay.digest(drafter, trained=False)
         monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         monitors["progress"] = progress = Progress()

@@ -17,6 +17,7 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, Index
 from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.data.prepare import load
+from draftsmith.data.report import many_dropped
 from draftsmith.eval.loading import DTYPES, encode, fastest_dtype, tree_spec_from_options
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
@@ -163,7 +164,10 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
     if training:
         _check_micro_batch(recipe, target, processes.split_batch(recipe.train, state.num_processes)[0])
     data.give_template(tokenizer)
-    return target, processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
+    corpora = processes.main_first(lambda: load(data.plan(), tokenizer, data.cache, data.num_proc))
+    if state.is_main_process and (line := many_dropped(corpora["train"])):
+        say(line)
+    return target, corpora
 
 
 def _training_dtype(stored: dict[str, Header]) -> torch.dtype:

@@ -287,10 +287,10 @@ class ChunkedHead:
                 assert self.function is not None
                 raw = self.function(x)
         self._chunk = (x, raw)
-        if self.fused and self.function is not None and self.needs_grad:
+        if self.fused and self.needs_grad and self.function is not None:
             # Kernels write gradients over logits, and the backward of a callable may need the logits.
             return raw.detach().clone(memory_format=torch.contiguous_format)
-        return raw.detach()
+        return raw.detach().contiguous() if self.fused else raw.detach()
 
     def backward(self, index: Tensor, dlogits: Tensor) -> None:
         """Add the gradients of the chunk that `raw` computed last, given dlogits [m,V]."""
