@@ -27,13 +27,13 @@ real: $(READY)
 pictures: $(READY)
 	$(BIN)/python -m draftsmith.eval.pictures runs/quickstart/artifact
 
-# A process per core, each of one thread. The tests of a file run in one process, since its fixtures take long.
+# A process per core, each of one thread. The tests of a file run in one process, since its fixtures take long. Before a release: `make test-all`.
 test: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not deepspeed and not faults"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not deepspeed and not faults"
 
-# The same, with every case of the tests of which `make test` runs one in two or three.
+# The same with the slow tests, and every case of those of which `make test` runs one in two or three.
 test-all: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --all -m "not deepspeed and not faults"
 

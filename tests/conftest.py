@@ -1,6 +1,6 @@
 """Shared by all tests: GPU tests are skipped, and counted, where there is no GPU; a tiny target, and one on disk with a tokenizer."""
 
-from collections import Counter
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,15 +31,27 @@ def pytest_configure(config):
         zoo.DEVICE = "cuda"
 
 
+def _numbers(item, numbers):
+    """Of what each parametrize and each fixture with parameters gives a case: the how manieth such value of the test it is."""
+    test, params = item.nodeid.partition("[")[0], item.callspec.params
+    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [mark.replace(" ", "").split(",") if isinstance(mark, str) else list(mark) for mark in marks]
+    for group in groups + [[each] for each in params if each not in sum(groups, [])]:
+        order = numbers[test, *group]
+        yield order.setdefault(str([params[each] for each in group]), len(order))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Run every n-th case of a test that is marked `one_in(n)`. Raises UsageError if a value of a parameter occurs in none of them."""
+    """Run one case in n of a test that is marked `one_in(n)`: the numbers of its parameters' values add up to a multiple of n, as in a Latin square.
+
+    Raises UsageError if a value of a parameter occurs in none of them.
+    """
     if not config.option.all and not any("[" in word for word in config.args):  # a case that is asked for by name runs
-        numbers, left_out, values = Counter(), [], {True: set(), False: set()}
+        left_out, values, numbers = [], {True: set(), False: set()}, defaultdict(dict)
         for item in items:
             if few := item.get_closest_marker("one_in"):
                 name = item.nodeid.partition("[")[0]
-                runs = numbers[name] % few.args[0] == 0
-                numbers[name] += 1
+                runs = sum(_numbers(item, numbers)) % few.args[0] == 0
                 values[runs] |= {(name, parameter, str(value)) for parameter, value in item.callspec.params.items()}
                 if not runs:
                     left_out.append(item)

@@ -33,6 +33,7 @@ from draftsmith.train.plan.memory import GIB, Machine
 
 CASES = [(method, name) for method in methods() for name in architecture(method).Config.tiny_settings()]
 LOSSLESS = [*CASES, ("draft model", "parallel")]  # a causal LM, and no architecture of models/
+OF_EACH = list({method: (method, name) for method, name in LOSSLESS}.values())  # one architecture of each method
 TREES = {
     "chain": StaticTree.chain(3),
     "static": StaticTree.from_paths([(0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]),
@@ -105,7 +106,7 @@ def test_output_is_plain_decodings(target, answers, method, name, way, tree, mon
     assert seen[3]["replaced"] >= 1
 
 
-@pytest.mark.parametrize("method, name", LOSSLESS)
+@pytest.mark.parametrize("method, name", [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OF_EACH)) for case in LOSSLESS])
 def test_untrained_drafts_are_verified_too(target, answers, method, name):
     """Its own proposals, nothing planted, greedy and by each rule that draws children."""
     drafter = build(target, method, name)
@@ -119,7 +120,7 @@ def test_untrained_drafts_are_verified_too(target, answers, method, name):
         assert [text.tokens for text in alone] == [text.tokens for text in batch]
 
 
-@pytest.mark.parametrize("method, name", {method: (method, name) for method, name in LOSSLESS}.values())
+@pytest.mark.parametrize("method, name", OF_EACH)
 def test_nothing_is_written_past_the_end_of_a_row(target, answers, method, name, monkeypatch):
     """As graphs, where rounds go on past the end, with all drafts accepted up to several ends: `taped` sees such a write."""
     pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from draftsmith.models import tokenizer_check
 from draftsmith.models.target import Target
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=[pytest.mark.slow] * (shape == "chain")) for shape in SHAPES])
 def test_every_tree_equals_forwards_over_complete_paths(shape):
     seen: Counter[str] = Counter()
     for name, noise in (("llama", 0.005), ("mistral", 0.012), ("gemma2", 0.004)):

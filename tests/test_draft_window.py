@@ -214,7 +214,7 @@ def drafters(target):
         yield lambda method=method: pair_drafter(target, method)
 
 
-@pytest.mark.parametrize("number", range(1 + len(PAIRS)))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 0 and n % 2 == 0)) for n in range(1 + len(PAIRS))])
 def test_every_kind_is_lossless_and_a_long_window_changes_nothing(target, number, tight):
     make = list(drafters(target))[number]
     for how, slots in ((Sampling(), 3), (SAMPLED, 1)):

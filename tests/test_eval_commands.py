@@ -90,7 +90,7 @@ def test_one_rule_is_compared_with_nothing(folder):
     assert compare_rules(record_store.read(folder / "single")) == []
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "target"])
+@pytest.mark.parametrize("drafter", [pytest.param("suffix", marks=pytest.mark.slow), "target"])
 def test_a_policy_is_written_and_followed(folder, drafter, capsys):
     name = drafter if drafter == "suffix" else str(folder / "target")
     tree = [] if drafter == "suffix" else ["--tree", "dynamic", "--depth", "2", "--width", "2", "--nodes", "6"]

@@ -251,7 +251,6 @@ FILTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_kept_sets(filters, monkeypatch):
     """Also flat rows, where half of the limits fall upon a token; one row of a single token; V of one more than two blocks."""

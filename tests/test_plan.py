@@ -57,6 +57,13 @@ CASES = {
 }
 
 
+VARIANTS = {  # of a method that has another case
+    *("medusa by CE, shared head", "medusa-2", "eagle3, small vocabulary, checkpointing", "hydra, shared head", "hydra++"),
+    *("mlp, own weights", "mlp, LSTM by CE", "dflash, causal, paced", "dspark, gated", "dspark, rnn"),
+    *("mtp by NLL, checkpointing", "distill, random", "distill, pruned"),
+}
+
+
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch):
     """Losses run in four chunks, one more than is traced. conftest's chunks of a row each would be many operations."""
@@ -138,7 +145,7 @@ def measured(file, method, chosen, shape=(ROWS, POSITIONS), *, autocast=False, h
     return peaks, sum(each.nbytes for each in model.parameters() if id(each) not in own), gradients, optimizer_state
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in CASES])
 def test_a_traced_step_takes_what_a_real_one_takes(name, tmp_path):
     method, file, overrides = CASES[name]
     chosen = loaded(method, file, [*overrides, f"data.seq_len={POSITIONS}", f"train.batch_size={ROWS}"])
@@ -179,7 +186,7 @@ def test_so_it_does_in_half_precision_and_accumulating_and_from_a_store(name, sh
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("name", ["medusa by KL", "eagle3", "distill, LoRA"])
+@pytest.mark.parametrize("name", ["medusa by KL", pytest.param("eagle3", marks=pytest.mark.slow), "distill, LoRA"])
 def test_bf16_weights_take_what_a_real_run_takes(name, kind, tmp_path):
     method, file, overrides = CASES[name]
     rows, positions = shape = ROWS // 2, POSITIONS // 2  # as in the test above

@@ -64,6 +64,9 @@ DRAFTERS = {
 }
 
 
+RELATED = {"hydra", "eagle 1", "peagle", "dspark", "mlp", "suffix", "lookahead", "recycling", "early exit"}  # to others, in what they cache
+
+
 def other_tokenizer(way, target, model):
     ours, theirs = vocabulary(model), vocabulary(target)
     if way == "strings":
@@ -101,7 +104,7 @@ def next_turn(rng: random.Random, number: int, turn: int, prompt: list[int], ans
     return before + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RELATED)) for name in DRAFTERS])
 def test_turns_are_those_without_the_cache(target, name):
     for how, slots, stops in ((Sampling(), 1, ()), (SAMPLED, 3, ()), (Sampling(), 3, (5, 11, 17, 23))):
         if slots > 1 and name == "recycling":
