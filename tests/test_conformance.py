@@ -77,7 +77,7 @@ def test_it_is_a_drafter(target, method, name):
     assert 1 <= drafter.max_depth <= drafter.depth_limit and drafter.max_nodes > drafter.max_depth
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way, tree", [*(("eager", tree) for tree in TREES), ("replayed", "static"), ("replayed", "dynamic")])
 @pytest.mark.parametrize("method, name", LOSSLESS)
 def test_output_is_plain_decodings(target, answers, method, name, way, tree, monkeypatch):
@@ -194,7 +194,7 @@ def tiny_recipes() -> dict[str, str]:
     return scripts
 
 
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("dspark", "peagle"))) for each in methods()])
 def test_its_recipes_can_be_planned(method, monkeypatch):
     monkeypatch.setattr(chunked, "ROWS", 256)  # conftest's chunks of a row each are many operations
     recipes = [recipe for recipe, script in tiny_recipes().items() if script == method]

@@ -228,7 +228,7 @@ def plain_answers(target):
     return answers
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     "kind", [*TRAINED, "draft model", "ngram", "suffix", "recycling", "rest", "lookahead", "early-exit", "skip", "hybrid"]

@@ -57,7 +57,7 @@ def rounds(target, drafter, temperature):
     return [(answer.tokens, answer.stats.rounds) if hasattr(answer, "stats") else answer.tokens for answer in answers], logits
 
 
-@pytest.mark.parametrize("name, engine", PUBLISHED)
+@pytest.mark.parametrize("name, engine", [pytest.param(*case, marks=[pytest.mark.slow] * (n % 2)) for n, case in enumerate(PUBLISHED)])
 def test_a_published_folder_drafts_as_our_artifact_does(workshop, target, name, engine):
     folder = workshop / "out" / f"{name} for {engine}"
     ours, theirs = load_drafter(workshop / name, target), published.read_published(str(folder), target)

@@ -103,6 +103,7 @@ def run(output, objective=objective, **train):
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("stop", [0, 3])
 def test_a_stopped_run_resumes_to_the_last_bit(tmp_path, stop, kind):

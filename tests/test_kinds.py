@@ -93,7 +93,7 @@ def make(kind, tree, heads, answers, store=None, target=None):
     return drafter
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
     "kind",

@@ -228,7 +228,7 @@ def test_keys_that_do_not_fit_are_refused_before_anything_is_loaded(name, more, 
         train(name, words, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hydra", "mtp"))) for name in METHODS])
 def test_a_plan_is_made_of_a_recipe_with_replay(name, capsys, words):
     """Of the same method and memory as without: several methods have the section, so that it says nothing of the script."""
     plans = []

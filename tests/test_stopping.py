@@ -166,7 +166,7 @@ def make(kind: str, tree, target: Target):
     return drafter
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_is_plain_decodings(target, kind, tree):
