@@ -226,12 +226,12 @@ def test_refusals():
         assert tree_config(parse_tree_spec(shape)) == shape
 
 
-@pytest.mark.parametrize("shape, held", [((2, 16, 20), True), ((2, 17, 20), False), ((16, 16, 20), True), ((17, 16, 20), False)])
-def test_trees_that_the_kernels_cannot_hold_are_expanded_without(monkeypatch, shape, held):
+@pytest.mark.parametrize("shape, fused", [((2, 16, 20), True), ((2, 17, 20), False), ((16, 16, 20), True), ((17, 16, 20), False)])
+def test_trees_that_the_kernels_cannot_hold_are_expanded_without(monkeypatch, shape, fused):
     pytest.importorskip("triton")
     monkeypatch.setattr(expand_module, "active", lambda: True)
     context = round_context([0], [0])
-    assert isinstance(expand(DynamicTree(*shape), replace(context, depth=64)), FusedExpansion) == held
+    assert isinstance(expand(DynamicTree(*shape), replace(context, depth=64)), FusedExpansion) == fused
 
 
 @pytest.mark.parametrize("vocab", [5, 256, 1000])
