@@ -33,7 +33,7 @@ test: $(DEV)
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not deepspeed and not faults"
 
-# The same with the slow tests, and every case of those of which `make test` runs one in two or three.
+# The same with the slow tests, and every case of those of which `make test` runs one in n.
 test-all: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --all -m "not deepspeed and not faults"
 

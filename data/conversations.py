@@ -211,7 +211,8 @@ def _list_examples(path: Path) -> Iterator[_RawExample]:
         except RecursionError:
             raise too_deep(f"{path}:{line}") from None
         except GivenTwice as error:
-            raise ValueError(f"{path}:{line + text.count(chr(10), at, _skip(text, at))}: {error}; leave one out") from None
+            line += text.count("\n", at, _skip(text, at))
+            raise ValueError(f"{path}:{line}: {error}; leave one out") from None
         except ValueError as error:
             if len(text) - at <= LINE and (more := _take(more_parts, max(CHUNK, len(text)))):  # the example may continue there
                 text, at = text[at:] + more, 0

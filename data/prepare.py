@@ -69,6 +69,11 @@ class CorpusPlan:
             path: hashlib.sha256(_excluded(path).read_bytes()).hexdigest()[:20] for path in self.exclude
         }
 
+    @property
+    def names(self) -> str:
+        """The paths of all sources, for messages."""
+        return ", ".join(source.path for _, source in self.sources())
+
     def sources(self) -> list[tuple[str, Source]]:
         """(part, source), the held-out ones first, so that of two equal examples the held-out one stays."""
         valid = self.valid or tuple(source for source in self.train if source.path == "stdlib")
@@ -132,7 +137,7 @@ def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBa
     encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, prompts.user_texts(plan.exclude))
     duplicates, tally = DedupFilter(plan.near), Tally()
     builders = {"train": CorpusBuilder(), "valid": CorpusBuilder()}
-    names = ", ".join(source.path for _, source in plan.sources())
+    names = plan.names
     with Bar(f"preparing {names}", None) as bar:
         for part, source in plan.sources():
             for number, example in enumerate(encoded(conversations.read(source, part), encoder, num_proc)):
@@ -288,17 +293,16 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
 def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan, tally: Tally) -> None:
     """Hold out the last twentieth of a text's pieces where too few examples were read: a book is a single document."""
     count = len(train.samples)
-    names = ", ".join(source.path for _, source in plan.sources())
     reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
     remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"
     if not train.samples or (count < 2 and not valid.samples):
-        raise ValueError(f"{names}: no examples to train on; {remedy}")
+        raise ValueError(f"{plan.names}: no examples to train on; {remedy}")
     if valid.samples:
         return
     if plan.valid:
         raise ValueError(f"data.valid={', '.join(source.path for source in plan.valid)}: no examples to evaluate on; {remedy}")
     if any(sample.chat for sample in train.samples):
         dropped = f" ({reasons})" if reasons else ""
-        raise ValueError(f"{names}: {count} conversations are too few to hold some out{dropped}; name a held-out file in data.valid")
+        raise ValueError(f"{plan.names}: {count} conversations are too few to hold some out{dropped}; name a held-out file in data.valid")
     keep = count - max(1, count // HELD_OUT_IN)
     train.samples, valid.samples = train.samples[:keep], train.samples[keep:]

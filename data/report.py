@@ -74,10 +74,11 @@ def preparation(corpus: Corpus) -> list[str]:
 def many_dropped(corpus: Corpus) -> str:
     """A line for a training: how many examples were dropped and why, where it is more than MOST_DROPPED of them; else ""."""
     read, dropped = corpus.report["read"], corpus.report["dropped"]
-    if sum(count for count, _ in dropped.values()) <= MOST_DROPPED * read:
+    total = sum(count for count, _ in dropped.values())
+    if total <= MOST_DROPPED * read:
         return ""
     reasons = "; ".join(f"{count:,} {reason}" for reason, (count, _) in dropped.items())
-    return f"of {read:,} examples were dropped: {reasons}; `draftsmith data prepare` names some of each"
+    return f"{total:,} of {read:,} examples were dropped: {reasons}; `draftsmith data prepare` names some of each"
 
 
 def marked_text(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase, colours: bool) -> Text:

@@ -32,7 +32,7 @@ def pytest_configure(config):
 
 
 def _numbers(item, numbers):
-    """Of what each parametrize and each fixture with parameters gives a case: the how manieth such value of the test it is."""
+    """For each parametrize, and each fixture with parameters: the number of this case's value among those of its test."""
     test, params = item.nodeid.partition("[")[0], item.callspec.params
     marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
     groups = [mark.replace(" ", "").split(",") if isinstance(mark, str) else list(mark) for mark in marks]

@@ -34,7 +34,9 @@ class Planted:
         tree = self.propose(round)
         nodes = tree.tokens.shape[1]
         index = torch.arange(nodes)
-        chosen = (round.positions * 7 + round.noise_keys * 3) % nodes if not self.always else round.positions * 0 + nodes - 1  # [B]
+        chosen = (
+            (round.positions * 7 + round.noise_keys * 3) % nodes if not self.always else torch.full_like(round.positions, nodes - 1)
+        )  # [B]
         on_path = tree.visible().gather(1, chosen[:, None, None].expand(-1, 1, nodes))[:, 0] & (index > 0)
         planted = on_path & ((round.positions % 5) != 0)[:, None] if not self.always else on_path
         position = (round.positions[:, None] + tree.depth).clamp(max=self.truth.shape[1] - 1)

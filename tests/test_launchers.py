@@ -15,7 +15,6 @@ from launched import HALF, METHODS, OPTIMIZERS, methods_of, train_numbers, words
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKS = {"fsdp": pytest.mark.slow, "zero": [pytest.mark.slow, pytest.mark.deepspeed]}
 KINDS = {
     "ddp": ("cpu-2", "MULTI_CPU", "DistributedDataParallel", False, False, "AdamW"),
     "fsdp2": ("cpu-2", "FSDP", "FSDP_Step", True, False, "AdamW"),
@@ -69,7 +68,10 @@ def same(actual, expected, tolerance=1e-6):
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=MARKS[kind[:4]]) for kind in KINDS if kind != "ddp")])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "ddp") + [pytest.mark.deepspeed] * kind.startswith("zero")) for kind in KINDS],
+)
 def test_two_ranks_train_what_one_does_and_continue_each_others_runs(kind, tmp_path, target_folder):
     """Two ranks × two micro-batches of two sequences equal one of eight; two ranks end what one began, and vice versa; for the methods of `methods_of`."""
     if kind.startswith("zero") and (reason := deepspeed_missing()):

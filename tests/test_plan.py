@@ -58,9 +58,19 @@ CASES = {
 
 
 VARIANTS = {  # of a method that has another case
-    *("medusa by CE, shared head", "medusa-2", "eagle3, small vocabulary, checkpointing", "hydra, shared head", "hydra++"),
-    *("mlp, own weights", "mlp, LSTM by CE", "dflash, causal, paced", "dspark, gated", "dspark, rnn"),
-    *("mtp by NLL, checkpointing", "distill, random", "distill, pruned"),
+    "medusa by CE, shared head",
+    "medusa-2",
+    "eagle3, small vocabulary, checkpointing",
+    "hydra, shared head",
+    "hydra++",
+    "mlp, own weights",
+    "mlp, LSTM by CE",
+    "dflash, causal, paced",
+    "dspark, gated",
+    "dspark, rnn",
+    "mtp by NLL, checkpointing",
+    "distill, random",
+    "distill, pruned",
 }
 
 

@@ -18,6 +18,7 @@ from draftsmith.data import chat, encoding, prepare
 from draftsmith.data.conversations import Source, read
 from draftsmith.data.encoding import Encoder, encoded
 from draftsmith.data.prepare import CorpusPlan, load, mix
+from draftsmith.data.report import many_dropped
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -263,6 +264,14 @@ def test_a_held_out_file_without_a_usable_example_is_not_replaced(tokenizer, tmp
     valid = write(tmp_path / "valid.jsonl", [{"messages": [{**messages[0], "content": "word " * 100}, messages[1]]}])
     with pytest.raises(ValueError, match=r"data.valid=.*valid.jsonl: no examples to evaluate on; 1 of 201 dropped \("):
         load(CorpusPlan((train,), (valid,), seq_len=256), tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("copies", "says"), [(10, False), (40, True)])
+def test_a_training_says_that_many_examples_were_dropped(tokenizer, tmp_path, copies, says):
+    rows = [*map(conversation, range(200)), *([conversation(1)] * copies)]
+    corpora = load(CorpusPlan((write(tmp_path / "chats.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")
+    assert many_dropped(corpora["train"]).startswith("40 of 240 examples were dropped: 40 exact duplicate; ") == says
+    assert bool(many_dropped(corpora["train"])) == says
 
 
 def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
