@@ -18,7 +18,7 @@ from draftsmith.inference.kernels import active
 from draftsmith.inference.reading import describe
 from draftsmith.inference.sampler import PURPOSE_DRAFT, PURPOSE_TOKEN, gumbel, warp
 from draftsmith.inference.tree import DraftTree, StaticTree
-from draftsmith.inference.tree_limits import LIMITS, MOST_PATHS, MOST_RANK
+from draftsmith.inference.tree_limits import LIMITS, MOST_PATHS, MOST_RANK, MOST_RANKED, MOST_STORED
 
 __all__ = [
     "DynamicTree",
@@ -35,10 +35,6 @@ __all__ = [
     "parse_tree_spec",
     "tree_config",
 ]
-
-
-# What the kernels hold: candidates of a node and nodes of a level, and candidates of a tree.
-MOST_RANKED, MOST_STORED = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)

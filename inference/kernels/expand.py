@@ -15,14 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.tree_limits import MOST_RANKED, MOST_STORED
 
 __all__ = ["CandidateStore", "add_level", "best", "best_reference", "rerank"]
 
 _GROUP = 128  # neighbouring entries of the vocabulary that share a maximum
 _GROUPS = 32  # groups that a program reads
-_MAX_COUNT = 16
 _MAX_VOCAB = 1 << 19
-_MAX_STORED = 4096  # 16 levels of 16 times 16
 _MAX_NODES = 256
 
 
@@ -77,9 +76,9 @@ def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             f"got logits in {logits.dtype} of strides {list(logits.stride())}; expected float32, bfloat16 or float16 and last stride 1; "
             "use best_reference"
         )
-    if not 1 <= count <= min(_MAX_COUNT, vocab) or vocab > _MAX_VOCAB:
+    if not 1 <= count <= min(MOST_RANKED, vocab) or vocab > _MAX_VOCAB:
         raise ValueError(
-            f"got {count} of {vocab} tokens; expected 1..{_MAX_COUNT}, no more than there are, of {_MAX_VOCAB} at most; use best_reference"
+            f"got {count} of {vocab} tokens; expected 1..{MOST_RANKED}, no more than there are, of {_MAX_VOCAB} at most; use best_reference"
         )
     groups = -(-vocab // _GROUP)
     maxima = torch.empty(2, rows, nodes, groups, dtype=torch.float32, device=logits.device)
@@ -128,11 +127,11 @@ def add_level(
     _check(store, level_index=(level_index, (rows, nodes), torch.int64), visible=(visible, (rows, nodes, encoded), torch.bool),
            ids=(ids, (rows, nodes, count), torch.int64), logp=(logp, (rows, nodes, count), torch.float32))  # fmt: skip
     candidates = nodes * count
-    fits = 1 <= nodes <= _MAX_COUNT and 1 <= count <= _MAX_COUNT and 0 <= width <= min(candidates, _MAX_COUNT)
-    if not fits or stored + candidates > size or size > _MAX_STORED:
+    fits = 1 <= nodes <= MOST_RANKED and 1 <= count <= MOST_RANKED and 0 <= width <= min(candidates, MOST_RANKED)
+    if not fits or stored + candidates > size or size > MOST_STORED:
         raise ValueError(
-            f"got {width} of {nodes} times {count} candidates after {stored} of {size}; expected 1..{_MAX_COUNT} of each, and space for them "
-            f"among at most {_MAX_STORED}; draft a narrower or shallower tree"
+            f"got {width} of {nodes} times {count} candidates after {stored} of {size}; expected 1..{MOST_RANKED} of each, and space for them "
+            f"among at most {MOST_STORED}; draft a narrower or shallower tree"
         )
     next_index, parent_index, tokens = (torch.empty(rows, width, dtype=torch.int64, device=ids.device) for _ in range(3))
     next_visible = torch.empty(rows, width, encoded + width, dtype=torch.bool, device=ids.device)
@@ -165,9 +164,9 @@ def rerank(store: CandidateStore, nodes: int, levels: int) -> tuple[DraftTree, T
     rows, stored = store.tokens.shape
     _check(store)
     nodes = min(nodes, stored)
-    if stored > _MAX_STORED or not 1 <= nodes <= _MAX_NODES or levels < 0:
+    if stored > MOST_STORED or not 1 <= nodes <= _MAX_NODES or levels < 0:
         raise ValueError(
-            f"got {nodes} of {stored} candidates, {levels} levels; expected 1..{_MAX_NODES} of {_MAX_STORED} at most; draft a smaller tree"
+            f"got {nodes} of {stored} candidates, {levels} levels; expected 1..{_MAX_NODES} of {MOST_STORED} at most; draft a smaller tree"
         )
     words = (nodes + 63) // 64
     tokens, parents, depth, encoded_index = (store.tokens.new_empty(rows, nodes) for _ in range(4))
