@@ -9,7 +9,7 @@ Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth.
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, gumbel, on_host, sample_few, uniform, warp
+from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, gumbel, on_host, sample_on_host, uniform, warp
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["acceptance_probability", "decide", "draw", "match", "membership", "rejection", "typical"]
@@ -61,8 +61,8 @@ def draw(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, pos
     if sampling.greedy:
         return logits.argmax(-1)
     scores = warp(logits, sampling)
-    if sampling.filtered and on_host(scores):
-        return sample_few(scores, sampling.seed, request[:, None].expand_as(depth), position[:, None] + 1 + depth)
+    if on_host(scores) and (sampling.filtered or logits.shape[1] == 1):  # nodes of a depth share their noise, if it is made for all tokens
+        return sample_on_host(scores, sampling.seed, request[:, None].expand_as(depth), position[:, None] + 1 + depth)
     return (scores + _noise(logits, depth, sampling, request, position, max_depth)).argmax(-1)
 
 

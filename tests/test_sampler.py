@@ -57,17 +57,31 @@ def test_warp_equals_transformers(vocab, monkeypatch):
     assert torch.equal(warp(wide.view(4, 5, vocab), how), warp(wide, how).view(4, 5, vocab)), "any batch shape"
 
 
-@pytest.mark.parametrize("vocab", [3, 1009])
+@pytest.mark.parametrize("vocab", [3, 1008, 1009])
+@pytest.mark.parametrize("spread", [0.5, 12.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize(
-    "filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 2000}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 2000}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
 )
-def test_with_filters_the_same_noise_is_drawn(vocab, filters):
+def test_on_the_host_the_same_tokens_are_drawn_with_less_noise(monkeypatch, vocab, spread, filters):
+    """Noise for all tokens is the plain form. Peaked logits leave most of it out."""
     how = Sampling(0.9, seed=2**40 + 1, **filters)
-    logits = torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(1))
+    logits = spread * torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(1))
     request, position = torch.tensor([[4], [2**32 - 1]]).expand(2, 7), torch.arange(100, 114).view(2, 7)
-    drawn = sample(logits, how, request, position)
-    assert torch.equal(drawn, (warp(logits, how) + gumbel(how.seed, request, position, vocab)).argmax(-1))
-    assert (drawn != logits.argmax(-1)).any()
+    expected = (warp(logits, how) + gumbel(how.seed, request, position, vocab)).argmax(-1)
+    assert vocab == 3 or (expected != logits.argmax(-1)).any()
+    sizes, noise = [], sampler._noise_of
+    monkeypatch.setattr(sampler, "_noise_of", lambda block, *keys: sizes.append(len(block)) or noise(block, *keys))
+    for share in (0.0, 0.5, 1.0):
+        monkeypatch.setattr(sampler, "WORTH_CHOOSING", share)
+        assert torch.equal(sample(logits, how, request, position), expected), share
+    if vocab > 3 and spread > 1:
+        assert 14 <= sizes[-1] < 14 * vocab / 8, "blocks of four tokens in 14 rows"
+
+
+def test_no_noise_exceeds_its_bound():
+    most, least = (sampler._unit(torch.tensor([word])).log().neg().log().neg().float().item() for word in (2**32 - 1, 0))
+    assert 22.8 < most < sampler.MOST_NOISE - 0.1 and least > -4
+    assert sampler._noise(0, *torch.randint(0, 2**32, (4, 10_000))).max() < most
 
 
 def test_philox_known_answers():
