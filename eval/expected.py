@@ -11,7 +11,7 @@ Letters: V target vocabulary · D draft vocabulary · K draft depth. n is the nu
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampler import Sampling, warp
+from draftsmith.inference.sampler import Sampling, best_token, warp
 
 
 def acceptance_probabilities(p_logits: Tensor, q_logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
@@ -30,7 +30,7 @@ def acceptance_probabilities(p_logits: Tensor, q_logits: Tensor, tokens: Tensor,
     """
     q_logits = q_logits[..., : p_logits.shape[-1]]
     if sampling.greedy:
-        return (q_logits.argmax(-1) == tokens).double()
+        return (best_token(q_logits) == tokens).double()
     log_p, log_q = (warp(logits, sampling).double().log_softmax(-1) for logits in (p_logits, q_logits))
     p = log_p.gather(-1, tokens[..., None])[..., 0]
     q = log_q.gather(-1, tokens[..., None].clamp(max=log_q.shape[-1] - 1))[..., 0]

@@ -211,7 +211,9 @@ def scorer(target: "Target", texts: "Sequence[TargetText]", verifying: Sequence[
 
 def accepted_lengths(drafter: Any, prefix: Any, roots: Any, depth: int) -> list[int]:
     """How many tokens of a chain of `depth` are the text's own, from each of the consecutive positions `roots`."""
-    best = drafter.position_logits(prefix, roots, depth).argmax(-1).tolist()  # [R,depth]
+    from draftsmith.inference.sampler import best_token
+
+    best = best_token(drafter.position_logits(prefix, roots, depth)).tolist()  # [R,depth]
     text = prefix.ids.tolist()
     lengths = []
     for root, chain in zip(roots.tolist(), best, strict=True):

@@ -25,6 +25,7 @@ import torch
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
 from draftsmith.inference.drafts import Draft, HostDrafter, merge_continuations
 from draftsmith.inference.expand import DynamicTree, TreeSpec
+from draftsmith.inference.sampler import best_token
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 
@@ -133,7 +134,7 @@ class Lookahead(HostDrafter):
         if not cells:
             return {}
         rows, nodes = (torch.tensor(values, device=out.hidden.device) for values in ([c[0] for c in cells], [c[3] for c in cells]))
-        best = self._target.logits(out.hidden[rows, nodes]).argmax(-1).tolist()
+        best = best_token(self._target.logits(out.hidden[rows, nodes])).tolist()
         new: dict[int, dict[int, int]] = {}
         for (_, slot, column, _), token in zip(cells, best, strict=True):
             new.setdefault(slot, {})[column] = token

@@ -9,7 +9,7 @@ Letters: B rows · N tree nodes with the root · V vocabulary · K draft depth.
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, gumbel, on_host, sample_on_host, uniform, warp
+from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling, best_token, gumbel, on_host, sample_on_host, uniform, warp
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["acceptance_probability", "decide", "draw", "match", "membership", "rejection", "typical"]
@@ -59,11 +59,11 @@ def draw(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, pos
     A node of depth d draws the token of absolute index position + d + 1.
     """
     if sampling.greedy:
-        return logits.argmax(-1)
+        return best_token(logits)
     scores = warp(logits, sampling)
     if on_host(scores) and (sampling.filtered or logits.shape[1] == 1):  # nodes of a depth share their noise, if it is made for all tokens
         return sample_on_host(scores, sampling.seed, request[:, None].expand_as(depth), position[:, None] + 1 + depth)
-    return (scores + _noise(logits, depth, sampling, request, position, max_depth)).argmax(-1)
+    return best_token(scores + _noise(logits, depth, sampling, request, position, max_depth))
 
 
 def _noise(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, position: Tensor, max_depth: int) -> Tensor:
@@ -90,7 +90,7 @@ def rejection(tree: DraftTree, logits: Tensor, sampling: Sampling, request: Tens
     index = position[:, None] + tree.depth
     draws = uniform(sampling.seed, request[:, None].expand_as(index), index, tree.sibling())
     noise = _noise(logits, tree.depth, sampling, request, position, max_depth)
-    return draws < probability, (residual.log() + noise).argmax(-1)
+    return draws < probability, best_token(residual.log() + noise)
 
 
 def acceptance_probability(tree: DraftTree, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from draftsmith.inference.draft_model import encode_tokens
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target
 from draftsmith.inference.drafts import Draft, HostDrafter, merge_continuations
 from draftsmith.inference.expand import TreeSpec
+from draftsmith.inference.sampler import best_token
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
@@ -217,7 +218,7 @@ class StringMatching(HostDrafter):
             if not readings:
                 break
             logits = self.model.logits(self._encode(readings))[..., : len(self.ours.bytes_of)]
-            for slot, token in zip(list(readings), logits.argmax(-1).tolist(), strict=True):
+            for slot, token in zip(list(readings), best_token(logits).tolist(), strict=True):
                 self._write(written[slot], token, depth)
                 readings[slot] = readings[slot] + [token]
                 if written[slot].ended:

@@ -84,6 +84,17 @@ def test_no_noise_exceeds_its_bound():
     assert sampler._noise(0, *torch.randint(0, 2**32, (4, 10_000))).max() < most
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(49_152,), (5, 1009), (2, 3, 33), (300, 1)])
+def test_the_best_token_is_the_first_of_equal_ones(dtype, shape):
+    for values in (1, 3, 1000):
+        logits = torch.randint(0, values, shape, generator=torch.Generator().manual_seed(values)).to(dtype)
+        logits = logits.masked_fill(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5, -torch.inf)
+        ids = torch.arange(shape[-1]).expand(shape)
+        first = ids.masked_fill(logits < logits.amax(-1, keepdim=True), shape[-1]).amin(-1)
+        assert torch.equal(sampler.best_token(logits), first)
+
+
 def test_philox_known_answers():
     """Known answers of Random123 (kat_vectors, philox4x32 10)."""
     for counter, key, expected in (

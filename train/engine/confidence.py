@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.inference.confidence import CHILDREN, features
 from draftsmith.inference.drafter import TargetOutput
-from draftsmith.inference.sampler import gumbel
+from draftsmith.inference.sampler import best_token, gumbel
 from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import drawn_rows
@@ -103,12 +103,12 @@ def _chains(drafter: DrafterModel, target: Target, batch: Batch) -> Iterator[Cha
 
 def accepted(p: Tensor, q: Tensor, index: Tensor) -> Tensor:
     """The probability that a draft is accepted, by logits p and q [...,V]; the noise is that of `index` [...] -> [...,C] float64, by CHILDREN."""
-    best, noise = q.argmax(-1), gumbel(0, torch.zeros_like(index), index, q.shape[-1])
+    best, noise = best_token(q), gumbel(0, torch.zeros_like(index), index, q.shape[-1])
     p_probs, q_probs = p.softmax(-1), q.softmax(-1)
     chances = (
-        best == p.argmax(-1),
+        best == best_token(p),
         p_probs.gather(-1, best[..., None])[..., 0],
-        (p + noise).argmax(-1) == (q + noise).argmax(-1),
+        best_token(p + noise) == best_token(q + noise),
         torch.minimum(p_probs, q_probs).sum(-1),
     )
     return torch.stack([chance.double() for chance in chances], -1)
