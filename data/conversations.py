@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.data import stdlib, tables
 from draftsmith.data.text_files import LINE, GivenTwice, check, check_regular, lines, object_of_pairs, parse, parts, short, too_deep
@@ -47,6 +47,11 @@ class Source(BaseModel):
     weight: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="share of the mixture's tokens, beside the other sources' weights"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)

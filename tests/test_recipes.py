@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.data.conversations import Source
 from draftsmith.train import recipe
 from draftsmith.train.medusa import MedusaRecipe
 
@@ -55,6 +56,15 @@ def test_overrides_numbers_and_order(tmp_path):
     assert (loaded.target.revision, loaded.train.output, loaded.data.valid, loaded.train.lr) == ("7e12345", "2025-11-21", None, 3e-4)
     loaded = recipe.load(MedusaRecipe, file, ["train.steps=1_000", "train.lr=.5", "target.revision=0100", "target.path=1:30"])
     assert (loaded.train.steps, loaded.train.lr, loaded.target.revision, loaded.target.path) == (1000, 0.5, "0100", "1:30")
+
+
+def test_a_source_of_a_list_may_be_its_path_alone(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text("train.output: out\ntrain.steps: 3\ntrain.batch_size: 2\ntrain.lr: 2e-3\n")
+    data = recipe.load(MedusaRecipe, file, ["data.train=[a.jsonl, {path: b.parquet, domain: code}]", "data.valid=[c.txt]"]).data
+    assert data.train == (Source(path="a.jsonl"), Source(path="b.parquet", domain="code")) and data.valid == (Source(path="c.txt"),)
+    with pytest.raises(ValueError, match=r"'data.train.0'.*got 3"):
+        recipe.load(MedusaRecipe, file, ["data.train=[3]"])
 
 
 @pytest.mark.parametrize(
