@@ -34,7 +34,7 @@ _DECODE = json.JSONDecoder(object_pairs_hook=object_of_pairs).raw_decode
 
 
 class Source(BaseModel):
-    """Where examples come from, and how many of them are wanted."""
+    """Where examples come from, and how many of them are wanted. In a list a string stands for its path alone."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

@@ -32,7 +32,8 @@ from draftsmith.models.target import Target
 
 __all__ = ["Plan", "Summary", "with_decoder", "with_server"]
 
-GROUP = 128  # candidates that are written at once: what a kill loses, minutes on a CPU. With fewer, slots are empty for more of the time
+# Candidates that are written at once. A kill loses them, which is minutes of a CPU's work; at the end of each group slots wait without one.
+GROUP = 128
 MOST_AT_ONCE = 4096  # for a server of many requests
 SPARE = 1.25  # candidates for each row that is still wanted
 STOP_IDS = "stop_token_ids"  # vLLM and SGLang leave special tokens out of the text in which they look for `stop`

@@ -75,10 +75,10 @@ def _record(target: Target, drafter: Any, prompt: EncodedPrompt, answer: list[in
             at = (positions[inside] - roots.start).cpu()
             rank, log_prob = rank_of(logits[inside, k], ids[positions[inside] + k + 1], RANKS)
             token_ranks[at, k], log_probs[at, k] = rank.cpu(), log_prob.cpu()
-            best = logits[inside, k].float()
-            highest, token = best.max(-1)
+            scores = logits[inside, k].float()
+            highest, token = scores.max(-1)
             drafted[at, k] = token.cpu()
-            drafted_log_probs[at, k] = (highest - best.logsumexp(-1)).cpu()
+            drafted_log_probs[at, k] = (highest - scores.logsumexp(-1)).cpu()
     return PositionRecord(
         prompt.prompt.id,
         prompt.prompt.domain,

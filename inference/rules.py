@@ -61,7 +61,8 @@ def draw(logits: Tensor, depth: Tensor, sampling: Sampling, request: Tensor, pos
     if sampling.greedy:
         return best_token(logits)
     scores = warp(logits, sampling)
-    if on_host(scores) and (sampling.filtered or logits.shape[1] == 1):  # nodes of a depth share their noise, if it is made for all tokens
+    # In a tree without filters most tokens can be drawn. Noise for all of them is made once for each depth.
+    if on_host(scores) and (sampling.filtered or logits.shape[1] == 1):
         return sample_on_host(scores, sampling.seed, request[:, None].expand_as(depth), position[:, None] + 1 + depth)
     return best_token(scores + _noise(logits, depth, sampling, request, position, max_depth))
 

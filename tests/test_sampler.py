@@ -81,7 +81,17 @@ def test_on_the_host_the_same_tokens_are_drawn_with_less_noise(monkeypatch, voca
 def test_no_noise_exceeds_its_bound():
     most, least = (sampler._unit(torch.tensor([word])).log().neg().log().neg().float().item() for word in (2**32 - 1, 0))
     assert 22.8 < most < sampler.MOST_NOISE - 0.1 and least > -4
-    assert sampler._noise(0, *torch.randint(0, 2**32, (4, 10_000))).max() < most
+    words = torch.randint(0, 2**32, (4, 10_000), generator=torch.Generator().manual_seed(1))
+    assert sampler._noise(0, *words).max() <= most
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}])
+def test_a_row_with_nan_is_drawn_as_with_all_the_noise(filters):
+    how = Sampling(0.9, **filters)
+    logits = torch.randn(3, 1008, generator=torch.Generator().manual_seed(1))
+    logits[1, [5, 700]] = torch.nan
+    keys = torch.arange(3), torch.arange(3)
+    assert sample(logits, how, *keys).tolist() == (warp(logits, how) + gumbel(0, *keys, 1008)).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

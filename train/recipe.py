@@ -68,7 +68,7 @@ class DataSection(Section):
     train: str | tuple[Source, ...] = Field(
         default="stdlib",
         description="`stdlib`; a .jsonl, .json, .txt (also .gz), .parquet or .arrow file; a folder of them; a Hub data set; or a list of "
-        "these, each alone or as {path, split, subset, domain, weight}",
+        "such sources, each as its path or as {path, split, subset, domain, weight}",
     )
     valid: str | tuple[Source, ...] | None = Field(
         default=None, description="held-out data, in the same forms as `train`; unset: a fixed 1 in 20 of the examples of `train`"
