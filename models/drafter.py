@@ -60,6 +60,7 @@ class DrafterConfig(PretrainedConfig):
     """
 
     model_type = "drafter"
+    has_no_defaults_at_init = True  # before 5.24, transformers makes a config without settings whenever it saves one: EAGLE-3 refuses that
     hidden_size: int = 0
     vocab_size: int = 0
     target: dict | None = None

@@ -24,7 +24,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DRAFTSMITH_CACHE": "cache"}  # before torch
+if __name__ == "__main__":  # before torch, and not where a test imports a case: it would hide the GPU from all tests of its process
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DRAFTSMITH_CACHE": "cache"}
 
 from fault_forks import Row
 

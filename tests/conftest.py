@@ -101,7 +101,8 @@ def _cpu_only(request, monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    skips = terminalreporter.stats.get("skipped", [])  # tests, and files that need a package
+    skipped = [report for report in skips if isinstance(report, pytest.TestReport) and "gpu" in report.keywords]
     terminalreporter.write_line(f"GPU tests skipped: {len(skipped)}" + ("" if torch.cuda.is_available() else " (no CUDA device here)"))
 
 

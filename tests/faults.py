@@ -7,7 +7,8 @@ trial was not survived.
 
 import os
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # before torch: forked processes cannot share a GPU
+# Before torch: forked processes cannot share a GPU.
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DRAFTSMITH_CACHE": "cache"}
 
 import multiprocessing
 import tempfile

@@ -151,7 +151,7 @@ def test_without_a_gpu_it_says_so():
 
 @pytest.mark.gpu
 def test_it_runs():
-    device, sizes = torch.device("cuda"), Sizes(contexts=(2048,), nodes=(16,), copied=1 << 26, product=2048)
+    device, sizes = torch.device("cuda"), Sizes(contexts=(2048,), nodes=(16,), copy_bytes=1 << 26, matmul=2048)
     report = RunningReport(None, True, {"device": "a GPU"})
     run(report, sizes, device)
     assert all(line["seconds"] > 0 for line in report.results["lines"])

@@ -1,20 +1,53 @@
-"""FLOPs of PyTorch's operations: torch's own formulas (torch.utils.flop_counter), and those of operations that it leaves out."""
+"""FLOPs of PyTorch's operations: torch's own formulas (torch.utils.flop_counter), and those of operations that it leaves out.
+
+Letters: B rows of a batch.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import addmm_flop, baddbmm_flop, flop_registry
 
 __all__ = ["CPU_ATTENTION", "FORMULAS", "MATMULS", "causal_attention_flops"]
 
 aten = torch.ops.aten
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> int:
+    """Two matmuls. Queries are [B,heads,positions,dim]; keys and values may have fewer heads, which torch 2.11's own formula refuses."""
+    return 2 * queries.shape[:-1].numel() * keys.shape[-2] * (queries.shape[-1] + values.shape[-1])
+
+
+def _attention_backward(grad_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> int:
+    """Five matmuls: the scores once more, and the gradients of scores, values, queries and keys."""
+    return 2 * queries.shape[:-1].numel() * keys.shape[-2] * (3 * queries.shape[-1] + 2 * values.shape[-1])
+
+
+GPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_cudnn_attention,
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_backward,
+    ),
+}
 # train/losses/chunked.py makes gradients with the operations in place.
-MATMULS: dict[Any, Callable[..., int]] = flop_registry | {aten.addmm_: addmm_flop, aten.baddbmm_: baddbmm_flop}
+MATMULS: dict[Any, Callable[..., int]] = flop_registry | GPU_ATTENTION | {aten.addmm_: addmm_flop, aten.baddbmm_: baddbmm_flop}
 CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 FORMULAS: dict[Any, Callable[..., int]] = MATMULS | CPU_ATTENTION  # attention in full, causal or not
 
