@@ -488,7 +488,7 @@ class TestNatively:
     @pytest.mark.parametrize(("vocab", "size"), [*SIZES, (50_257, 50_257), (151_936, 32_000), (262_144, 262_144)])
     def test_equals_the_plain_losses(self, vocab, size, loss, dtype):
         for steps, kind in ((1, "wide"), (3, "ties"), (3, "holes")):
-            check(chunk(vocab, size, steps, 40, kind, dtype), loss, temperature=0.9)
+            check(chunk(vocab, size, steps, 40 if vocab <= 1000 else 5, kind, dtype), loss, temperature=0.9)
 
     @pytest.mark.parametrize("function", CHUNKED)
     def test_on_equals_off(self, function):

@@ -220,9 +220,11 @@ def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: floa
 
     nodes, length = mask.shape[2:]
     blocks = create_block_mask(lambda b, h, q, k: mask[0, 0, q, k], None, None, nodes, length, device=str(query.device))
+    # Its kernel for few queries takes those of a KV head together, and has no tile for more than 128 of them: it stopped on an H100.
+    options: Any = {"BACKEND": "TRITON"} if nodes * query.shape[1] // keys.shape[1] > blocks.BLOCK_SIZE[0] else None
 
     def attention() -> Any:  # a new function for each call: dynamo limits the recompilations of one function
-        return flex_attention(query, keys, values, block_mask=blocks, scale=scale, enable_gqa=True)
+        return flex_attention(query, keys, values, block_mask=blocks, scale=scale, enable_gqa=True, kernel_options=options)
 
     return torch.compile(attention, dynamic=False)
 
