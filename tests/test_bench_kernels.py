@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.eval import bench
 from draftsmith.eval.benchmarks import kernels as bench_kernels
-from draftsmith.eval.benchmarks.kernels import RIVAL, RunningReport, Sizes, measure_kernels, measure_limits, print_kernels, run
+from draftsmith.eval.benchmarks.kernels import FLASHINFER, RunningReport, Sizes, measure_kernels, measure_limits, print_kernels, run
 
 pytest.importorskip("triton")
 SMALL = Sizes(1, 4, 2, 16, 64, (20, 40), (2, 5), 2, 2, torch.float32, 1024, 8)
@@ -44,7 +44,7 @@ def test_every_way_is_run_once(capsys):
     assert limits == {"copy_bytes_per_s": 2 * 1024 / 1e-3, "matmul_flop_per_s": 2 * 8**3 / 1e-3}
     assert len(lines) == 4 * 3 + 3 * 2 + 2 + 2
     assert {line.how for line in lines} == {"kernel", "reference", "SDPA, dense mask"}
-    assert list(left_out) == [RIVAL] and "pip install flashinfer-python" in left_out[RIVAL]
+    assert list(left_out) == [FLASHINFER] and "pip install flashinfer-python" in left_out[FLASHINFER]
     first = lines[0]
     read = 4 * (4 * 2 * 16 * 2 + 2 * 2 * 22 * 16)  # query and result, keys and values, float32
     assert first.what == "attention of 2 nodes after 20"
@@ -92,10 +92,10 @@ def test_flashinfer_is_given_the_same_work(monkeypatch):
     _, lines, calls = measured(left_out)
     assert not left_out
     of = {(line.what, line.how): call for line, call in zip(lines, calls, strict=True)}
-    theirs = [(call, of[what, "kernel"]) for (what, how), call in of.items() if how == RIVAL]
+    theirs = [(call, of[what, "kernel"]) for (what, how), call in of.items() if how == FLASHINFER]
     assert len(theirs) == 4
     for got, expected in theirs:
-        torch.testing.assert_close(got[None], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_flashinfer_that_fails_is_left_out(monkeypatch):
@@ -105,13 +105,13 @@ def test_a_flashinfer_that_fails_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer(broken))
     left_out = {}
     _, lines, _ = measured(left_out)
-    assert "no nvcc on this machine" in left_out[RIVAL] and RIVAL not in {line.how for line in lines}
+    assert "no nvcc on this machine" in left_out[FLASHINFER] and FLASHINFER not in {line.how for line in lines}
 
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer(lambda q, k, v, mask, scale: exact(q, k, v, None, scale)))
     left_out = {}
     _, lines, _ = measured(left_out)
-    assert "its result differs" in left_out[RIVAL]
-    assert all(line.what == "attention of 2 nodes after 20" for line in lines if line.how == RIVAL)
+    assert "its result differs" in left_out[FLASHINFER]
+    assert all(line.what == "attention of 2 nodes after 20" for line in lines if line.how == FLASHINFER)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
