@@ -48,6 +48,8 @@ __all__ = [
 
 DOWN = 20  # conversations that failed in a row: the server is gone
 LISTED = 20  # ids in a report
+GROUP = 64  # conversations that are appended at once
+GPU_GROUP = 1024  # with kernels: seconds of a GPU's work
 OMITTED = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")  # fields that some servers do not know
 CHARACTERS = 4  # per token, where there is no tokenizer
 
@@ -146,7 +148,8 @@ def with_decoder(
     *,
     drafter: Drafter | None = None,
     slots: int = 8,
-    group: int = 64,
+    group: int | None = None,
+    kernels: bool = False,
     show: bool = True,
 ) -> Summary:
     """Answer with our own decoder. Rows of the output are in the order of their ids, as strings.
@@ -163,13 +166,15 @@ def with_decoder(
         settings: how answers are drawn.
         drafter: None decodes plainly; the output is the same.
         slots: sequences that are decoded at once.
-        group: conversations that are appended at once.
+        group: conversations that are appended at once; None: 64, or 1,024 with kernels.
+        kernels: decode with the Triton kernels, and with CUDA graphs where that is possible; the rounding is another.
         show: show a progress bar.
 
     Raises:
         ValueError: ids that occur twice, an output of other settings, another target or other conversations, or sizes below one.
         OSError: the output cannot be written; its content stays.
     """
+    group = group if group is not None else GPU_GROUP if kernels else GROUP
     check_least(slots=slots, group=group)
     if drafter is not None and getattr(drafter, "remembers", False):
         name = getattr(drafter, "method", "look-up")
@@ -193,7 +198,7 @@ def with_decoder(
             for start in range(first, len(sources), group):
                 states = [ConversationState(source) for source in sources[start : start + group]]
                 # A new decoder each time: the larger cache of an earlier group would change the rounding.
-                for finished in text.answer(Decoder(target, drafter, slots=slots), states):
+                for finished in text.answer(Decoder(target, drafter, slots=slots, kernels=kernels), states):
                     bar.update(min(done + finished, total - 1))  # the last answer counts once it is written
                 summary.write(states, output)
                 done += sum(answers[start : start + group])

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.candidate import Candidate
 from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.question_prompt import NoQuestionPrompt, QuestionTemplate
-from draftsmith.data.regenerate import DOWN, check_least, check_omitted, facts_of, given_up, new_text, noise_key
+from draftsmith.data.regenerate import DOWN, GPU_GROUP, check_least, check_omitted, facts_of, given_up, new_text, noise_key
 from draftsmith.data.resumable import Output
 from draftsmith.data.selection import NAME, PATIENCE, USABLE, Names, Plan, Selection, Summary, resume, too_few
 from draftsmith.data.server import Failed, Message, Refused, Server, to_api
@@ -42,7 +42,7 @@ PARTS = ("question", "answer")
 Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
 
 
-def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, show: bool = True) -> Summary:
+def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kernels: bool = False, show: bool = True) -> Summary:
     """Write with our own decoder.
 
     The noise of a text is keyed by (id, its number in the conversation, question or answer) and the seed. A group of conversations is appended
@@ -53,6 +53,7 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, show
         out: the JSONL file.
         target: the model that writes.
         slots: sequences that are decoded at once.
+        kernels: as for `regenerate.with_decoder`.
         show: show a progress bar.
 
     Raises:
@@ -66,8 +67,8 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, show
         size = len(template.encode(Candidate("", opening, 1, template).ask()))
         if size + 1 >= target.max_positions:
             raise ValueError(f"opening {short(opening.text)}: {size} tokens; expected fewer than {target.max_positions}; shorten it")
-    writer = _InProcess(target, template, plan, slots)
-    return _write(plan, out, facts_of(target), template, writer.write, GROUP, show)
+    writer = _InProcess(target, template, plan, slots, kernels)
+    return _write(plan, out, facts_of(target), template, writer.write, GPU_GROUP if kernels else GROUP, show)
 
 
 def with_server(
@@ -107,13 +108,13 @@ def with_server(
 class _InProcess:
     """Writes candidates with our own decoder."""
 
-    def __init__(self, target: Target, template: QuestionTemplate, plan: Plan, slots: int) -> None:
-        self.target, self.template, self.plan, self.slots = target, template, plan, slots
+    def __init__(self, target: Target, template: QuestionTemplate, plan: Plan, slots: int, kernels: bool) -> None:
+        self.target, self.template, self.plan, self.slots, self.kernels = target, template, plan, slots, kernels
         self.answers = Template(template.tokenizer)
 
     def write(self, candidates: list[Candidate], report: Report) -> None:
         # A new decoder each time: the larger cache of an earlier group would change the rounding.
-        decoder = Decoder(self.target, slots=self.slots)
+        decoder = Decoder(self.target, slots=self.slots, kernels=self.kernels)
         for _ in range(self.plan.turns):
             self._questions(decoder, [candidate for candidate in candidates if not candidate.ended], report)
             self._answers(decoder, [candidate for candidate in candidates if not candidate.ended], report)

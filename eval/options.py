@@ -141,9 +141,7 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kernels", action="store_true", help="decode with Triton kernels and one CUDA graph a round; no GPU has run them yet"
-    )
+    parser.add_argument("--kernels", action="store_true", help="decode with Triton kernels and one CUDA graph a round, on a GPU")
 
 
 def add_exact(parser: argparse.ArgumentParser) -> None:

@@ -128,7 +128,7 @@ def run_regenerate(arguments: list[str]) -> None:
     """Answer conversations anew, with the target or with a server of it."""
     parser = _regenerate_parser()
     options = parser.parse_args(arguments)
-    _check_writer(parser, options, ["target", "drafter", "slots", "dtype", "trust_remote_code"])
+    _check_writer(parser, options, ["target", "drafter", "slots", "kernels", "dtype", "trust_remote_code"])
     from draftsmith.data import conversations, regenerate
     from draftsmith.data.conversations import Source
     from draftsmith.eval import loading
@@ -158,7 +158,7 @@ def run_regenerate(arguments: list[str]) -> None:
         names = [] if options.drafter == "none" else [options.drafter]
         target, drafters = loading.open_models(options.target, names, options.dtype, options.trust_remote_code)
         drafter = drafters[0] if drafters else None
-        summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots)
+        summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots, kernels=options.kernels)
     print(f"{printable(str(out), '')}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
@@ -168,7 +168,7 @@ def run_synthesise(arguments: list[str]) -> None:
     """Let the target write conversations, questions and answers, without any data."""
     parser = _synthesise_parser()
     options = parser.parse_args(arguments)
-    _check_writer(parser, options, ["slots", "dtype"])
+    _check_writer(parser, options, ["slots", "kernels", "dtype"])
     from draftsmith.data import openings, report, synthesise
     from draftsmith.data.regenerate import Settings
     from draftsmith.data.selection import Plan
@@ -201,7 +201,7 @@ def run_synthesise(arguments: list[str]) -> None:
         )
     else:
         target, _ = loading.open_models(options.target, [], options.dtype, options.trust_remote_code)
-        summary = synthesise.with_decoder(plan, out, target, slots=options.slots)
+        summary = synthesise.with_decoder(plan, out, target, slots=options.slots, kernels=options.kernels)
     report.console().print(summary.table())
     for line in (f"{out}:", *summary.report()):
         print(printable(line, ""))
@@ -314,6 +314,9 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the target (default: auto)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     parser.add_argument("--slots", type=int, default=slots, help=f"conversations at the same time (default: {slots})")
+    parser.add_argument(
+        "--kernels", action="store_true", help="decode with the Triton kernels and CUDA graphs, on a GPU; then give --slots 256 or so"
+    )
     parser.add_argument(
         "--server", help=f"base address of an OpenAI-compatible server that {writes} instead, such as http://localhost:8000/v1"
     )
