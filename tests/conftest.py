@@ -67,9 +67,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _compiled_anew(request):
-    """Dynamo counts recompilations by function and process: one test must not use up the next one's."""
+    """Dynamo counts recompilations by function and process, torch keeps freed memory: one test must not use up the next one's."""
     if "gpu" in request.keywords:
         torch._dynamo.reset()
+    yield
+    if "gpu" in request.keywords and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # tests run in several processes, each of which would start as many as cores
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
