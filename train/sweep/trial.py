@@ -184,7 +184,7 @@ def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Po
             stderr=log,
             env=os.environ | shared,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
     finally:
         os.close(log)
@@ -202,7 +202,7 @@ def gpus() -> list[str]:
     return (visible.split(",") if visible else [str(number) for number in range(count)])[:count]
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ask Linux for SIGTERM when the sweep ends, however it ends, so that kill -9 of it leaves no run behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
