@@ -198,7 +198,9 @@ def with_decoder(
             for start in range(first, len(sources), group):
                 states = [ConversationState(source) for source in sources[start : start + group]]
                 # A new decoder each time: the larger cache of an earlier group would change the rounding.
-                for finished in text.answer(Decoder(target, drafter, slots=slots, kernels=kernels), states):
+                for finished in text.answer(
+                    Decoder(target, drafter, slots=slots, together=slots if kernels else 1, kernels=kernels), states
+                ):
                     bar.update(min(done + finished, total - 1))  # the last answer counts once it is written
                 summary.write(states, output)
                 done += sum(answers[start : start + group])

@@ -114,7 +114,7 @@ class _InProcess:
 
     def write(self, candidates: list[Candidate], report: Report) -> None:
         # A new decoder each time: the larger cache of an earlier group would change the rounding.
-        decoder = Decoder(self.target, slots=self.slots, kernels=self.kernels)
+        decoder = Decoder(self.target, slots=self.slots, together=self.slots if self.kernels else 1, kernels=self.kernels)
         for _ in range(self.plan.turns):
             self._questions(decoder, [candidate for candidate in candidates if not candidate.ended], report)
             self._answers(decoder, [candidate for candidate in candidates if not candidate.ended], report)

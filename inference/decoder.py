@@ -46,6 +46,8 @@ class Decoder:
         target: the target model.
         drafter: proposes trees; None is plain decoding.
         slots: sequences that decode at the same time; waiting prompts take the slots of those that end.
+        together: prompts wait until so many slots are free, and are then prefilled in as few forwards as possible; better for throughput where
+            a round of many slots takes less time than a prefill.
         context: tokens of prompt and answer together, at most. None takes what the prompts and max_new_tokens of each call need; CUDA graphs
             can then seldom be used again.
         chunk: prompt tokens per forward of the prefill.
@@ -75,6 +77,7 @@ class Decoder:
         drafter: Drafter | None = None,
         *,
         slots: int = 1,
+        together: int = 1,
         context: int | None = None,
         chunk: int = 256,
         timed: bool = False,
@@ -85,11 +88,13 @@ class Decoder:
         keep: bool = False,
         conversations: int = 0,
     ) -> None:
-        for name, value in (("slots", slots), ("context", context), ("chunk", chunk), ("exact", exact)):
+        for name, value in (("slots", slots), ("together", together), ("context", context), ("chunk", chunk), ("exact", exact)):
             if value is not None and value < 1:
                 raise ValueError(f"got {name} {value}; expected at least 1; correct it")
         if context is not None and context > target.max_positions:
             raise ValueError(f"got context {context}; expected at most the target's {target.max_positions} positions; lower it")
+        if together > slots:
+            raise ValueError(f"got together {together}; expected at most the {slots} slots; lower it")
         check_supported(target.model.config, target.model)
         self.target = target
         self.drafter: Drafter = Plain() if drafter is None else drafter
@@ -110,7 +115,7 @@ class Decoder:
             raise ValueError(
                 f"got conversations {conversations}, keep {keep}; expected 0 or more, and keep where there are any; correct them"
             )
-        self.slots, self.context, self.chunk, self.exact = slots, context, chunk, exact
+        self.slots, self.together, self.context, self.chunk, self.exact = slots, together, context, chunk, exact
         self.timed = timed and target.device.type == "cuda"
         self.adaptive = adaptive
         self.kernels, self.graphs = kernels, graphs
@@ -254,7 +259,7 @@ class Decoder:
 
     def _admit(self, scheduler: Scheduler, prefill: Prefill, runner: GraphRunner | EagerRunner) -> list[Request]:
         """Give free slots to waiting requests and prefill them -> those requests."""
-        if not (scheduler.waiting and scheduler.free_slots):
+        if not scheduler.waiting or len(scheduler.free_slots) < self.together:
             return []
         began = self._clock()
         admitted = scheduler.admit()

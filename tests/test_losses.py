@@ -221,8 +221,9 @@ def test_no_grad_and_a_second_backward():
 
 
 def test_chunk_rows(monkeypatch):
-    assert chunk_rows(4096, 128_000) * 128_000 <= 1 << 23
-    assert chunk_rows(5, 10) == 1
+    assert chunk_rows(4096, 128_000, False) * 128_000 <= 1 << 23 < chunk_rows(4096, 128_000, True) * 128_000 <= 1 << 25
+    assert chunk_rows(5, 10, False, 10) == 1
     monkeypatch.setattr(chunked, "ROWS", 256)
-    assert chunk_rows(128, 8192) == 256 and chunk_rows(8192, 8192) == 512 and chunk_rows(1 << 20, 8192) == 1024
-    assert chunk_rows(128, 49_152) == 170 and chunk_rows(128, 128_000) == 65
+    assert [chunk_rows(rows, 8192, False) for rows in (128, 8192, 1 << 20)] == [256, 512, 1024]
+    assert [chunk_rows(rows, 8192, True) for rows in (128, 1 << 20)] == [1024, 4096]
+    assert [chunk_rows(128, vocab, False) for vocab in (49_152, 128_000)] == [170, 65]

@@ -18,13 +18,14 @@ from draftsmith.inference.kernels import active
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
 
-# Elements of one chunk of logits: 32 MiB in fp32, small beside any model and large enough for full speed.
-BUDGET = 1 << 23
+# Elements of one chunk of logits, on a CPU and on a GPU: 32 and 128 MiB in fp32, small beside any model. A GPU waits for the host where
+# operations are smaller.
+BUDGET, GPU_BUDGET = 1 << 23, 1 << 25
 
 # Rows of a chunk, however few positions there are: a product of fewer with the head [V,H] is bound by reading the head. On the toy (V 2,048, 512
 # tokens a step) EAGLE-3's forward and loss take 98 ms with 32 rows, 79 with 256, 99 with 512. At V 49,152 and H 576, on one thread, a bf16 product
 # of 64 rows runs at 0.36 TFLOP/s, of 128 at 0.42, of 256 at 0.46; Medusa's loss takes 2.78 s with 64 rows and 2.56 with 170, the most in BUDGET.
-ROWS = 256
+ROWS, GPU_ROWS = 256, 1024
 
 # Elements of a tensor in a pass over a chunk on a CPU: beyond some MiB each operation waits for memory, and fresh memory for the system.
 PIECE = 1 << 19
@@ -42,7 +43,7 @@ class ChunkedLoss(NamedTuple):
     hits: Tensor
 
 
-def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Tensor, *, budget: int = BUDGET) -> ChunkedLoss:
+def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Tensor, *, budget: int | None = None) -> ChunkedLoss:
     """Σ weight · −log softmax(head(hidden))[labels], as F.cross_entropy gives it on all logits at once.
 
     Gradients go to `hidden` and to the head's weight, or to the leaf tensors that a callable head uses. Softmax and sums are in fp32
@@ -53,14 +54,14 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Te
         head: weight [V,H], or a callable from [m,H] to logits [m,V].
         labels: [M] int64, any value where the weight is 0.
         weight: [M].
-        budget: logits in one chunk, at most.
+        budget: logits in one chunk, at most; None: what suits the device.
     """
     part = ChunkedHead(hidden, head)
     weight = weight.to(part.sum_dtype)
     positions = rows_to_visit(weight > 0)
     labels = torch.where(weight > 0, labels, 0)
     hits = torch.zeros_like(labels, dtype=torch.bool)
-    rows = chunk_rows(labels.numel(), part.vocab_size, budget)
+    rows = chunk_rows(labels.numel(), part.vocab_size, labels.device.type != "cpu", budget)
 
     def fused(index: Tensor) -> Tensor:
         right, scale = labels[index], weight[index]
@@ -96,7 +97,7 @@ def chunked_kl(
     target_head: Head,
     weight: Tensor,
     *,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> ChunkedLoss:
     """Σ weight · KL(target ‖ draft).
 
@@ -106,7 +107,7 @@ def chunked_kl(
         draft_hidden: [M,·], with `draft_head`.
         target_hidden: [M,·], with `target_head`.
         weight: [M].
-        budget: logits in one chunk, at most.
+        budget: logits in one chunk, at most; None: what suits the device.
     """
     return chunked_kl_heads([draft_hidden], [draft_head], target_hidden, target_head, [weight], [0], budget=budget)[0]
 
@@ -120,7 +121,7 @@ def chunked_kl_heads(
     shifts: Sequence[int],
     *,
     top_k: int = 0,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> list[ChunkedLoss]:
     """`chunked_kl` for K heads that share one pass of the target's head.
 
@@ -177,7 +178,10 @@ def chunked_kl_heads(
     def by_part(sums: list[Tensor]) -> Tensor:
         return torch.stack(sums).sum(0, keepdim=True) if tied else torch.stack(sums)
 
-    size, way = chunk_rows(len(target_hidden), target.vocab_size, budget), fused if all(part.fused for part in parts) else step
+    size, way = (
+        chunk_rows(len(target_hidden), target.vocab_size, target_hidden.device.type != "cpu", budget),
+        fused if all(part.fused for part in parts) else step,
+    )
     total = summed_in_chunks(distinct, rows_to_visit(used.any(0)), size, way)
     return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), _stacked(by_row(hits, shifts).unbind(), tied), strict=True)]
 
@@ -234,9 +238,11 @@ def _fused(part: "ChunkedHead", row: Tensor, target: Any, text: Tensor | None, w
     return result.loss[0], result.hits[0]
 
 
-def chunk_rows(positions: int, vocab_size: int, budget: int = BUDGET) -> int:
-    """Rows of one chunk: at most `budget` logits, and ROWS or a sixteenth of all positions, so that no tensor comes near M·V where that is large."""
-    return max(1, min(budget // vocab_size, max(positions // 16, ROWS)))
+def chunk_rows(positions: int, vocab_size: int, gpu: bool, budget: int | None = None) -> int:
+    """Rows of one chunk: at most `budget` logits (BUDGET or GPU_BUDGET), and ROWS (GPU_ROWS) or a sixteenth of all positions, so that no
+    tensor comes near M·V where that is large."""
+    most, rows = (GPU_BUDGET, GPU_ROWS) if gpu else (BUDGET, ROWS)
+    return max(1, min((most if budget is None else budget) // vocab_size, max(positions // 16, rows)))
 
 
 def pieces(rows: Tensor, copies: int = 1) -> list[slice]:

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from draftsmith.inference.expand import ranked
 from draftsmith.train.losses.chunked import (
-    BUDGET,
     ChunkedHead,
     Head,
     aligned,
@@ -85,7 +84,7 @@ def chunked_draft_loss(
     tokens: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> DraftLosses:
     """Σ_k decay[k] · Σ_t weights[k,t] · loss(p_{t + shifts[k]}, q_{k,t}).
 
@@ -138,7 +137,7 @@ def chunked_draft_loss(
 
     # A chunk holds [m,V] of the target and [K,m,D] of the drafter.
     wide = max(target.vocab_size, len(hidden) * part.vocab_size)
-    size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, budget)
+    size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, weight.device.type != "cpu", budget)
     total = summed_in_chunks([part], rows_to_visit(used.any(0)), size, step)
     return DraftLosses(total[0], sums, *(by_row(of_row, shifts) for of_row in (hits, overlap, each)))
 

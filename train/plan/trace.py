@@ -111,7 +111,7 @@ class Step:
             autocast: matmuls are in bf16.
             taps: the batch brings the target's features with these taps from a store; None: the target runs.
         """
-        return self._run(rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size))
+        return self._run(rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size, self.gpu))
 
     def flops_per_token(self, positions: int, taps: tuple[int, ...] | None, ranks: int = 1) -> tuple[float, float]:
         """FLOPs a token of the matmuls, and of attention in rows of `positions`; `ranks` share a row."""
@@ -153,13 +153,14 @@ class Step:
 
 @contextmanager
 def _chunks(gpu: bool) -> Iterator[None]:
-    """Within it losses take all rows of a chunk at a time if `gpu`, as they do there, though the tensors are a CPU's."""
-    before = chunked.PIECE
-    chunked.PIECE = sys.maxsize if gpu else before
+    """Within it losses have the chunks of a GPU if `gpu`, and take all rows of each at a time, though the tensors are a CPU's."""
+    before = chunked.PIECE, chunked.BUDGET, chunked.ROWS
+    if gpu:
+        chunked.PIECE, chunked.BUDGET, chunked.ROWS = sys.maxsize, chunked.GPU_BUDGET, chunked.GPU_ROWS
     try:
         yield
     finally:
-        chunked.PIECE = before
+        chunked.PIECE, chunked.BUDGET, chunked.ROWS = before
 
 
 class _Counter(TorchDispatchMode):
