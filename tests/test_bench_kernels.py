@@ -57,6 +57,11 @@ def test_every_way_is_run_once(capsys):
     assert capsys.readouterr().out.count("kernel") == sum(line.how == "kernel" for line in lines)
 
 
+def test_trees_are_no_deeper_than_what_they_are_verified_to():
+    tree = bench_kernels._tree(8, 64, Sizes(), torch.device("cpu"))
+    assert tree.depth.amax() == Sizes().depth and tree.tokens.amax() < Sizes().vocab
+
+
 def flashinfer(attend):
     """The functions of FlashInfer 0.7 that are used; `attend` stands for its GPU kernel."""
 

@@ -221,9 +221,9 @@ def test_no_grad_and_a_second_backward():
 
 
 def test_chunk_rows(monkeypatch):
-    assert chunk_rows(4096, 128_000, False) * 128_000 <= 1 << 23 < chunk_rows(4096, 128_000, True) * 128_000 <= 1 << 25
-    assert chunk_rows(5, 10, False, 10) == 1
+    assert chunk_rows(4096, 128_000, True) * 128_000 <= 1 << 23 < chunk_rows(4096, 128_000, False) * 128_000 <= 1 << 25
+    assert chunk_rows(5, 10, True, 10) == 1
     monkeypatch.setattr(chunked, "ROWS", 256)
-    assert [chunk_rows(rows, 8192, False) for rows in (128, 8192, 1 << 20)] == [256, 512, 1024]
-    assert [chunk_rows(rows, 8192, True) for rows in (128, 1 << 20)] == [1024, 4096]
-    assert [chunk_rows(128, vocab, False) for vocab in (49_152, 128_000)] == [170, 65]
+    assert [chunk_rows(rows, 8192, True) for rows in (128, 8192, 1 << 20)] == [256, 512, 1024]
+    assert [chunk_rows(rows, 8192, False) for rows in (128, 1 << 20)] == [1024, 4096]
+    assert [chunk_rows(128, vocab, True) for vocab in (49_152, 128_000)] == [170, 65]

@@ -47,7 +47,7 @@ def test_speculative_equals_plain(name):
     for sampling, answers in ((Sampling(), greedy), (SAMPLED, sampled)):
         for rows in (1, 4):
             drafter = PlantingDrafter(PROMPTS, answers, VOCAB, duplicates=rows == 4, seed=rows, taps=(0, 1) if rows == 4 else ())
-            decoder = Decoder(target, drafter, slots=rows, chunk=8)
+            decoder = Decoder(target, drafter, slots=rows, together=1 + rows // 2, chunk=8)
             out = decoder.generate(PROMPTS, sampling, NEW, ())
             assert texts(out) == [answer[:NEW] for answer in answers], f"{name}, {rows} rows, {sampling}"
             check_exercised(drafter, rows)

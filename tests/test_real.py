@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.eval import acceptance
 from draftsmith.train import cli, data_cli, recipe
@@ -68,6 +69,31 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
     assert "6.50  3.25 ×" in said.out and "9.50 ×" in said.out
     real.main([str(tmp_path)])
     assert [words[0] for words in ran[9:]] == ["compare"] and "6.50  3.25 ×" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_training_on_a_cpu_is_on_two_ranks_which_share_each_sequence(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(real, "cores", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = (
+        "train",
+        "eagle",
+        "eagle3-tiny",
+        f"train.output={tmp_path / 'run'}",
+        f"data.cache={tmp_path / 'cache'}",
+        "train.eval_batches=1",
+    )
+    with pytest.raises(SystemExit) as ended:
+        real.run((*words, "train.steps=-1"))
+    assert ended.value.code and "train.steps" in capfd.readouterr().err
+    real.run((*words, "train.steps=2"))
+    assert (tmp_path / "run" / "artifact" / "model.safetensors").is_file()
+    assert "2 process(es)" in capfd.readouterr().out
+    monkeypatch.setattr(real, "cores", lambda: 1)
+    ran = []
+    monkeypatch.setattr(cli, "run", ran.append)
+    real.run(words)
+    assert ran == [list(words)]
 
 
 def test_the_rest_is_estimated_at_the_pace_so_far(tmp_path):

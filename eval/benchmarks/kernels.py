@@ -169,11 +169,17 @@ def measure_kernels(
     yield _moves(sizes, device, time) + _rankings(sizes, device, time, bandwidth)
 
 
-def _tree(rows: int, nodes: int, vocab: int, device: torch.device) -> DraftTree:
-    """Random trees [B,N]: the parent of a node is any earlier node."""
+def _tree(rows: int, nodes: int, sizes: Sizes, device: torch.device) -> DraftTree:
+    """Random trees [B,N] of depth K at most: the parent of a node is any earlier node less deep than K."""
     generator = torch.Generator().manual_seed(nodes)
-    parents = torch.tensor([[-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, nodes)] for _ in range(rows)])
-    tokens = torch.randint(vocab, (rows, nodes), generator=generator)
+    parents = torch.full((rows, nodes), -1)
+    for own in parents:
+        depths = [0]
+        for node in range(1, nodes):
+            possible = [earlier for earlier, depth in enumerate(depths) if depth < sizes.depth]
+            own[node] = possible[int(torch.randint(len(possible), (), generator=generator))]
+            depths.append(depths[own[node]] + 1)
+    tokens = torch.randint(sizes.vocab, (rows, nodes), generator=generator)
     return DraftTree.build(tokens, parents, torch.full((rows,), nodes)).to(device)
 
 
@@ -185,7 +191,7 @@ def _attention(
     what, scale = f"attention of {nodes} nodes after {context:,}", sizes.dim**-0.5
     query = torch.randn(1, sizes.heads, nodes, sizes.dim, dtype=sizes.dtype, device=device)
     keys, values = (torch.randn(1, sizes.kv_heads, context + nodes, sizes.dim, dtype=sizes.dtype, device=device) for _ in range(2))
-    tree = _tree(1, nodes, 100, device)
+    tree = _tree(1, nodes, sizes, device)
     rows, length = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), context, device=device)
     inputs = (query, keys, values, rows, length, tree.depth, tree.ancestors, tree.depth)
     prefix = torch.ones(1, nodes, context, dtype=torch.bool, device=device)
@@ -255,7 +261,7 @@ def _verdicts(sizes: Sizes, device: torch.device, time: Timer, bandwidth: float)
 
     nodes = sizes.nodes[-1]
     logits = torch.randn(sizes.rows, nodes, sizes.vocab, dtype=sizes.dtype, device=device)
-    tree = _tree(sizes.rows, nodes, sizes.vocab, device)
+    tree = _tree(sizes.rows, nodes, sizes, device)
     request, position = torch.arange(sizes.rows, device=device), torch.full((sizes.rows,), 100, device=device)
     lines = []
     for name, sampling in {"greedy": Sampling(), "T = 1": Sampling(1.0), "T = 1, top-p 0.9": Sampling(1.0, top_p=0.9)}.items():

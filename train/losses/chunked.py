@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftsmith.inference.expand import ranked
 from draftsmith.inference.kernels import active
+from draftsmith.inference.sampler import on_host
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
 
@@ -61,7 +62,7 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Te
     positions = rows_to_visit(weight > 0)
     labels = torch.where(weight > 0, labels, 0)
     hits = torch.zeros_like(labels, dtype=torch.bool)
-    rows = chunk_rows(labels.numel(), part.vocab_size, labels.device.type != "cpu", budget)
+    rows = chunk_rows(labels.numel(), part.vocab_size, on_host(labels), budget)
 
     def fused(index: Tensor) -> Tensor:
         right, scale = labels[index], weight[index]
@@ -178,10 +179,8 @@ def chunked_kl_heads(
     def by_part(sums: list[Tensor]) -> Tensor:
         return torch.stack(sums).sum(0, keepdim=True) if tied else torch.stack(sums)
 
-    size, way = (
-        chunk_rows(len(target_hidden), target.vocab_size, target_hidden.device.type != "cpu", budget),
-        fused if all(part.fused for part in parts) else step,
-    )
+    size = chunk_rows(len(target_hidden), target.vocab_size, on_host(target_hidden), budget)
+    way = fused if all(part.fused for part in parts) else step
     total = summed_in_chunks(distinct, rows_to_visit(used.any(0)), size, way)
     return [ChunkedLoss(loss, hit) for loss, hit in zip(total.unbind(), _stacked(by_row(hits, shifts).unbind(), tied), strict=True)]
 
@@ -238,10 +237,10 @@ def _fused(part: "ChunkedHead", row: Tensor, target: Any, text: Tensor | None, w
     return result.loss[0], result.hits[0]
 
 
-def chunk_rows(positions: int, vocab_size: int, gpu: bool, budget: int | None = None) -> int:
+def chunk_rows(positions: int, vocab_size: int, host: bool, budget: int | None = None) -> int:
     """Rows of one chunk: at most `budget` logits (BUDGET or GPU_BUDGET), and ROWS (GPU_ROWS) or a sixteenth of all positions, so that no
     tensor comes near M·V where that is large."""
-    most, rows = (GPU_BUDGET, GPU_ROWS) if gpu else (BUDGET, ROWS)
+    most, rows = (BUDGET, ROWS) if host else (GPU_BUDGET, GPU_ROWS)
     return max(1, min((most if budget is None else budget) // vocab_size, max(positions // 16, rows)))
 
 

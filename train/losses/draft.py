@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.inference.expand import ranked
+from draftsmith.inference.sampler import on_host
 from draftsmith.train.losses.chunked import (
     ChunkedHead,
     Head,
@@ -137,7 +138,7 @@ def chunked_draft_loss(
 
     # A chunk holds [m,V] of the target and [K,m,D] of the drafter.
     wide = max(target.vocab_size, len(hidden) * part.vocab_size)
-    size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, weight.device.type != "cpu", budget)
+    size = chunk_rows(weight.shape[1] * target.vocab_size // wide, wide, on_host(weight), budget)
     total = summed_in_chunks([part], rows_to_visit(used.any(0)), size, step)
     return DraftLosses(total[0], sums, *(by_row(of_row, shifts) for of_row in (hits, overlap, each)))
 

@@ -111,7 +111,9 @@ class Step:
             autocast: matmuls are in bf16.
             taps: the batch brings the target's features with these taps from a store; None: the target runs.
         """
-        return self._run(rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size, self.gpu))
+        return self._run(
+            rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size, not self.gpu)
+        )
 
     def flops_per_token(self, positions: int, taps: tuple[int, ...] | None, ranks: int = 1) -> tuple[float, float]:
         """FLOPs a token of the matmuls, and of attention in rows of `positions`; `ranks` share a row."""
