@@ -41,17 +41,30 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
     done = {prompt for setting, prompt in store.recorded("request") if setting == label(sampling)}
 
     def missing(size: int, prompts: list[EncodedPrompt]) -> list[list[EncodedPrompt]]:
-        return [batch for batch in batches(prompts, size) if any(prompt.prompt.id not in done for prompt in batch)]
+        return batches([prompt for prompt in prompts if prompt.prompt.id not in done], size)
 
+    remembers = getattr(drafter, "remembers", False)
+    if remembers:
+        _teach_again(target, drafter, [prompt for prompt in [*sample, *others] if prompt.prompt.id in done], sampling, settings)
     timed = missing(1 if settings.slots == 1 else PROMPTS_PER_SLOT * settings.slots, sample)
     if timed:
         _decode_timed(target, drafter, timed, sampling, settings, store)
-    # Where a draft depends on what else is in the batch, or was before, there is one prompt at a time.
-    alone = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or getattr(drafter, "remembers", False)
-    slots = 1 if alone else UNTIMED_SLOTS
+    # Where a draft depends on what else is in the batch, or was before, these run as those that are timed do.
+    dependent = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or remembers
+    slots = settings.slots if dependent else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)
     if untimed:
         _decode_untimed(target, drafter, untimed, sampling, settings, slots, store)
+
+
+def _teach_again(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings) -> None:
+    """Answer recorded prompts once more, so that the drafter remembers what it did when the evaluation was stopped."""
+    decoder = Decoder(target, drafter, slots=settings.slots, adaptive=settings.adaptive(), kernels=settings.kernels, exact=settings.exact)
+    answer = interleaved.answer_with_decoder(decoder, sampling, settings.max_new_tokens)
+    with Bar(f"what the drafter remembers at T={label(sampling)}", len(prompts), show=bool(prompts)) as bar:
+        for number, batch in enumerate(batches(prompts, settings.slots), 1):
+            answer(batch)
+            bar.update(min(len(prompts), number * settings.slots))
 
 
 def _sample(prompts: list[EncodedPrompt], count: int | None) -> list[EncodedPrompt]:
@@ -81,7 +94,8 @@ def _decode_timed(
     if sampling.greedy and sampling.repetition_penalty == 1.0 and not sampling.constraint and settings.slots == 1:
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
-        for batch, timed in interleaved.interleave(functions, batches, [drafter]):
+        counters = {name: decoder.counters for name, decoder in decoders.items()}
+        for batch, timed in interleaved.interleave(functions, batches, [drafter], counters=counters):
             divergences = _timed_divergences(target, drafter, batch, timed, sampling, settings, context)
             requests = []
             for number, (prompt, divergence) in enumerate(zip(batch, divergences, strict=True)):
@@ -111,8 +125,7 @@ def _times(timed: dict[str, interleaved.TimedAnswers], size: int) -> dict[str, A
         "batch": size,
     }
     if size == 1:
-        (answer,) = timed["drafted"].answers
-        times["prefill_s"] = timed["drafted"].seconds - sum(each.draft_s + each.verify_s + each.other_s for each in answer.rounds)
+        times["prefill_s"] = timed["drafted"].prefill_s
     return times
 
 

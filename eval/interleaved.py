@@ -1,15 +1,16 @@
 """Several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows all of them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
 
 from draftsmith.eval.answers import EncodedPrompt
-from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.decoder import Completion, Counters, Decoder
 from draftsmith.inference.drafts import forget
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
@@ -19,10 +20,17 @@ AnswerFunction = Callable[[list[EncodedPrompt]], list[Completion]]
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswers:
-    """The answers of one function to one batch of prompts, and the wall time in seconds."""
+    """The answers of one function to one batch of prompts.
+
+    Attributes:
+        seconds: wall time, without what capturing CUDA graphs took.
+        answers: in the order of the prompts.
+        prefill_s: of `seconds`, those of the prompts; None where the function has no counters.
+    """
 
     seconds: float
     answers: list[Completion]
+    prefill_s: float | None = None
 
 
 def answer_with_decoder(decoder: Decoder, sampling: Sampling, max_new_tokens: int) -> AnswerFunction:
@@ -80,7 +88,11 @@ def answer_with_transformers(
 
 
 def interleave(
-    functions: dict[str, AnswerFunction], batches: list[list[EncodedPrompt]], drafters: Sequence[Any] = (), again: int = 0
+    functions: dict[str, AnswerFunction],
+    batches: list[list[EncodedPrompt]],
+    drafters: Sequence[Any] = (),
+    again: int = 0,
+    counters: Mapping[str, Counters] = MappingProxyType({}),
 ) -> Iterator[tuple[list[EncodedPrompt], dict[str, TimedAnswers]]]:
     """Time every function on every batch; each batch starts with the next function. All are warmed up on the first prompt.
 
@@ -89,6 +101,7 @@ def interleave(
         batches: of prompts.
         drafters: those among the functions; they forget the warm-up.
         again: after so many batches the prompts come again, and the drafters forget them; 0: never.
+        counters: of the decoders among the functions, by name.
 
     Yields:
         A batch, and by the names of the functions their answers with times.
@@ -102,7 +115,17 @@ def interleave(
         timed = {}
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            began = time.perf_counter()
-            answers = functions[name](batch)
-            timed[name] = TimedAnswers(time.perf_counter() - began, answers)
+            timed[name] = _timed(functions[name], batch, counters.get(name))
         yield batch, timed
+
+
+def _timed(function: AnswerFunction, batch: list[EncodedPrompt], counters: Counters | None) -> TimedAnswers:
+    before = replace(counters) if counters else Counters()
+    began = time.perf_counter()
+    answers = function(batch)
+    if torch.cuda.is_initialized():  # a round behind the last one that was read may still run
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    if counters is None:
+        return TimedAnswers(seconds, answers)
+    return TimedAnswers(seconds - (counters.capture_s - before.capture_s), answers, counters.prefill_s - before.prefill_s)

@@ -36,20 +36,20 @@ def record_positions(
 ) -> None:
     """Record each prompt of this rank that has no record yet. choosing: indices of the prompts that choose the tree."""
     setting, done = label(sampling), store.recorded("positions")
-    share, decoder = ranks.share(prompts), Decoder(target, slots=SLOTS)
-    with Bar(f"the target's own answers at T={setting}", len(share)) as bar:
-        for number, batch in enumerate(batches(share, TOGETHER)):
-            if any((setting, prompt.prompt.id) not in done for prompt in batch):
-                unanswered = [prompt for prompt in batch if not prompt.continuation]
-                ids, indices = [prompt.ids for prompt in unanswered], [prompt.index for prompt in unanswered]
-                answers = decoder.generate(ids, sampling, max_new_tokens, requests=indices)
-                texts = {prompt.index: answer.tokens for prompt, answer in zip(unanswered, answers, strict=True)}
-                new = []
-                for prompt in batch:
-                    text = texts.get(prompt.index) or list(prompt.continuation[:max_new_tokens])
-                    new.append(_record(target, drafter, prompt, text, setting, prompt.index in choosing))
-                store.append_positions(new, target.tokenizer)
-            bar.update(min(len(share), (number + 1) * TOGETHER))
+    missing = [prompt for prompt in ranks.share(prompts) if (setting, prompt.prompt.id) not in done]
+    decoder = Decoder(target, slots=SLOTS)
+    with Bar(f"the target's own answers at T={setting}", len(missing)) as bar:
+        for number, batch in enumerate(batches(missing, TOGETHER)):
+            unanswered = [prompt for prompt in batch if not prompt.continuation]
+            ids, indices = [prompt.ids for prompt in unanswered], [prompt.index for prompt in unanswered]
+            answers = decoder.generate(ids, sampling, max_new_tokens, requests=indices)
+            texts = {prompt.index: answer.tokens for prompt, answer in zip(unanswered, answers, strict=True)}
+            new = []
+            for prompt in batch:
+                text = texts.get(prompt.index) or list(prompt.continuation[:max_new_tokens])
+                new.append(_record(target, drafter, prompt, text, setting, prompt.index in choosing))
+            store.append_positions(new, target.tokenizer)
+            bar.update(min(len(missing), (number + 1) * TOGETHER))
 
 
 @torch.inference_mode()

@@ -160,7 +160,9 @@ class RecordStore:
 
         def key(line: dict[str, Any]) -> tuple[int, int, int]:
             setting = settings.index(line["setting"]) if "setting" in line else 0
-            return ORDER.index(line["kind"]), setting, rank[line["prompt"]] if "prompt" in line else 0
+            # Requests stay as they were recorded: those that were timed together follow each other.
+            number = rank[line["prompt"]] if "prompt" in line and line["kind"] != "request" else 0
+            return ORDER.index(line["kind"]), setting, number
 
         ordered = sorted([pieces, *(line for line in self.lines if line["kind"] != "pieces")], key=key)
         ordered[0] = ordered[0] | {"lines": len(ordered)}

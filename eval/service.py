@@ -13,7 +13,8 @@ def service(records: Records, setting: str) -> dict[str, Any]:
     """The service figures at one setting; {} where no request was timed.
 
     The tokens of a round arrive together: the first of them after the round's seconds, the others after none. So the median gap may be 0, and
-    the mean (time per output token) is the fairer figure beside plain decoding.
+    the mean (time per output token) is the fairer figure beside plain decoding. Where several requests run at a time, gaps are without the
+    prefills of others between two rounds.
 
     Returns:
         requests: how many were timed.

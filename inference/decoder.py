@@ -234,7 +234,9 @@ class Decoder:
                 started_s = self._decoding_s(runner)
                 slots = [request.slot for request in scheduler.running]
                 depth = min(max_depth, self.adaptive.depth(slots)) if self.adaptive else max_depth
+                captured_s = runner.capture_s
                 pending.append(_Started(runner.enqueue(depth), scheduler.running, started_s))
+                self.counters.capture_s += runner.capture_s - captured_s
                 self.counters.target_forwards += 1
                 if runner.asynchronous and len(pending) == 1:
                     continue
@@ -324,7 +326,7 @@ class Decoder:
 
     def _decoding_s(self, runner: GraphRunner | EagerRunner) -> float:
         """Seconds of the runner's clock without prefill and graph capture."""
-        return runner.clock() - self.counters.prefill_s - runner.capture_s
+        return runner.clock() - self.counters.prefill_s - self.counters.capture_s
 
     def _clock(self) -> float:
         if self.timed:

@@ -104,10 +104,12 @@ class InFlightRound:
     Attributes:
         packed: `pack_results` of the round [B,·] on the host, valid once the last event has happened.
         events: CUDA events before the round and after each timed part; none on a CPU.
+        host_learn_s: host seconds in which a drafter that needs the host learned the result.
     """
 
     packed: Tensor
     events: list[torch.cuda.Event]
+    host_learn_s: float = 0.0
 
     def result(self) -> dict[int, HostResult]:
         """Wait for the round -> its result by slot."""
@@ -122,12 +124,14 @@ class InFlightRound:
         return [start.elapsed_time(end) / 1e3 for start, end in zip(self.events, self.events[1:], strict=False)]
 
     def seconds(self, total: float) -> tuple[float, float, float]:
-        """Seconds of drafting (learning included), of verifying and of all else; `total` is verifying's where parts were not timed."""
+        """Seconds of drafting (learning included), of verifying and of all else, gaps on the device included; `total` of the round is
+        verifying's where parts were not timed."""
         parts = self.part_seconds()
         if not parts:
             return 0.0, total, 0.0
         draft_s, verify_s, learn_s, commit_s = parts
-        return draft_s + learn_s, verify_s, commit_s
+        draft_s += learn_s + self.host_learn_s
+        return draft_s, verify_s, max(commit_s, total - draft_s - verify_s)
 
 
 @dataclass(slots=True)
@@ -226,7 +230,10 @@ class GraphRunner:
         assert shared.packed is not None
         pending = InFlightRound(_copy_to_host(shared.packed), events + self._event())
         if round is not None and drafted is not None:
-            self._accept_on_host(round, drafted, shared, pending.result())
+            results = pending.result()
+            began = perf_counter()
+            self._accept_on_host(round, drafted, shared, results)
+            pending.host_learn_s = perf_counter() - began
         return pending
 
     def _key(self, depth: int, drafted: DraftTree | None) -> tuple[int, int, int]:

@@ -73,12 +73,14 @@ class Counters:
         prefill_chunks: forwards of the target for prefill.
         rounds: rounds whose result was read.
         prefill_s: host seconds of prefill.
+        capture_s: host seconds of capturing CUDA graphs.
     """
 
     target_forwards: int = 0
     prefill_chunks: int = 0
     rounds: int = 0
     prefill_s: float = 0.0
+    capture_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -18,6 +19,7 @@ from draftsmith.data import prompts as prompt_files
 from draftsmith.eval import bench, interleaved, loading
 from draftsmith.eval.answers import encode_prompts
 from draftsmith.eval.benchmarks import transformers as benchmarks
+from draftsmith.inference.decoder import Counters
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
@@ -270,6 +272,21 @@ def test_an_answer_that_is_not_plain_decodings_is_reported_and_fails(folder, tar
     printed = " ".join(capsys.readouterr().out.split())
     assert exit.value.code == 1 and "0/2" in printed and printed.count("NOT LOSSLESS") == 1
     assert "ngram: 0 answers differ from plain's at a tie within measured noise, 2 for no such reason (NOT LOSSLESS)" in printed
+
+
+def test_capturing_graphs_is_not_timed(monkeypatch):
+    """The clock advances by 10 s for a capture, by 2 for prefill and by 1 for rounds."""
+    counters, now = Counters(), [0.0]
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def answer(batch):
+        counters.capture_s, counters.prefill_s, now[0] = counters.capture_s + 10, counters.prefill_s + 2, now[0] + 13
+        return []
+
+    functions = {"drafted": answer, "transformers": answer}
+    for _, timed in interleaved.interleave(functions, [[], []], counters={"drafted": counters}):
+        assert (timed["drafted"].seconds, timed["drafted"].prefill_s) == (3, 2)
+        assert (timed["transformers"].seconds, timed["transformers"].prefill_s) == (13, None)
 
 
 def test_interrupting_leaves_no_traceback_and_no_file(folder, target_folder, monkeypatch):

@@ -1,6 +1,8 @@
 """Static-shape rounds: what a CUDA graph holds, run as it is on the CPU, with the reference implementations in place of the kernels."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import soak_rounds
@@ -17,7 +19,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain
 from draftsmith.inference.expand import DynamicTree
-from draftsmith.inference.graph_rounds import GraphRunner, refusal
+from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.prefill import Prefill
@@ -310,6 +312,28 @@ def test_in_parts(references, monkeypatch, kind):
     got = Decoder(target, drafter_of(kind, target), slots=2, kernels=True).generate(PROMPTS, max_new_tokens=14)
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
     assert {len(parts) for _, parts in runners[0]._captured.values()} == {4}
+
+
+def test_the_seconds_of_a_round_are_divided_completely():
+    """A host drafter's learning is drafting, and gaps on the device are of all else."""
+    stamps = [0.0, 1000.0, 1500.0, 1750.0, 2000.0]  # ms
+
+    def event(at):
+        return SimpleNamespace(at=at, elapsed_time=lambda end: end.at - at)
+
+    parts: Any = InFlightRound(torch.zeros(1), [event(at) for at in stamps], host_learn_s=0.5)
+    assert parts.seconds(4.0) == (1.75, 0.5, 1.75)
+    assert parts.seconds(2.0) == (1.75, 0.5, 0.25), "no less than the commit took"
+    assert InFlightRound(torch.zeros(1), []).seconds(4.0) == (0.0, 4.0, 0.0)
+
+
+def test_what_capturing_took_is_counted(references):
+    target = Target.wrap(tiny("llama"))
+    decoder = Decoder(target, drafter_of("eagle3", target), kernels=True, context=40)
+    decoder.generate(PROMPTS[:1], max_new_tokens=4)
+    captured_s = decoder.counters.capture_s
+    decoder.generate(PROMPTS[:1], max_new_tokens=4)
+    assert decoder.counters.capture_s == captured_s > 0
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 from conftest import save_byte_target
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import record_store
+from draftsmith.eval import decoding, ranks, record_store
 from draftsmith.eval.evaluation import evaluate_drafter
+from draftsmith.eval.load_check import timed_batches
 from draftsmith.eval.record_store import RECORDS, UNFINISHED, RecordStore
 from draftsmith.eval.records import Divergence, RequestRecord, Round, request_line, request_of
 from draftsmith.eval.report import as_json, report_of
 from draftsmith.eval.settings import Settings, label
-from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import new_drafter
@@ -147,6 +148,76 @@ def test_a_process_that_ends_leaves_all_that_it_recorded(target, tmp_path, monke
             measure(target, tmp_path)
     measure(target, tmp_path)
     assert len(record_store.read(tmp_path).requests) == 4
+
+
+def test_no_prompt_is_recorded_twice_by_another_number_of_processes(target, tmp_path, monkeypatch):
+    """The first of two processes is stopped; one process goes on."""
+    finish = RecordStore.finish
+
+    def ending(*_):
+        raise Stop
+
+    with monkeypatch.context() as first:
+        first.setattr(ranks, "share", lambda items: items[::2])
+        first.setattr(RecordStore, "finish", ending)
+        with pytest.raises(Stop):
+            measure(target, tmp_path)
+    assert RecordStore.finish is finish
+    measure(target, tmp_path)
+    records = record_store.read(tmp_path)
+    asked = [each.prompt for each in records.requests if each.setting == "0"]
+    drafted = [each.prompt for each in records.positions if each.setting == "0"]
+    assert sorted(asked) == sorted(set(asked)) and sorted(drafted) == [prompt.id for prompt in PROMPTS]
+
+
+def test_requests_that_were_timed_together_stay_together(target, tmp_path, monkeypatch):
+    """Batches of two, of prompts whose domains alternate."""
+    monkeypatch.setattr(decoding, "PROMPTS_PER_SLOT", 1)
+    prompts = [Prompt(f"{domain}{n}", domain, f"{domain} {n} and") for n in range(4) for domain in "ab"]
+    settings = replace(SETTINGS, samplings=SAMPLINGS[:1], choose="", slots=2, timed=2)
+    measured = evaluate_drafter(target, Ngram(), prompts, settings, RecordStore(tmp_path))
+
+    def together(records):
+        return [[each.prompt for each in batch] for batch in timed_batches(records.requests)]
+
+    assert together(record_store.read(tmp_path)) == together(measured) == [["a0", "a2"], ["b0", "b2"]]
+
+
+@pytest.mark.parametrize("kept", [1, 5])
+def test_a_drafter_that_remembers_knows_after_a_stop_what_it_knew_before(target, tmp_path, monkeypatch, kept):
+    prompts = [Prompt(f"{n}", "a", "to be or not to be") for n in range(6)]
+    settings = replace(SETTINGS, samplings=SAMPLINGS[:1], choose="", timed=2)
+
+    def rounds(folder):
+        folder.mkdir(exist_ok=True)
+        evaluate_drafter(target, Suffix(memory=1000), prompts, settings, RecordStore(folder))
+        return {each.prompt: [each.committed for each in each.rounds] for each in record_store.read(folder).requests}
+
+    complete = rounds(tmp_path / "complete")
+    assert complete["0"] != complete["5"], "it remembers"
+    append, count = RecordStore.append_requests, 0
+
+    def ending(store, requests, *words):
+        nonlocal count
+        append(store, requests, *words)
+        count += len(requests)
+        if count >= kept:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordStore, "append_requests", ending)
+        with pytest.raises(Stop):
+            rounds(tmp_path / "stopped")
+    assert rounds(tmp_path / "stopped") == complete
+
+
+@pytest.mark.parametrize(("more", "slots"), [({}, decoding.UNTIMED_SLOTS), ({"adaptive_depth": True}, 2)])
+def test_where_drafts_depend_on_the_batch_all_prompts_run_as_those_that_are_timed(target, tmp_path, monkeypatch, more, slots):
+    widths, decode = [], decoding._decode_untimed
+    monkeypatch.setattr(decoding, "_decode_untimed", lambda *words: widths.append(words[5]) or decode(*words))
+    settings = replace(SETTINGS, samplings=SAMPLINGS[:1], choose="", slots=2, **more)
+    evaluate_drafter(target, Ngram(), PROMPTS, settings, RecordStore(tmp_path))
+    assert widths == [slots]
 
 
 def test_an_old_evaluation_stays_until_the_new_one_is_complete(target, complete, tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ from draftsmith.eval.servers.records import (
 )
 from draftsmith.eval.servers.report import report_of
 from draftsmith.eval.servers.requests import RequestFailed, ask, open_benchmarked, read_stream
-from draftsmith.eval.servers.run import ServeSettings, arrivals, order, plan, request_of
+from draftsmith.eval.servers.run import ServeRun, ServeSettings, arrivals, order, plan, request_of
 from draftsmith.eval.service import percentiles
 from draftsmith.inference.errors import exit_on_error
 
@@ -438,6 +440,46 @@ def test_no_request_is_sent_after_the_duration(prompts, capsys, tmp_path, monkey
 
 
 # Errors
+
+
+def test_no_request_is_waited_for_until_after_the_duration():
+    """The next arrival is a day away, the end is now."""
+    run: Any = SimpleNamespace(settings=SimpleNamespace(seed=0), deadline=time.perf_counter() + 0.05)
+    requests = []
+
+    async def request(segment, prompt, due):
+        requests.append(prompt)
+
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            segment: Any = SimpleNamespace(start=time.perf_counter(), measurement=Measurement("l", 0, 0), tasks=tasks)
+            await ServeRun._open_loop(run, segment, ["a", "b"], 1 / 86_400)
+
+    run._request = request
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert requests == ["a"]
+
+
+def test_a_segment_that_goes_on_has_the_rate_of_the_load(prompts, capsys, tmp_path, monkeypatch):
+    """Every second request is recorded already; the others arrive as if they were all."""
+    monkeypatch.setattr(serve_run, "WARM_UP", 0)
+    with FakeServer() as server:
+        measured(capsys, server, prompts=prompts, out=tmp_path / "out", concurrency=None, rate=500, repeats=1)
+        file = tmp_path / "out" / RECORDS
+        kept = file.read_text().splitlines(keepends=True)
+        asked = [number for number, line in enumerate(kept) if '"kind": "request"' in line]
+        dropped = {*asked[::2], *(number + 1 for number in asked[::2]), len(kept) - 1, len(kept) - 2}
+        file.write_text("".join(line for number, line in enumerate(kept) if number not in dropped))
+        measured(capsys, server, prompts=prompts, out=tmp_path / "out", concurrency=None, rate=500, repeats=1)
+    due = sorted(each.due_s for each in read(tmp_path / "out").requests if each.segment == 1)
+    assert due == pytest.approx(arrivals(500, len(asked) // 2, Measurement("500 requests/s", 0, 0), 0), abs=1e-5)
+
+
+def test_records_may_be_cut_inside_a_character(tmp_path):
+    lines = [{"kind": "header", "format": 1} | header(), {"kind": "commit"}]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (tmp_path / RECORDS).write_bytes(content + '{"text": "é'.encode()[:-1])
+    assert read(tmp_path).header == header()
 
 
 def test_errors_of_requests_are_counted_and_not_repeated(prompts, capsys, monkeypatch):

@@ -7,6 +7,7 @@ A *measurement* is all prompts asked of one server under one load, in one repeat
 """
 
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,9 +159,8 @@ def read(folder: Path) -> ServeRecords:
     if not file.is_file():
         raise ValueError(f"no {RECORDS} in {str(folder)!r}; give a folder that draftsmith serve-bench wrote into")
     rows, pending = [], []
-    for number, line in lines(file):
-        if not line.endswith("\n"):
-            break  # cut off by a kill
+    complete = file.read_bytes().count(b"\n")  # what follows the last end of a line was cut off by a kill
+    for number, line in islice(lines(file), complete):
         row = parse(line, f"{file}:{number}", surrogates=True)
         pending.append((f"{file}:{number}", row))
         if row == COMMIT:

@@ -179,11 +179,8 @@ class ServeRun:
         """Measure what is missing: one segment."""
         earlier = [each for each in self.records.requests if each.measurement == measurement]
         recorded = {each.prompt for each in earlier}
-        prompts, times = order(self.prompts, measurement, self.settings.seed), [0.0] * len(self.prompts)
-        if load.kind == "rate":
-            times = arrivals(load.value, len(prompts), measurement, self.settings.seed)
-        jobs = [(prompt, due) for prompt, due in zip(prompts, times, strict=True) if prompt.id not in recorded]
-        if not jobs or time.perf_counter() > self.deadline:
+        missing = [prompt for prompt in order(self.prompts, measurement, self.settings.seed) if prompt.id not in recorded]
+        if not missing or time.perf_counter() > self.deadline:
             return
         number = 1 + max((each.segment for each in earlier), default=-1)
         before = await read_counters(self.servers[measurement.server])
@@ -191,27 +188,26 @@ class ServeRun:
         async with asyncio.TaskGroup() as tasks:
             segment = _Segment(measurement, number, start, tasks)
             if load.kind == "rate":
-                await self._open_loop(segment, jobs)
+                await self._open_loop(segment, missing, load.value)
             else:
-                waiting = iter(jobs)
+                waiting = iter(missing)
                 for _ in range(int(load.value)):
                     tasks.create_task(self._closed_loop(segment, waiting))
         after = await read_counters(self.servers[measurement.server])
         await self._append(counters_line(CountersRecord(*measurement, number, before, after)))
 
-    async def _closed_loop(self, segment: "_Segment", waiting: Iterator[tuple[Prompt, float]]) -> None:
+    async def _closed_loop(self, segment: "_Segment", waiting: Iterator[Prompt]) -> None:
         """One of the slots: the next request is sent when the one before it has ended."""
-        for prompt, _ in waiting:  # one iterator, shared by all slots
+        for prompt in waiting:  # one iterator, shared by all slots
             if time.perf_counter() > self.deadline:
                 return
             await self._request(segment, prompt, time.perf_counter())
 
-    async def _open_loop(self, segment: "_Segment", jobs: list[tuple[Prompt, float]]) -> None:
+    async def _open_loop(self, segment: "_Segment", prompts: list[Prompt], rate: float) -> None:
         """Requests are sent at their times, whether earlier ones have ended or not."""
-        first = jobs[0][1]
-        for prompt, due in jobs:
-            due = segment.start + due - first
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        times = arrivals(rate, len(prompts), segment.measurement, self.settings.seed)
+        for prompt, due in zip(prompts, (segment.start + each for each in times), strict=True):
+            await asyncio.sleep(max(0.0, min(due, self.deadline) - time.perf_counter()))
             if time.perf_counter() > self.deadline:
                 return
             segment.tasks.create_task(self._request(segment, prompt, due))
