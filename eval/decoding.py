@@ -1,5 +1,6 @@
 """Decode prompts plainly and with the drafter: a sample of them timed, the others several at a time, for τ and losslessness alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 from draftsmith.eval import interleaved, lossless, quality, ranks
@@ -33,7 +34,6 @@ class _Tally(Bar):
 
 def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling: Sampling, settings: Settings, store: RecordStore) -> None:
     """Answer each prompt of this rank plainly and with the drafter, unless it is recorded already, and record it."""
-    forget(drafter)
     share = ranks.share(prompts)
     sample = _sample(share, settings.timed)
     indices = {prompt.index for prompt in sample}
@@ -44,11 +44,17 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
         return batches([prompt for prompt in prompts if prompt.prompt.id not in done], size)
 
     remembers = getattr(drafter, "remembers", False)
-    if remembers:
-        _teach_again(target, drafter, [prompt for prompt in [*sample, *others] if prompt.prompt.id in done], sampling, settings)
+
+    def reset() -> None:
+        forget(drafter)
+        if remembers:
+            _teach_again(target, drafter, [prompt for prompt in [*sample, *others] if prompt.prompt.id in done], sampling, settings)
+
     timed = missing(1 if settings.slots == 1 else PROMPTS_PER_SLOT * settings.slots, sample)
     if timed:
-        _decode_timed(target, drafter, timed, sampling, settings, store)
+        _decode_timed(target, drafter, timed, sampling, settings, store, reset)
+    else:
+        reset()
     # Where a draft depends on what else is in the batch, or was before, these run as those that are timed do.
     dependent = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or remembers
     slots = settings.slots if dependent else UNTIMED_SLOTS
@@ -78,9 +84,15 @@ def _sample(prompts: list[EncodedPrompt], count: int | None) -> list[EncodedProm
 
 
 def _decode_timed(
-    target: Target, drafter: Any, batches: list[list[EncodedPrompt]], sampling: Sampling, settings: Settings, store: RecordStore
+    target: Target,
+    drafter: Any,
+    batches: list[list[EncodedPrompt]],
+    sampling: Sampling,
+    settings: Settings,
+    store: RecordStore,
+    reset: Callable[[], None],
 ) -> None:
-    """Answer each batch plainly, with the drafter and, where greedy and alone, with transformers, interleaved."""
+    """Answer each batch plainly, with the drafter and, where greedy and alone, with transformers, interleaved. `reset` follows the warm-up."""
     context = max(len(prompt.ids) for batch in batches for prompt in batch) + settings.max_new_tokens
     common: dict[str, Any] = {"slots": settings.slots, "context": context, "timed": True, "kernels": settings.kernels}
     adaptive, nodes = settings.adaptive(), settings.exact
@@ -95,7 +107,7 @@ def _decode_timed(
         functions["transformers"] = interleaved.answer_with_transformers(target, settings.max_new_tokens)
     with _Tally(f"decoding at T={label(sampling)}", sum(map(len, batches))) as bar:
         counters = {name: decoder.counters for name, decoder in decoders.items()}
-        for batch, timed in interleaved.interleave(functions, batches, [drafter], counters=counters):
+        for batch, timed in interleaved.interleave(functions, batches, reset, counters=counters):
             divergences = _timed_divergences(target, drafter, batch, timed, sampling, settings, context)
             requests = []
             for number, (prompt, divergence) in enumerate(zip(batch, divergences, strict=True)):

@@ -1,7 +1,7 @@
 """Several ways to answer the same prompts take turns in one process, so that whatever slows the machine slows all of them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 
 from draftsmith.eval.answers import EncodedPrompt
 from draftsmith.inference.decoder import Completion, Counters, Decoder
-from draftsmith.inference.drafts import forget
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models.target import Target
 
@@ -90,7 +89,7 @@ def answer_with_transformers(
 def interleave(
     functions: dict[str, AnswerFunction],
     batches: list[list[EncodedPrompt]],
-    drafters: Sequence[Any] = (),
+    reset: Callable[[], None] = lambda: None,
     again: int = 0,
     counters: Mapping[str, Counters] = MappingProxyType({}),
 ) -> Iterator[tuple[list[EncodedPrompt], dict[str, TimedAnswers]]]:
@@ -99,8 +98,8 @@ def interleave(
     Args:
         functions: by name.
         batches: of prompts.
-        drafters: those among the functions; they forget the warm-up.
-        again: after so many batches the prompts come again, and the drafters forget them; 0: never.
+        reset: has drafters forget what they were asked; called after the warm-up.
+        again: after so many batches the prompts come again, and `reset` is called; 0: never.
         counters: of the decoders among the functions, by name.
 
     Yields:
@@ -110,8 +109,8 @@ def interleave(
     for function in functions.values():
         function(batches[0][:1])
     for number, batch in enumerate(batches):
-        for drafter in drafters if not number or again and number % again == 0 else ():
-            forget(drafter)
+        if not number or again and number % again == 0:
+            reset()
         timed = {}
         start = number % len(names)
         for name in names[start:] + names[:start]:

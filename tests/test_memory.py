@@ -148,7 +148,7 @@ def test_timing_forgets_the_warm_up_and_earlier_repeats():
         drafter.known += batch
         return []
 
-    assert len(list(interleaved.interleave({"drafted": answer}, batches, [drafter], again=2))) == 4
+    assert len(list(interleaved.interleave({"drafted": answer}, batches, drafter.forget, again=2))) == 4
     assert seen == [[], [], ["a"], [], ["a"]]
 
 

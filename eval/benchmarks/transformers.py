@@ -25,6 +25,7 @@ from draftsmith.eval.settings import label
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafts import forget
 from draftsmith.inference.expand import tree_config
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
@@ -109,8 +110,13 @@ def time_contenders(
     first = prompts.index(_longest(prompts))
     batches = [[prompt] for _ in range(repeats) for prompt in prompts[first:] + prompts[:first]]
     by_prompt: dict[str, dict[int, list[TimedAnswers]]] = {name: {prompt.index: [] for prompt in prompts} for name in functions}
+
+    def reset() -> None:
+        for drafter in drafters:
+            forget(drafter)
+
     with Bar(f"{len(functions)} ways to answer", len(batches)) as bar:
-        for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches, drafters, len(prompts)), 1):
+        for done, (batch, timed) in enumerate(interleaved.interleave(functions, batches, reset, len(prompts)), 1):
             for name, turn in timed.items():
                 by_prompt[name][batch[0].index].append(turn)
             bar.update(done)
