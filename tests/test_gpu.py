@@ -1,16 +1,21 @@
 """What can only be shown on a GPU: the same answers, losses and resumed weights as on the CPU."""
 
 import copy
+from dataclasses import replace
 
 import pytest
+import regeneration
 import torch
 from packed_data import LENGTHS, corpus_of
 from zoo import CONFIGS, VOCAB, tiny, with_heads_of_16
 
+from draftsmith.data import regenerate, synthesise
 from draftsmith.data.capture import capture
 from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore
+from draftsmith.data.openings import Opening
 from draftsmith.data.packing import PackedDataset, keeps_apart
+from draftsmith.data.selection import Plan
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.lookup import Suffix
@@ -63,6 +68,23 @@ def test_losses_and_gradients_are_the_cpus():
         results.append([loss.sum.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings", [regeneration.SAMPLED, regenerate.Settings(max_new_tokens=regeneration.NEW)], ids=["sampled", "greedy"]
+)
+def test_data_written_by_captured_rounds_is_that_of_the_host(settings, tmp_path):
+    """Answers, questions and their order; slots are prefilled together."""
+    target = regeneration.make_target()
+    target.model.to(DEVICE)
+    plan = Plan(4, (Opening("Why is the"), Opening("Write about")), replace(regeneration.SAMPLED, max_new_tokens=16), settings)
+    for kernels in (False, True):
+        to, options = tmp_path / str(kernels), {"slots": 4, "kernels": kernels, "show": False}
+        to.mkdir()
+        regenerate.with_decoder(regeneration.CONVERSATIONS, to / "answers", target, settings, **options)
+        synthesise.with_decoder(plan, to / "conversations", target, **options)
+    for name in ("answers", "conversations"):
+        assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["draft model", "suffix"])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import taped
 from regeneration import (
     CONVERSATIONS,
     NEW,
@@ -25,6 +26,7 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.data.regenerate import Settings, with_decoder, with_server
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.lookup import Ngram, Suffix
+from draftsmith.inference.prefill import Prefill
 from draftsmith.models.target import Target
 
 
@@ -125,6 +127,19 @@ def test_a_call_in_words_stays_before_the_result_that_it_got():
     state = ConversationState(source)
     assert [message["role"] for message in state.messages] == ["user", "assistant", "tool"] and state.messages == source.messages[:3]
     assert state.pending == [None, source.messages[4], None]
+
+
+@pytest.mark.parametrize("settings", [Settings(max_new_tokens=NEW), SAMPLED], ids=["greedy", "sampled"])
+def test_captured_rounds_give_the_same_rows(target, tmp_path, monkeypatch, settings):
+    """Four slots, which are prefilled together."""
+    pytest.importorskip("triton")
+    with_decoder(CONVERSATIONS, tmp_path / "without", target, settings, show=False)
+    taped.install(monkeypatch, replayed=True)
+    forwards, run = [], Prefill.run
+    monkeypatch.setattr(Prefill, "run", lambda prefill, requests: forwards.append(len(requests)) or run(prefill, requests))
+    with_decoder(CONVERSATIONS, tmp_path / "with", target, settings, slots=4, kernels=True, show=False)
+    assert (tmp_path / "with").read_bytes() == (tmp_path / "without").read_bytes()
+    assert max(forwards) == 4
 
 
 def test_each_group_has_a_decoder_of_its_own(target, tmp_path, monkeypatch):
