@@ -71,6 +71,24 @@ def test_an_engine_drafts_a_token_where_the_best_tree_has_none():
     assert '"num_speculative_tokens":1' in line
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "tokens"),
+    [
+        ("dflash", {"block_size": 8}, 7),
+        ("dspark", {"block_size": 8}, 8),
+        ("dflash with its own mask", {"block_size": 8}, 2),  # causal
+        ("eagle3", {}, 2),
+    ],
+)
+def test_a_block_whose_rows_see_each_other_is_served_whole(workshop, name, more, tokens, tmp_path, capsys):
+    """Whatever the tree: vLLM makes as many rows as it drafts tokens, and another number of them would change each."""
+    target = Target.load(str(workshop / "target"))
+    save_drafter(name, target, tmp_path / "short", tree=[[0], [0, 0]], **more)
+    command.main([str(tmp_path / "short"), "--to", "vllm", "--output", str(tmp_path / "out"), "--target", str(workshop / "target")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(f'"num_speculative_tokens":{tokens}}}' in text for text in (capsys.readouterr().out, card))
+
+
 def test_every_row_of_the_table_is_tried_and_every_gap_is_refused():
     assert {(family(name), engine) for name, engine in GOOD} == set(ROWS) and len(GOOD) > 40
 

@@ -246,8 +246,16 @@ def test_flops_are_those_of_the_matrices():
     wanted = 2 * layers + 2 * size * vocabulary + heads * (6 * size * vocabulary + 4 * size * size)
     linear, attention = step.flops_per_token(1000, None)
     # One row more finds what is behind the target's head; older transformers make rotary angles by a matmul.
-    assert linear == pytest.approx(wanted + 2 * size * vocabulary / trace.SHORT, rel=1e-5)
+    assert linear == pytest.approx(wanted + 2 * size * vocabulary / 1000, rel=1e-5)
     assert attention == config.num_hidden_layers * 2 * size * 1000
+
+
+def test_blocks_at_a_fixed_number_of_anchors_cost_what_they_read():
+    """32 rows of 4 in each sequence: what a longer one adds is linear, also where the rows are more than the positions."""
+    step = drawn(dflash, loaded(dflash, "dflash-tiny", ["dflash.anchors=32", "dflash.block_size=4"]))
+    taps = tuple(step.model.taps)
+    flops = [positions * sum(step.flops_per_token(positions, taps)) for positions in (64, 512, 1024, 2048)]
+    assert 0 < flops[0] < flops[1] and flops[3] - flops[2] == pytest.approx(2 * (flops[2] - flops[1]), rel=0.02)
 
 
 def llama(folder, size):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.inference.expand import parse_tree_spec
 from draftsmith.models.dflash import DflashConfig, DflashModel
-from draftsmith.models.drafter import DrafterModel
+from draftsmith.models.drafter import DrafterConfig, DrafterModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
@@ -175,6 +176,13 @@ def serving(row: Row, target: str, folder: str, depth: int) -> str:
     """The line that starts the engine, which drafts one token at least."""
     depth = max(1, depth)
     return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
+
+
+def served_depth(config: DrafterConfig) -> int:
+    """Tokens that an engine is told to draft at a time: the depth of the tree. In DFlash's block all rows see each other unless it is causal,
+    and an engine makes as many rows as it drafts tokens, so that it has to draft those of the block."""
+    whole = isinstance(config, DflashConfig) and not config.causal
+    return config.depth if whole else parse_tree_spec(config.tree).max_depth
 
 
 def scales_embedding(target: Target) -> bool:

@@ -55,7 +55,7 @@ FORMULAS: dict[Any, Callable[..., int]] = MATMULS | CPU_ATTENTION  # attention i
 def causal_attention_flops(operation: Any, args: tuple[Any, ...]) -> int:
     """FLOPs of a causal attention on the CPU, forward or backward, without the scores that the mask drops.
 
-    The last n of C positions see C − n/2 positions on average. Each costs 2 · dim for the score and as much for the value; the backward pass
+    The last n of C positions see C − n/2 positions on average; more queries than positions (blocks at anchors) see C/2. Each costs 2 · dim for the score and as much for the value; the backward pass
     costs 2.5 times as much.
 
     Args:
@@ -66,4 +66,4 @@ def causal_attention_flops(operation: Any, args: tuple[Any, ...]) -> int:
     queries: Tensor = args[1] if backward else args[0]
     keys: Tensor = args[2] if backward else args[1]
     factor = 5 if backward else 2
-    return factor * queries.numel() * (2 * keys.shape[-2] - queries.shape[-2])
+    return factor * queries.numel() * (2 * keys.shape[-2] - min(queries.shape[-2], keys.shape[-2]))

@@ -75,7 +75,8 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     from draftsmith.data import prompts as prompt_files
     from draftsmith.eval import loading
     from draftsmith.eval.answers import encode_prompts
-    from draftsmith.models.formats.engines import PARALLEL, VLLM_METHODS
+    from draftsmith.models.drafter import DrafterModel
+    from draftsmith.models.formats.engines import PARALLEL, VLLM_METHODS, served_depth
     from draftsmith.models.formats.verify import family_in
     from draftsmith.models.target import resolve_path
     from draftsmith.train.exchange import serving
@@ -85,7 +86,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
         raise ValueError(f"--serve vllm: vLLM serves no {family} drafter of a folder; it serves {', '.join(VLLM_METHODS)}")
     prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [str(folder)], chosen.dtype, chosen.trust_remote_code)
-    depth = chosen.depth or drafter.max_depth
+    depth = chosen.depth or (served_depth(drafter.config) if isinstance(drafter, DrafterModel) else drafter.max_depth)
     if depth > drafter.depth_limit:
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)

@@ -142,9 +142,12 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
             import torch
 
             drafter: Any = read_published(path, loaded, torch.float32) if published else load_drafter(path, loaded, dtype="float32")
-            depth, config = drafter.max_depth, drafter.config
-            made_for = config.target
-            return Source(drafter, loaded, local, made_for, config.tree, depth, drafter.depth_limit, config.training), stored
+            from draftsmith.models.formats.engines import served_depth
+
+            config = drafter.config
+            return Source(
+                drafter, loaded, local, config.target, config.tree, served_depth(config), drafter.depth_limit, config.training
+            ), stored
         check_pair(name, path, revision=revision or None, trust_remote_code=trust_remote_code)
         if recorded and (warning := check_same(TargetIdentity.from_dict(recorded), loaded.identity)):
             warnings.warn(warning, stacklevel=2)

@@ -106,7 +106,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
     from draftsmith.train.exchange.contents import contents_of, local_names, renamed
 
     _check_output(output, artifact)
-    method, entry = _drafter(artifact)
+    method, entry, depth = _drafter(artifact)
     contents = contents_of(artifact, texts)
     _check_evaluated(artifact, contents.files, without_evaluation)
     _check_loads(artifact, method, entry)
@@ -123,7 +123,7 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
             content = without_texts(content) if path == "acceptance.json" and not texts else content
             durable.write_text(part / path, json.dumps(content) + "\n")
         check_folder(str(part))
-        serve = "\n\n".join((*_export(part, engines, repo), *_to_export(method, entry, engines, repo)))
+        serve = "\n\n".join((*_export(part, engines, repo), *_to_export(method, entry, depth, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
         text = card.published(
             readme.read_text(encoding="utf-8"), entry, method, report, repo, serve or "No engine serves it yet; Draftsmith does."
@@ -147,25 +147,27 @@ def _check_output(output: Path, artifact: Path) -> None:
         raise ValueError(f"--output {output} is within the artifact, or around it; name another folder")
 
 
-def _drafter(artifact: Path) -> tuple[str, dict[str, Any]]:
-    """The method of an artifact, and the entry of its config that has target and training.
+def _drafter(artifact: Path) -> tuple[str, dict[str, Any], int]:
+    """The method of an artifact, the entry of its config that has target and training, and the tokens that an engine drafts at a time.
 
     Raises:
         FileNotFoundError, ValueError: no folder, or no drafter of Draftsmith in it.
     """
     from draftsmith.inference.draft_model import DraftModel
+    from draftsmith.inference.expand import parse_tree_spec
     from draftsmith.models.artifact import student_entry
     from draftsmith.models.drafter import is_drafter, load_config
+    from draftsmith.models.formats.engines import served_depth
 
     if not artifact.is_dir():
         raise FileNotFoundError(f"no folder {artifact}; give the folder `artifact` of a run")
     if is_drafter(str(artifact)):
         config = load_config(artifact)
-        return config.model_type, config.to_dict()
+        return config.model_type, config.to_dict(), served_depth(config)
     entry = student_entry(str(artifact))
     if entry is None:
         raise ValueError(f"{artifact} is no drafter of Draftsmith; train one, or take in another's with draftsmith import")
-    return DraftModel.method, entry
+    return DraftModel.method, entry, parse_tree_spec(entry["tree"]).max_depth
 
 
 def _check_loads(folder: Path, method: str, entry: dict[str, Any]) -> None:
@@ -221,16 +223,14 @@ def _export(part: Path, engines: list[str], repo: str) -> list[str]:
     return texts
 
 
-def _to_export(method: str, entry: dict[str, Any], engines: list[str], repo: str) -> list[str]:
+def _to_export(method: str, entry: dict[str, Any], depth: int, engines: list[str], repo: str) -> list[str]:
     """For each other engine that may serve such a drafter, the command that writes its folder, and the one that starts it."""
     from draftsmith.inference.draft_model import DraftModel
-    from draftsmith.inference.expand import parse_tree_spec
     from draftsmith.models.formats.engines import ENGINES as NAMES
     from draftsmith.models.formats.engines import ROWS, serving
 
     family = "student" if method == DraftModel.method else f"eagle{entry['version']}" if method == "eagle" else method
     family = "pard" if entry.get("parallel") else family  # its folder is what vLLM reads
-    depth = parse_tree_spec(entry["tree"]).max_depth
     target, name = (entry.get("target") or {}).get("name", "TARGET"), repo.partition("/")[2]
     texts = []
     for (own, engine), row in ROWS.items():

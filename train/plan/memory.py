@@ -147,7 +147,7 @@ class PlannedRun:
     def flops_per_token(self) -> float:
         """FLOPs of the objective, forward and backward."""
         ranks = self.recipe.train.context_parallel
-        return ranks * sum(self.step.flops_per_token(self.recipe.data.seq_len, self._stored_taps, ranks))
+        return ranks * sum(self.step.flops_per_token(self.recipe.data.seq_len, self._stored_taps))
 
     def bytes_per_token(self) -> int:
         """Bytes of a token in the feature store; 0 without a store."""

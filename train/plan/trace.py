@@ -31,7 +31,6 @@ from draftsmith.train.recipe import TargetSection
 __all__ = ["Step", "Trace", "shapes_only", "target_without_values"]
 
 CHUNKS = 3  # chunks of each loss that are run
-SHORT = 128  # positions of the step whose FLOPs are counted: all of its chunks are run
 
 aten = torch.ops.aten
 _FAKE = FakeTensorMode()  # shared by all steps: a drafter keeps tensors of a step, and the next step must be able to read them
@@ -115,11 +114,10 @@ class Step:
             rows, positions, autocast, taps, CHUNKS * chunked.chunk_rows(rows * positions, self.target.vocab_size, not self.gpu)
         )
 
-    def flops_per_token(self, positions: int, taps: tuple[int, ...] | None, ranks: int = 1) -> tuple[float, float]:
-        """FLOPs a token of the matmuls, and of attention in rows of `positions`; `ranks` share a row."""
-        short = SHORT * ranks
-        trace = self._run(1, short, False, taps, None)
-        return trace.flops / short, trace.attention_flops / short**2 * positions
+    def flops_per_token(self, positions: int, taps: tuple[int, ...] | None) -> tuple[float, float]:
+        """FLOPs a token of the matmuls, and of attention, in rows of `positions`. All chunks are run."""
+        trace = self._run(1, positions, False, taps, None)
+        return trace.flops / positions, trace.attention_flops / positions
 
     def _run(self, rows: int, positions: int, autocast: bool, taps: tuple[int, ...] | None, visited: int | None) -> Trace:
         _make_fake(self.model)
