@@ -187,6 +187,7 @@ def test_the_best_third_survives_whatever_fails_or_ties():
         ([FOUR, "--eta", "1"], "--eta 1: expected 2 to 512"),
         ([FOUR, "--jobs", "0"], "--jobs 0: expected 1 to 512"),
         ([FOUR, "features.mode=cache"], "features.mode=cache has one writer"),
+        ([FOUR, "features.mode=online,cache"], "features.mode=cache has one writer"),
         ([FOUR, "--speed"], "--help` lists the options"),
     ],
 )
@@ -208,6 +209,18 @@ def test_every_method_that_trains_a_drafter_can_be_swept(stub):
         recipe = {"eagle": "eagle3-tiny"}.get(method, f"{method}-tiny")
         options = [method, recipe, "train.lr=1e-3,2e-3", "--output", str(stub / "sweep")]
         assert len(make_plan(command.parser().parse_intermixed_args(options)).recipes) == 2
+
+
+def test_a_rung_of_medusa_2_has_its_share_of_steps_of_the_heads_alone(stub):
+    """60 of 120 steps, 10 of 20; a plan of the recipe that ships is not refused for its 60."""
+    grid = ["joint.heads_steps=60", "train.steps=120", "train.lr=1e-3,2e-3", "--rungs", "20,120", "--output", str(stub / "sweep")]
+    plan = make_plan(command.parser().parse_intermixed_args(["medusa", "medusa2-tiny", *grid]))
+    assert [[word for word in plan.words(0, rung) if "heads_steps" in word] for rung in (0, 1)] == [
+        ["joint.heads_steps=10"],
+        ["joint.heads_steps=60"],
+    ]
+    four = ["medusa", "medusa2-tiny", "train.lr=1e-3,2e-3,3e-3,4e-3", "--output", str(stub / "sweep")]
+    assert make_plan(command.parser().parse_intermixed_args(four)).rungs[0] < 60
 
 
 def test_trials_of_a_rung_see_equally_many_tokens(stub):
@@ -373,7 +386,7 @@ def test_the_first_run_prepares_the_data_alone(stub, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "tau", "measure"),
     [
-        ([{"step": 5, "valid_tau": 1.9}, {"step": 9, "valid_tau": 1.5}], True, 1.9),
+        ([{"step": 5, "valid_tau": 1.9}, {"step": 9, "valid_tau": 1.5}], True, 1.5),
         ([{"step": 5, "valid_sim_tau": 1.9}, {"step": 9, "valid_sim_tau": 1.5}, {"step": 9, "loss": 1}], False, 1.5),
         ([{"step": 5, "valid_sim_tau": 1.9, "valid_loss": 1.0}, {"step": 9, "valid_top1": 1.5}], False, None),
         ([{"step": 5, "valid_sim_tau": float("inf"), "valid_loss": 1.0}], False, None),

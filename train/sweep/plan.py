@@ -30,7 +30,7 @@ EQUAL_KEYS = (
     "data.valid",
 )
 # Keys with which simulated τ means another thing.
-MEASURE_KEYS = ("distill.temperature", "distill.top_k")
+MEASURE_KEYS = ("distill.temperature", "distill.top_k", "data.last_turn", "data.template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +192,11 @@ def as_words(values: dict[str, str]) -> list[str]:
 
 
 def of_length(recipe: Recipe, steps: int) -> dict[str, str]:
-    """The keys that give a run of this recipe other steps, with the warm-up in proportion."""
+    """The keys that give a run of this recipe other steps, with the warm-up, and of Medusa-2 the steps of heads alone, in proportion."""
     warmup = -(-recipe.train.warmup_steps * steps // recipe.train.steps)
-    return {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+    keys = {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+    heads = recipes.by_key(recipe).get("joint.heads_steps", 0)
+    return keys | ({"joint.heads_steps": str(heads * steps // recipe.train.steps)} if heads else {})
 
 
 def step_tokens(recipe: Recipe) -> int:

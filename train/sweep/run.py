@@ -32,7 +32,7 @@ def run_sweep(plan: Plan, jobs: int | None) -> None:
     """
     devices = trial.gpus()
     jobs = jobs or len(devices) or trial.cores()
-    if jobs > 1 and plan.base.features.mode == "cache":
+    if jobs > 1 and any(recipe.features.mode == "cache" for recipe in plan.recipes):
         raise ValueError("features.mode=cache has one writer; fill the store with `draftsmith data capture` and take offline, or --jobs 1")
     for path in (plan.folder / name for name in FILES):
         if path.is_symlink():

@@ -210,7 +210,7 @@ def end_with_parent() -> None:
 def result_of(run: Run, status: int) -> Result:
     """What a run that ended with this exit status gave.
 
-    Its measure is the best τ of its evaluations where they decode; else the simulated τ of the last one.
+    Its measure is the τ of its last evaluation where they decode, else the simulated τ. The best of several would favour a trial with more.
 
     Raises:
         ValueError: evaluations give neither.
@@ -226,7 +226,7 @@ def result_of(run: Run, status: int) -> Result:
     evaluations = [row for row in rows if any(name.startswith("valid_") for name in row)]
     last, depth = evaluations[-1] if evaluations else {}, 0
     if run.measures_tau:
-        measure = max((row["valid_tau"] for row in evaluations if "valid_tau" in row), default=None)
+        measure = last.get("valid_tau")
     else:
         measure, depth = last.get("valid_sim_tau"), sum(name.startswith("valid_survival_") for name in last)
         if measure is None and "valid_loss" in last:
