@@ -80,7 +80,7 @@ def test_an_engine_drafts_a_token_where_the_best_tree_has_none():
         ("eagle3", {}, 2),
     ],
 )
-def test_a_block_whose_rows_see_each_other_is_served_whole(workshop, name, more, tokens, tmp_path, capsys):
+def test_a_block_whose_rows_see_each_other_is_served_complete(workshop, name, more, tokens, tmp_path, capsys):
     """Whatever the tree: vLLM makes as many rows as it drafts tokens, and another number of them would change each."""
     target = Target.load(str(workshop / "target"))
     save_drafter(name, target, tmp_path / "short", tree=[[0], [0, 0]], **more)
@@ -369,3 +369,13 @@ def test_the_second_reading_shares_nothing_with_what_it_judges():
         """--speculative-config '{"method":"eagle3","model":"f","num_speculative_tokens":4}'"""
     )
     assert verify.EXACT < 1e-3
+
+
+def test_folders_of_this_machine_are_no_part_of_the_path_that_an_engine_reads(workshop, tmp_path):
+    """`publish` writes into a temporary folder; vLLM takes a path with these words for a method's name."""
+    source, _ = command.open_source(str(workshop / "medusa"), str(workshop / "target"))
+    folder = tmp_path / "eagle3-and-medusa" / "heads"
+    with pytest.raises(ValueError, match="the path has 'eagle3' in it"):
+        export.export(source, "vllm", folder, torch.float32)
+    export.export(source, "vllm", folder, torch.float32, called="someone/heads")
+    assert (folder / "config.json").is_file()

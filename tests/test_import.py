@@ -1,19 +1,21 @@
 """Published folders, read here: the drafter that they hold decodes as our own artifact does, bit for bit, and imports back into one."""
 
 import json
+import shutil
+from fnmatch import fnmatch
 
 import pytest
 import torch
 from commands import failing
-from export_cases import CHAIN, DRAFTERS, L, edited, family, save_drafter, save_target
+from conftest import byte_tokenizer
+from export_cases import DRAFTERS, L, edited, family, save_drafter, save_target
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.sampler import Sampling
-from draftsmith.models.artifact_files import TERMS
 from draftsmith.models.drafter import load_drafter
-from draftsmith.models.formats import published
+from draftsmith.models.formats import published, verify
 from draftsmith.models.target import Target
 from draftsmith.train.exchange import export, take_in
 
@@ -238,16 +240,32 @@ def test_what_is_and_what_is_no_published_folder(workshop, tmp_path):
         assert published.format_of(path) == ""
 
 
-def test_a_hub_id_downloads_the_config_the_weights_the_terms_and_nothing_else(workshop, target, monkeypatch):
-    seen = {}
+def test_of_a_hub_id_what_was_exported_is_downloaded_and_no_pickle(workshop, target, tmp_path, monkeypatch):
+    """So that `check` finds nothing wrong with it; of heads for TensorRT-LLM a file of the engine's own too."""
+    exported, here = tmp_path / "there", tmp_path / "here"
+    shutil.copytree(workshop / "out" / "medusa that shares, two blocks for tensorrt-llm", exported)
+    (exported / "pytorch_model.bin").write_bytes(b"")
 
     def snapshot(source, allow_patterns):
-        seen[source] = allow_patterns
-        return str(workshop / "out" / "eagle3 for vllm")
+        assert source == "someone/eagle3-head"
+        for file in exported.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                here.mkdir(exist_ok=True)
+                shutil.copy(file, here)
+        return str(here)
 
     monkeypatch.setattr(published, "snapshot_download", snapshot)
-    monkeypatch.setattr(published, "raw_config", lambda source: ({"architectures": ["LlamaForCausalLMEagle3"]}, "config.json"))
-    drafter = published.read_published("someone/eagle3-head", target)
-    assert drafter.config.version == 3 and drafter.config.tree == CHAIN
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "README.md", *TERMS, "draftsmith.json"]
-    assert seen == {"someone/eagle3-head": wanted}
+    folder = published.folder_of("someone/eagle3-head")
+    assert {file.name for file in exported.iterdir()} - {file.name for file in folder.iterdir()} == {"pytorch_model.bin"}
+    assert verify.faults(folder, target) == []
+
+
+def test_an_imported_drafter_is_for_the_target_as_it_is_stored(workshop, tmp_path):
+    """Without a note of ours: the target is opened in float32."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(workshop / "out" / "eagle1 for vllm", folder)
+    (folder / "draftsmith.json").unlink()
+    Target.load(str(workshop / "target"), dtype=torch.bfloat16).model.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    take_in.main([str(folder), "--target", str(tmp_path / "target"), "--output", str(tmp_path / "artifact")])
+    assert json.loads((tmp_path / "artifact" / "config.json").read_text())["target"]["dtype"] == "bfloat16"

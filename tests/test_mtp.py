@@ -204,6 +204,10 @@ def test_qwen3_nexts_names_go_both_ways(tmp_path):
     drafter = read_mtp(folder, dict(layer), target)
     assert drafter.config.layout == "qwen3-next" and drafter.layers[0].block_type == "full_attention"
     (tmp_path / "out").mkdir()
+    write_mtp(drafter, tmp_path / "out", torch.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16", (
+        "of the tensors, whatever the target was opened in"
+    )
     write_mtp(drafter, tmp_path / "out", torch.float32)
     stored = load_file(tmp_path / "out" / FILE)
     assert stored.keys() == layer.keys() and all(torch.equal(stored[key], layer[key]) for key in layer)

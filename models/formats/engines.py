@@ -179,10 +179,10 @@ def serving(row: Row, target: str, folder: str, depth: int) -> str:
 
 
 def served_depth(config: DrafterConfig) -> int:
-    """Tokens that an engine is told to draft at a time: the depth of the tree. In DFlash's block all rows see each other unless it is causal,
+    """Tokens that an engine is set to draft at a time: the depth of the tree. In DFlash's block all rows see each other unless it is causal,
     and an engine makes as many rows as it drafts tokens, so that it has to draft those of the block."""
-    whole = isinstance(config, DflashConfig) and not config.causal
-    return config.depth if whole else parse_tree_spec(config.tree).max_depth
+    complete = isinstance(config, DflashConfig) and not config.causal
+    return config.depth if complete else parse_tree_spec(config.tree).max_depth
 
 
 def scales_embedding(target: Target) -> bool:

@@ -122,7 +122,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
     def write(part: Path) -> None:
         ours = _write_format(source, family, engine, part, called, dtype, kind)
         _write_beside(source, engine, family, part, _card(source, family, engine, row))
-        said = faults(part, target, [engine]) or differences(part, engine, family, ours, target, tolerance_of(target, dtype))
+        said = faults(part, target, [engine], Path(called)) or differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
             listed = "; ".join(said).replace(str(part), str(folder))
             raise ValueError(f"the export failed its own check, and was not written: {listed}")

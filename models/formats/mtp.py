@@ -95,7 +95,7 @@ def write_mtp(drafter: MtpModel, folder: Path, dtype: torch.dtype) -> None:
     kinds = {name: torch.float32 if name.endswith("e_score_correction_bias") else dtype for name in tensors}
     copies = {name: tensor.detach().to("cpu", kinds[name], copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / FILE, {"format": "pt"})
-    raw: dict[str, Any] = target.model.config.to_dict() | {"num_nextn_predict_layers": 1}
+    raw: dict[str, Any] = target.model.config.to_dict() | {"num_nextn_predict_layers": 1, "dtype": str(dtype).removeprefix("torch.")}
     durable.write_text(folder / CONFIG, json.dumps(raw, indent=2, default=str) + "\n")
 
 

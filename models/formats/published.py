@@ -33,6 +33,8 @@ __all__ = ["check_files", "format_of", "folder_of", "open_tensors", "read_publis
 
 KINDS = "EAGLE, Medusa, Hydra, an MLP speculator, DFlash, DSpark or an exported MTP layer"
 PICKLES = (".bin", ".pt", ".pth")
+_OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
+WANTED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *_OF_TOKENIZERS, "README.md", *TERMS, NOTE]
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous().clone() for k, v in '
     "torch.load('{0}', map_location='cpu', weights_only=True).items()}}, '{1}', {{'format': 'pt'}})\""
@@ -87,12 +89,13 @@ def target_of(path: str) -> dict[str, Any]:
 
 
 def folder_of(path: str) -> Path:
-    """The local folder; of a Hub id its config, its safetensors, its card and its terms are downloaded, and nothing else."""
+    """The local folder; of a Hub id what engines read is downloaded, its card, its terms and the files of its note, and nothing else."""
     source = resolve_path(path)
     if os.path.isdir(source):
         return Path(source)
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "README.md", *TERMS, NOTE]
-    return Path(snapshot_download(source, allow_patterns=wanted))
+    folder = Path(snapshot_download(source, allow_patterns=WANTED))
+    exported = [name for name in read_note(folder).get("files", {}) if not (folder / name).exists()]
+    return Path(snapshot_download(source, allow_patterns=[*WANTED, *exported])) if exported else folder
 
 
 def check_files(folder: Path) -> None:

@@ -32,13 +32,14 @@ UNEXPECTED = (TypeError, AttributeError, LookupError, RuntimeError, ArithmeticEr
 LENGTH, STEPS = 9, 3  # of the random text, and draft steps at most
 
 
-def faults(folder: Path, target: Target, engines: list[str] | None = None) -> list[str]:
+def faults(folder: Path, target: Target, engines: list[str] | None = None, called: Path | None = None) -> list[str]:
     """One line for each thing that is wrong with a folder, "engines: what"; none where nothing is.
 
     Args:
         folder: of a published drafter, a draft model, or a GGUF file called model.gguf.
         target: what it drafts for; its decoder layers are not needed.
         engines: keys of `ENGINES`; None is the one that draftsmith.json names, else all that serve such a drafter.
+        called: the path by which engines get it; None is its own.
 
     Raises:
         FileNotFoundError, ValueError: nothing can be said of the folder: no config.json, a damaged file, a family or an engine that is unknown here.
@@ -58,14 +59,16 @@ def faults(folder: Path, target: Target, engines: list[str] | None = None) -> li
         )
     try:
         check_files(folder)
-        return lines + _faults(folder, target, engines, kind, raw, note)
+        return lines + _faults(folder, target, engines, kind, raw, note, called or folder.resolve())
     except (ValueError, FileNotFoundError) as error:
         return [*lines, f"all: {error}"]
     except UNEXPECTED as error:
         return [*lines, f"all: config.json has a value of another kind than expected ({' '.join(str(error).split())})"]
 
 
-def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, raw: dict[str, Any], note: dict[str, Any]) -> list[str]:
+def _faults(
+    folder: Path, target: Target, engines: list[str] | None, kind: str, raw: dict[str, Any], note: dict[str, Any], called: Path
+) -> list[str]:
     """`faults` of a folder whose files can be read. kind, raw, note: of `format_of`, its config and `read_note`."""
     lines = list[str]()
     if kind in NAMES.values():  # no engine reads them
@@ -75,7 +78,7 @@ def _faults(folder: Path, target: Target, engines: list[str] | None, kind: str, 
     serving = [engine for own, engine in ROWS if own == family and engine != "gguf"]  # llama.cpp reads model.gguf alone
     lines += _not_serving(engines, serving, f"{FAMILIES[family]} in safetensors")
     wanted = [engine for engine in engines if engine in serving] if engines else [note["engine"]] if note else serving
-    lines += _said(rules.path_faults(family, folder.resolve()), wanted)
+    lines += _said(rules.path_faults(family, called), wanted)
     if family == "student":
         return lines + _said(rules.student_faults(raw, tensors, target, folder), wanted) + _unloadable(folder, raw)
     if faults_of := rules.FAULTS.get(family):

@@ -45,10 +45,12 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"{chosen.drafter!r} does not say which target it was made for; give --target")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=PRECISION)
-        target, _ = open_target(name, trust_remote_code=chosen.trust_remote_code)
+        target, stored = open_target(name, trust_remote_code=chosen.trust_remote_code)
         drafter = read_published(chosen.drafter, target)
     local = Path(os.path.expanduser(chosen.drafter))
     imported = local.name if local.is_dir() else chosen.drafter
+    if drafter.config.target == target.identity.to_dict():  # which was opened in float32; the drafter was made for it as it is stored
+        drafter.config.target = drafter.config.target | {"dtype": str(stored).removeprefix("torch.")}
     drafter.config.training = (drafter.config.training or {}) | {"imported": imported}
 
     def write(part: Path) -> None:
