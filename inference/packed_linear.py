@@ -38,9 +38,11 @@ def pack(model: nn.Module) -> list[nn.Linear]:
     it is not for one token, which memory bounds, one token uses the plain weight. A layer whose weight or bias is changed or replaced
     afterwards uses the new one, unpacked.
     """
+    from draftsmith.inference.machine import free_memory  # it imports this module
+
     joined = _joined(model)
     size = sum(layer.weight.numel() * layer.weight.itemsize for layers in joined for layer in layers)
-    if not torch.backends.mkldnn.is_available() or size >= MAX_MEMORY_SHARE * _free_memory():
+    if not torch.backends.mkldnn.is_available() or size >= MAX_MEMORY_SHARE * free_memory(torch.device("cpu")):
         return []
     by_shape: dict[Any, list[tuple[nn.Linear, ...]]] = defaultdict(list)
     for layers in joined:
@@ -200,12 +202,3 @@ def _joint(x: Tensor, product: _Product) -> list[Any]:
 
 def _close(expected: Tensor, got: Tensor) -> bool:
     return bool((expected - got).abs().max() <= TOLERANCE[expected.dtype] * expected.abs().max())
-
-
-def _free_memory() -> int:
-    """Bytes of free memory; 0, so that nothing is packed, where there is no /proc/meminfo."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except OSError:
-        return 0

@@ -10,6 +10,7 @@ import gc
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -306,7 +307,8 @@ def run(report: RunningReport, sizes: Sizes, effort: Effort, device: torch.devic
         finally:
             gc.collect()
             if device.type == "cuda":
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # after a kernel that failed nothing runs on the device any more, as the next part will say
+                    torch.cuda.empty_cache()
 
     def add(section: str, lines: Sequence[Any]) -> None:
         report.add(section, lines)
