@@ -18,7 +18,6 @@ import torch
 from draftsmith.eval.cost import SIZES
 from draftsmith.eval.roofline import ModelSize
 from draftsmith.eval.settings import label
-from draftsmith.inference import machine
 from draftsmith.inference.attention import tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
@@ -26,6 +25,7 @@ from draftsmith.inference.drafter import Plain, RoundContext
 from draftsmith.inference.expand import TreeSpec, tree_config
 from draftsmith.inference.graph_rounds import GraphRunner, refusal
 from draftsmith.inference.kernels import use
+from draftsmith.inference.memory import free_memory
 from draftsmith.inference.packed_linear import packed_weights
 from draftsmith.inference.rounds import EagerRunner, verify_round
 from draftsmith.inference.sampler import Sampling
@@ -110,7 +110,7 @@ def _measure_verifying(
     scripted = _Scripted(max_nodes, taps, target)
     trial = TreeCache(1, 1 + max_nodes, target.device)
     _Runner(target, scripted, trial, sampling).seconds(1, 1, 0)
-    free, graphs, last = machine.free_memory(target.device), True, 0.0
+    free, graphs, last = free_memory(target.device), True, 0.0
     cells = sorted(((batch, context) for batch in batches for context in contexts), key=lambda cell: (cell[0] * cell[1], cell))
     for number, (batch, context) in enumerate(cells):
         capacity = context + 2 * max_nodes

@@ -7,7 +7,6 @@ and bf16 is quick on CPUs with AMX and slow on most others.
 import functools
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -59,24 +58,6 @@ def _set_by_launcher() -> bool:
         return os.environ["OMP_NUM_THREADS"] == "1"
     named = any(word.replace(b"-", b"_").startswith(b"__num_cpu_threads_per_process") for word in words)
     return not named and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment)
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that this process may still allocate on the device; infinity where the system does not tell."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    limits = [float("inf")]
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits.append(1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    with suppress(OSError, ValueError):  # of a container; ValueError: "max"
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        limits.append(float(limit - used))
-    with suppress(OSError, ValueError):
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            limits.append(float(limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()))
-    return max(0.0, min(limits))
 
 
 def processor() -> str:

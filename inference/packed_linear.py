@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.memory import free_memory
+
 __all__ = ["gain", "pack", "packed_weights"]
 
 MAX_TOKENS = 64  # with more, as in a prompt's chunk, the rearranging is a small part
@@ -38,8 +40,6 @@ def pack(model: nn.Module) -> list[nn.Linear]:
     it is not for one token, which memory bounds, one token uses the plain weight. A layer whose weight or bias is changed or replaced
     afterwards uses the new one, unpacked.
     """
-    from draftsmith.inference.machine import free_memory  # it imports this module
-
     joined = _joined(model)
     size = sum(layer.weight.numel() * layer.weight.itemsize for layers in joined for layer in layers)
     if not torch.backends.mkldnn.is_available() or size >= MAX_MEMORY_SHARE * free_memory(torch.device("cpu")):

@@ -158,7 +158,7 @@ def test_what_is_not_packed(always, monkeypatch):
     assert pack(copy.deepcopy(layer).half()) == []
     assert pack(copy.deepcopy(layer).to("meta")) == []
     with monkeypatch.context() as patched:
-        patched.setattr("draftsmith.inference.machine.free_memory", lambda device: 4 * 32 * 32)
+        patched.setattr(packing, "free_memory", lambda device: 4 * 32 * 32)
         assert pack(copy.deepcopy(layer)) == []
     with monkeypatch.context() as patched:
         patched.setattr(packing, "_multiply", lambda x, packed, bias: F.linear(x, layer[0].weight) * 1.01 + bias)

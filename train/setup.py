@@ -23,6 +23,7 @@ from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.kernels import missing
+from draftsmith.inference.memory import free_memory
 from draftsmith.inference.sampler import Sampling
 from draftsmith.models import drafter as drafters
 from draftsmith.models import vocab
@@ -205,7 +206,7 @@ def check_parameters(count: int, keys: str, device: torch.device, section: Train
     """`check_memory` for a model of so many parameters."""
     alone = processes.join().num_processes == 1 and not processes.deepspeed()
     trained = 12 if section.weights == "bfloat16" else 16  # bytes, with gradient and AdamW's state
-    needed, free = count * (trained if alone else 4), machine.free_memory(device)
+    needed, free = count * (trained if alone else 4), free_memory(device)
     if needed > free:
         raise ValueError(
             f"{keys}: {count / 1e9:.3g} billion parameters need at least {needed / 1e9:.3g} GB of memory to be trained, "
@@ -216,7 +217,7 @@ def check_parameters(count: int, keys: str, device: torch.device, section: Train
 def _check_micro_batch(recipe: Recipe, target: Target, micro_batch: int) -> None:
     """Raise ValueError where not even the ids and the last hidden state of a micro-batch fit into the memory that is free."""
     length = recipe.data.seq_len
-    needed, free = micro_batch * length * (target.hidden_size * target.dtype.itemsize + 40), machine.free_memory(target.device)
+    needed, free = micro_batch * length * (target.hidden_size * target.dtype.itemsize + 40), free_memory(target.device)
     if needed > free:
         raise ValueError(
             f"train.micro_batch_size={micro_batch} sequences of data.seq_len={length} tokens need at least {needed / 1e9:.3g} GB of memory, "
