@@ -127,7 +127,7 @@ class DflashModel(PairDrafter):
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
-        """Start the mask's embedding as the mean of the target's, and the last norm as the target's."""
+        """Start the mask's embedding as the mean of the target's."""
         if self.config.mask_token_id is None:
             every = torch.arange(target.vocab_size, device=target.device)
             self.mask_embedding.copy_(target.embed(every).float().mean(0))

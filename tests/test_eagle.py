@@ -155,9 +155,13 @@ def test_a_warm_start_takes_over_what_fits(target, tmp_path):
             train.begin_with(make(target, name), str(tmp_path), target, "eagle.start")
     with pytest.raises(ValueError, match="differs in taps;"):
         train.begin_with(make(target, "3, small", taps=[0]), str(tmp_path), target, "eagle.start")
-    for norm in ("norm_output", "norm_before_residual"):  # the same tensors, which compute something else
-        with pytest.raises(ValueError, match=f"differs in .*{norm}"):
-            train.begin_with(make(target, "3, small", **{norm: True}), str(tmp_path), target, "eagle.start")
+    for name, value in (
+        ("norm_output", True),
+        ("norm_before_residual", True),
+        ("rope_theta", 5e5),
+    ):  # the same tensors compute something else
+        with pytest.raises(ValueError, match=f"differs in .*{name}"):
+            train.begin_with(make(target, "3, small", **{name: value}), str(tmp_path), target, "eagle.start")
     new_drafter("medusa", target, num_heads=2).save_pretrained(tmp_path / "medusa")
     with pytest.raises(ValueError, match="medusa differs"):
         train.begin_with(new, str(tmp_path / "medusa"), target, "eagle.start")

@@ -308,8 +308,10 @@ def begin_with(drafter: EagleModel, path: str, target: Target, key: str) -> None
             "norm_output",
             "norm_before_fc",
             "norm_before_residual",
+            "rope_theta",
+            "mask_token_id",
         )
-        if getattr(start.config, name, None) != getattr(drafter.config, name)
+        if getattr(start.config, name, None) != getattr(drafter.config, name, None)
     ]
     if not isinstance(start, EagleModel) or differing:
         raise ValueError(f"{key}={path}: {start.method} differs in {', '.join(differing)}; give a drafter of the same architecture")
@@ -335,7 +337,7 @@ def freeze_head(drafter: EagleModel, section: EagleSection) -> None:
 
 # Keys that a version does not read.
 UNREAD = {
-    1: ("train_head", "regression", "prompts", "rise", "loss", "end_to_end", "checkpointing"),
+    1: ("train_head", "regression", "prompts", "rise", "loss", "decay", "end_to_end", "checkpointing"),
     3: ("noise", "classification"),
 }
 
