@@ -249,6 +249,11 @@ def head(model: nn.Module, vocab_size: int) -> Tensor | Callable[[Tensor], Tenso
     return lambda hidden: own(hidden)[..., :vocab_size]
 
 
+def head_size(model: nn.Module, vocab_size: int) -> int:
+    """D of `head`."""
+    return min(vocab_size, len(Head.of(plain(model)).weight))
+
+
 def frozen(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Target:
     """A Target that shares the student's weights, for decoding during training. Weights that require gradients still do.
 

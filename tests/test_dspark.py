@@ -16,10 +16,12 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.dspark import MARKOV, DsparkConfig
 from draftsmith.models.formats.dflash import read_dflash, write_dflash
 from draftsmith.models.target import Target
+from draftsmith.train import dspark as train
 from draftsmith.train import setup
 from draftsmith.train.dspark import DsparkSection, calibrate, objective
 from draftsmith.train.losses.anchors import draw_anchors, tokens_behind
 from draftsmith.train.losses.calibration import fit_temperatures, survival_errors
+from draftsmith.train.recipe import load
 
 VOCAB = 67
 PROMPTS = [[5, 6, 7], [9, 3], [1, 2, 3, 4, 5, 6, 11, 30], [8], [4, 4, 4, 2]]
@@ -283,3 +285,10 @@ def test_sizes_that_do_not_fit_are_refused(settings):
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "taps": [0, 1], "num_heads": 4, "block_size": 5}
     with pytest.raises(ValueError, match="expected at least"):
         DsparkConfig(**sizes | settings)
+
+
+def test_a_confidence_without_a_chain_is_refused():
+    recipe = load(train.DsparkRecipe, "dspark-tiny", ["dspark.confidence=0.3"])
+    with pytest.raises(ValueError, match=r"dspark.confidence=0.3 ends chains, and the draft tree is none; add tree.width=1"):
+        train.check(recipe)
+    train.check(load(train.DsparkRecipe, "dspark-tiny", ["dspark.confidence=0.3", "tree.width=1"]))

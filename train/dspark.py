@@ -1,7 +1,7 @@
 """Train a DSpark drafter (DeepSeek 2026, DeepSpec) on a frozen target: DFlash's block, a Markov head and a confidence.
 
 draftsmith train dspark dspark-tiny
-accelerate launch train/dspark.py recipes/dspark-tiny.yaml dspark.confidence=0.3
+accelerate launch train/dspark.py recipes/dspark-tiny.yaml dspark.confidence=0.3 tree.width=1
 """
 
 import sys
@@ -170,6 +170,10 @@ def choose_objective(recipe: DsparkRecipe, target: Target) -> Objective:
 def check(recipe: DsparkRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     check_blocks(recipe, recipe.dspark.loss, "dspark", recipe.dspark.block_size + 1)
+    if recipe.dspark.confidence and recipe.tree.width != 1:
+        raise ValueError(
+            f"dspark.confidence={recipe.dspark.confidence} ends chains, and the draft tree is none; add tree.width=1, or leave it out"
+        )
 
 
 def build_untrained(recipe: DsparkRecipe, target: Target) -> tuple[DsparkModel, Objective]:

@@ -70,7 +70,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     q_t [D] is the model's distribution after position t; t + 1 is supervised and of the same document. q_{a,i} is that of mask i behind
     position a. COD: the masks at level i follow a random share max(r^i, least_retention) of the positions whose next two
     tokens are supervised, among those that have masks up to level i − 1. A mask counts while all tokens from a + 1 on are supervised. n_b are the supervised tokens of
-    sequence b, by whose sum the loop divides. All terms weigh the same, as in the authors' code.
+    sequence b, by whose sum the loop divides. All terms weigh the same, as in the authors' code. A token that the model lacks has no term.
     """
     ids, document, size = batch["input_ids"], batch["document"], section.steps
     shares = retained(section.retention, section.least_retention, size - 1)
@@ -81,6 +81,8 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
     entry = rows.anchor_index * size + rows.level
     labels = torch.cat((shift_left(ids, 1, document), tokens.flatten(1).gather(1, entry)), 1)
     counted = torch.cat((shift_left(batch["loss_mask"], 1, document).bool(), supervised.flatten(1).gather(1, entry)), 1)
+    known = labels < students.head_size(model, vocab_size)  # a draft model may lack tokens that were added to the target: misses
+    labels, counted = torch.where(known, labels, 0), counted & known
     weights = per_sequence(counted[:, None].float(), batch)
     losses = chunked_cross_entropy(states.flatten(0, 1), students.head(model, vocab_size), labels.flatten(), weights.flatten())
     hits = losses.hits.view(labels.shape)
