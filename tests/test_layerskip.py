@@ -12,9 +12,10 @@ from zoo import tiny
 
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.models.early_exits import check_exits, dropout_probabilities, exit_states, final_norm
 from draftsmith.models.target import Target
-from draftsmith.train import layerskip
+from draftsmith.train import layerskip, setup
 from draftsmith.train.layerskip import LayerskipSection, dropped_layers, objective
 
 
@@ -112,11 +113,23 @@ def test_a_run_leaves_a_target_that_drafts_for_itself(tmp_path, words, target_fo
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert {"valid_nll", "valid_acceptance_1", "valid_tau"} <= set(metrics[-1])
+    # τ is against the model that is trained: the best would be that of a target whose upper layers do nothing.
+    assert not list((tmp_path / "out" / "checkpoints").glob("best-*"))
     target, (drafter,) = loading.open_models(str(folder), ["early-exit:1"], "float32")
     prompts = [[70, 71, 72], [9, 10]]
     plain, drafted = (Decoder(target, each).generate(prompts, max_new_tokens=12, stop_ids=()) for each in (None, drafter))
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
     assert "early-exit:1" in (folder / "README.md").read_text()
+
+
+def test_tau_is_measured_with_the_recipes_tree(tmp_path, words, monkeypatch):
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "for line in", "domain": "all"}\n')
+    trees, probe = [], setup.tau_probe
+    monkeypatch.setattr(
+        setup, "tau_probe", lambda recipe, target, drafter: trees.append(drafter.tree_spec) or probe(recipe, target, drafter)
+    )
+    run(words, "tree.width=2", "tree.nodes=5", f"train.tau_file={tmp_path / 'asked.jsonl'}", "train.tau_prompts=1", "train.tau_tokens=4")
+    assert trees == [DynamicTree(2, 2, 5)]
 
 
 def test_lora_trains_adapters_alone(tmp_path, words, target_folder):

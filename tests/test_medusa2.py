@@ -236,11 +236,8 @@ def test_it_does_not_go_on_with_another_target(words, target_folder, tmp_path):
         "train.tau_prompts=1",
         "train.tau_tokens=4",
     ]
-    folder = run(keys, tmp_path / "out")
-    best = load_file(next((tmp_path / "out" / "checkpoints").glob("best-*")))
-    assert best.keys() == {f"heads.{name}" for name in load_file(folder / "model.safetensors")} | {
-        f"adapted.{name.replace('.weight', '.default.weight')}" for name in load_file(folder / "adapter" / "adapter_model.safetensors")
-    }
+    run(keys, tmp_path / "out")
+    assert not list((tmp_path / "out" / "checkpoints").glob("best-*")), "the target changes too: the last weights are published"
     model = AutoModelForCausalLM.from_pretrained(target_folder)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)

@@ -173,13 +173,14 @@ def main(arguments: list[str]) -> None:
         trained.mask_blocks()
         train, valid = (setup.packed_dataset(recipe, trained, corpora[part]) for part in ("train", "valid"))
         drafter = early_exit(trained, section.exits[0])
-        drafter.tree_spec = StaticTree.chain(recipe.tree.depth or 4)
+        drafter.tree_spec = StaticTree.chain(4)
+        setup.set_tree(drafter, recipe.tree, "chain")
         fingerprint = setup.fingerprint(ends, train)
         if section.lora:  # the checkpoints hold the adapters alone
             fingerprint["target's weights"] = replay.digest(model, trained=False)
         measure = partial(objective, section=section, seed=recipe.train.seed)
         tau = setup.tau_probe(recipe, trained, drafter)
-        accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, measure_tau=tau)
+        accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, measure_tau=tau, keep_best=False)
         if not accelerator.is_main_process:
             return
 

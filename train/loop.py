@@ -42,6 +42,7 @@ def fit(
     target_forward: Callable[[Batch], object] | None = None,
     measure_tau: Callable[[], float] | None = None,
     collective: bool = False,
+    keep_best: bool = True,
     refresh: Refresh | None = None,
     progress: Progress | None = None,
 ) -> tuple[Accelerator, int]:
@@ -54,16 +55,15 @@ def fit(
         recipe: of the run.
         model: what is trained; parameters that require no gradient stay as they are.
         objective: gives the loss of a batch.
-        train: training data.
-        valid: held-out data.
+        train, valid: training and held-out data.
         fingerprint: what must be the same when the run is continued, such as hashes of the data and of the target.
         target_forward: the frozen target's forward on a batch, with which a step's time is compared.
-        measure_tau: measures τ at each evaluation, on the main process. `model` ends with the weights that had the best τ, and the run ends
-            after train.patience evaluations without a better one.
-        collective: call `measure_tau` on all ranks, since the target's forward needs all of them.
-        refresh: makes on-policy samples. It is called on all ranks before the first step and after each step, with the number of steps
-            taken, a function that says whether a signal asks the run to stop, and a context, entered by all ranks, in which `model` has
-            complete weights. Samples that it had no time for are asked for again when the run continues.
+        measure_tau, collective: measures τ at each evaluation, on the main process or on all ranks.
+        keep_best: end with the weights of the best τ, and after train.patience evaluations without a better one; not for a model that
+            changes its target, whose τ is highest where the target says least.
+        refresh: makes on-policy samples. It is called on all ranks before the first step and after each, with the steps taken, a function
+            that says whether a signal asks the run to stop, and a context, entered by all ranks, in which `model` has complete weights.
+            Samples that it had no time for are asked for again when the run continues.
         progress: shows the steps taken to an objective that depends on them.
 
     Returns:
@@ -87,7 +87,7 @@ def fit(
             fingerprint,
             make_step=lambda trained: _Step(trained, objective),
         )
-        best = BestWeights(folder, sharded, state["best"], measure_tau, collective)
+        best = BestWeights(folder, sharded, state["best"], measure_tau, collective, keep_best)
         run = _Run(recipe, sharded, state, best, train, valid, watchdog, target_forward, progress or Progress())
         with Signals() as signals:
             stopped_by = run.train_steps(signals, refresh)

@@ -261,7 +261,7 @@ def main(arguments: list[str]) -> None:
             fingerprint["target's weights"] = replay.digest(target.model, trained=False)  # the checkpoints hold the adapters alone
             progress = Progress()
             model, measure = with_adapters(recipe, cast(MedusaModel, drafter), target, progress)
-            monitors["progress"] = progress
+            monitors |= {"progress": progress, "keep_best": False}
         accelerator, steps = loop.fit(recipe, model, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             model.eval()  # the adapters' dropout, where no step was left to take

@@ -28,9 +28,11 @@ class BestWeights:
         state: dict[str, Any] | None,
         measure_tau: Callable[[], float] | None,
         collective: bool,
+        keep: bool = True,
     ) -> None:
-        """Args: folder of the checkpoints; sharded: the model; state: what `state` gave at the checkpoint; the rest as in `loop.fit`."""
-        self.folder, self.sharded, self.measure_tau, self.collective = folder, sharded, measure_tau, collective
+        """Args: folder of the checkpoints; sharded: the model; state: what `state` gave at the checkpoint; keep: `keep_best` of `loop.fit`, as
+        the rest."""
+        self.folder, self.sharded, self.measure_tau, self.collective, self.keep = folder, sharded, measure_tau, collective, keep
         state = state or {"tau": 0.0, "step": 0, "since": 0}
         self.tau, self.step, self.since, self.sha256 = state["tau"], state["step"], state["since"], state.get("sha256", "")
 
@@ -48,8 +50,8 @@ class BestWeights:
             own = self.measure_tau() if accelerator.is_main_process or self.collective else 0.0
             main = torch.tensor(own if accelerator.is_main_process else 0.0, device=accelerator.device)
             tau = cast(Tensor, accelerator.reduce(main, "sum")).item()
-            self.since += 1
-            if tau > self.tau:
+            self.since += self.keep
+            if self.keep and tau > self.tau:
                 self.tau, self.step, self.since = tau, step, 0
                 self.sha256 = processes.on_main(lambda: checkpoint.save_weights(checkpoint.best_file(self.folder, step), model))
         return {"tau": tau}

@@ -126,7 +126,7 @@ class TrainSection(Section):
         ge=0,
         le=10**6,
         description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
-        "published; 0: τ is not measured",
+        "published, of LayerSkip and Medusa-2, which change the target, the last ones; 0: τ is not measured",
     )
     tau_file: str | None = Field(default=None, description="file with these prompts; unset: the shipped ones")
     tau_tokens: int = Field(default=48, ge=1, le=2**20, description="new tokens decoded for each of these prompts")
