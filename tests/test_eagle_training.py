@@ -138,7 +138,7 @@ def test_checkpointing_changes_no_loss(words, tmp_path):
 MORE = {
     "3": ["eagle.fc_norm=true", "eagle.norm_output=true"],
     "3, by Muon": ["train.optimizer=muon", "eagle.rise=0.5", "eagle.train_head=false", "eagle.regression=0.5", "eagle.norm_before_fc=true"],
-    "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.train_head=true", "eagle.loss=kl"],
+    "1": ["eagle.version=1", "eagle.taps=null", "eagle.vocab_size=null", "eagle.train_head=true", "eagle.loss=kl", "eagle.decay=0.8"],
 }
 
 
