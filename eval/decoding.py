@@ -55,7 +55,7 @@ def decode(target: Target, drafter: Any, prompts: list[EncodedPrompt], sampling:
         _decode_timed(target, drafter, timed, sampling, settings, store, reset)
     else:
         reset()
-    # Where a draft depends on what else is in the batch, or was before, these run as those that are timed do.
+    # Where a draft depends on what else is in the batch, or was before, untimed prompts take as many slots as timed ones.
     dependent = settings.exact or settings.adaptive() or getattr(drafter, "stop", None) or remembers
     slots = settings.slots if dependent else UNTIMED_SLOTS
     untimed = missing(PROMPTS_PER_SLOT * slots, others)

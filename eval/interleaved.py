@@ -98,7 +98,7 @@ def interleave(
     Args:
         functions: by name.
         batches: of prompts.
-        reset: has drafters forget what they were asked; called after the warm-up.
+        reset: gives drafters back what they knew before the warm-up; called after it.
         again: after so many batches the prompts come again, and `reset` is called; 0: never.
         counters: of the decoders among the functions, by name.
 

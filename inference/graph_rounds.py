@@ -124,8 +124,8 @@ class InFlightRound:
         return [start.elapsed_time(end) / 1e3 for start, end in zip(self.events, self.events[1:], strict=False)]
 
     def seconds(self, total: float) -> tuple[float, float, float]:
-        """Seconds of drafting (learning included), of verifying and of all else, gaps on the device included; `total` of the round is
-        verifying's where parts were not timed."""
+        """Seconds of drafting (learning included), of verifying and of all else, gaps on the device included. `total`, of the round,
+        counts as verifying where parts were not timed."""
         parts = self.part_seconds()
         if not parts:
             return 0.0, total, 0.0

@@ -246,10 +246,12 @@ def test_of_a_hub_id_what_was_exported_is_downloaded_and_no_pickle(workshop, tar
     shutil.copytree(workshop / "out" / "medusa that shares, two blocks for tensorrt-llm", exported)
     (exported / "pytorch_model.bin").write_bytes(b"")
 
-    def snapshot(source, allow_patterns):
+    def snapshot(source, allow_patterns, ignore_patterns=()):
         assert source == "someone/eagle3-head"
         for file in exported.iterdir():
-            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns) and not any(
+                fnmatch(file.name, pattern) for pattern in ignore_patterns
+            ):
                 here.mkdir(exist_ok=True)
                 shutil.copy(file, here)
         return str(here)
@@ -258,6 +260,10 @@ def test_of_a_hub_id_what_was_exported_is_downloaded_and_no_pickle(workshop, tar
     folder = published.folder_of("someone/eagle3-head")
     assert {file.name for file in exported.iterdir()} - {file.name for file in folder.iterdir()} == {"pytorch_model.bin"}
     assert verify.faults(folder, target) == []
+    note = json.loads((exported / "draftsmith.json").read_text())
+    note["files"] |= dict.fromkeys(("*", "pytorch_model.bin"), "0" * 64)  # a stranger's
+    (exported / "draftsmith.json").write_text(json.dumps(note))
+    assert not (published.folder_of("someone/eagle3-head") / "pytorch_model.bin").exists()
 
 
 def test_an_imported_drafter_is_for_the_target_as_it_is_stored(workshop, tmp_path):

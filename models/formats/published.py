@@ -95,7 +95,9 @@ def folder_of(path: str) -> Path:
         return Path(source)
     folder = Path(snapshot_download(source, allow_patterns=WANTED))
     exported = [name for name in read_note(folder).get("files", {}) if not (folder / name).exists()]
-    return Path(snapshot_download(source, allow_patterns=[*WANTED, *exported])) if exported else folder
+    # A stranger's note may name anything.
+    pickles = [f"*{ending}" for ending in PICKLES]
+    return Path(snapshot_download(source, allow_patterns=[*WANTED, *exported], ignore_patterns=pickles)) if exported else folder
 
 
 def check_files(folder: Path) -> None:

@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> None:
         drafter = read_published(chosen.drafter, target)
     local = Path(os.path.expanduser(chosen.drafter))
     imported = local.name if local.is_dir() else chosen.drafter
-    if drafter.config.target == target.identity.to_dict():  # which was opened in float32; the drafter was made for it as it is stored
+    # The target was opened in float32; the drafter was made for its stored precision. A note of ours names that.
+    if drafter.config.target == target.identity.to_dict():
         drafter.config.target = drafter.config.target | {"dtype": str(stored).removeprefix("torch.")}
     drafter.config.training = (drafter.config.training or {}) | {"imported": imported}
 

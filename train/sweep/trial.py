@@ -210,7 +210,8 @@ def end_with_parent() -> None:
 def result_of(run: Run, status: int) -> Result:
     """What a run that ended with this exit status gave.
 
-    Its measure is the τ of its last evaluation where they decode, else the simulated τ. The best of several would favour a trial with more.
+    Its measure is the τ of its last evaluation where they decode, else the simulated τ. The best of several would favour a
+    trial with more evaluations.
 
     Raises:
         ValueError: evaluations give neither.
