@@ -3,16 +3,12 @@
 import re
 from typing import Any
 
-import numpy as np
-
+from draftsmith.data.loops import repeats
 from draftsmith.data.openings import Opening
 from draftsmith.data.question_prompt import QuestionPrompt, QuestionTemplate
 from draftsmith.data.server import Message
 
 SHORTEST = 8  # characters of a question
-PERIOD, REPEATED = 128, 4  # the longest run of tokens that is looked for, and how often in a row makes a loop
-LOOP = 32  # fewest tokens of a loop
-DISTINCT, NGRAM, LEAST = 0.4, 4, 64  # fewest share of n-grams that differ, their tokens, and the tokens from which a text is judged so
 HEADER = re.compile(r"^[\W_]*(user|assistant|human|system)[\W_]*$|^(user|assistant|human)\s*:", re.IGNORECASE | re.MULTILINE)
 
 
@@ -103,18 +99,3 @@ class Candidate:
 
     def _repeats(self, text: str) -> bool:
         return repeats(self._template.encode(text))
-
-
-def repeats(ids: list[int]) -> bool:
-    """Whether a text loops: the same run of tokens many times in a row, or few n-grams over and over."""
-    tokens = np.asarray(ids)
-    for period in range(1, min(PERIOD, len(tokens) // REPEATED) + 1):
-        equal = np.flatnonzero(tokens[period:] != tokens[:-period])
-        # Between two unequal places, a run of `length` equal ones is length + period tokens of a loop.
-        longest = np.diff(equal, prepend=-1, append=len(tokens) - period).max() - 1
-        if longest + period >= max(LOOP, REPEATED * period):
-            return True
-    if len(tokens) < LEAST:
-        return False
-    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
-    return len(np.unique(ngrams, axis=0)) < DISTINCT * len(ngrams)

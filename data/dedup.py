@@ -26,7 +26,9 @@ EQUAL, COPIED, CONTAINED = "equals an evaluation prompt", "shares 13 words in a 
 _SPACES = {code: " " for code in range(128) if not chr(code).isalnum()}
 # Each character of scripts without blanks between words is a word: Thai, Lao, Burmese, Khmer, kana, ideographs.
 _SINGLE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_WORD = re.compile(rf"(?=\w)[{_SINGLE}]|[^\W_{_SINGLE}]+")
+# Vowel signs of Indic scripts, points of Hebrew and Arabic: no letters by themselves, but part of the word.
+_MARK = "".join(character for character in map(chr, range(0x300, 0x1F000)) if unicodedata.category(character) in ("Mn", "Mc"))
+_WORD = re.compile(rf"(?=\w)[{_SINGLE}][{_MARK}]*|[^\W_{_SINGLE}]+(?:[{_MARK}]+[^\W_{_SINGLE}]*)*")
 _CACHED_WORDS = 1 << 20
 _START_BITS = 22
 _RANDOM = np.random.Generator(np.random.PCG64(2024))  # fixed: signatures of different processes must agree
@@ -205,7 +207,7 @@ class _WordIds(dict[str, int]):
 
 
 def words(text: str) -> list[str]:
-    """The words by which texts are compared: letters and digits only, in lower case, under NFKC; in scripts without blanks, the characters."""
+    """The words by which texts are compared: letters and digits with their marks, in lower case, under NFKC; in scripts without blanks, the characters."""
     if text.isascii():
         return text.lower().translate(_SPACES).split()
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())

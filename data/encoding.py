@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.dedup import MinHasher, Signature
+from draftsmith.data.loops import repeats
 
 CHUNK = 256  # examples of one task of a worker
 SERIAL_EXAMPLES = 2048  # examples to encode in this process before starting workers is worth the time
 ALL_SUPERVISED = "every token is supervised"
+LOOPS = "an answer repeats itself"
 
 
 class EncodedExample(NamedTuple):
@@ -54,13 +57,16 @@ class Encoder:
         seq_len: S, the most tokens of a piece.
         last_turn: only the last assistant turn of a conversation is supervised.
         prompts: texts of the evaluation prompts.
+        loops: examples with an answer that repeats itself (`loops.repeats`) are usable as well.
 
     Raises:
         ValueError: a tokenizer without end-of-text token, or a chat template for which there is no loss mask.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seq_len: int, last_turn: bool, prompts: tuple[str, ...]) -> None:
-        self.tokenizer, self.seq_len = tokenizer, seq_len
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, seq_len: int, last_turn: bool, prompts: tuple[str, ...], loops: bool = False
+    ) -> None:
+        self.tokenizer, self.seq_len, self.loops = tokenizer, seq_len, loops
         self.template = Template(tokenizer, last_turn) if tokenizer.chat_template else None
         self.minhasher = MinHasher(prompts)
         if not isinstance(tokenizer.eos_token_id, int):
@@ -72,12 +78,13 @@ class Encoder:
     def __call__(self, conversation: Conversation) -> EncodedExample:
         """Encode a conversation or text. What cannot be trained on has a `problem`."""
         name, domain, size = conversation.id, conversation.domain, self.seq_len
+        chat = conversation.messages is not None
         signature = self.minhasher.sign(conversation)
         try:
             ids, mask = self._tokens(conversation)
         except Unusable as error:
-            return EncodedExample(name, domain, True, [], error.reason, 0, 0, signature)
-        chat, complete = conversation.messages is not None, len(ids) <= size
+            return EncodedExample(name, domain, chat, [], error.reason, 0, 0, signature)
+        complete = len(ids) <= size
         if chat or conversation.prompt:
             cuts, cut = [slice(0, size)], max(0, len(ids) - size)
         else:
@@ -90,6 +97,8 @@ class Encoder:
             problem = f"the answer begins past {size} tokens"
         elif chat and complete and all(mask[1:]):
             problem = ALL_SUPERVISED
+        elif (chat or conversation.prompt) and not self.loops and any(map(repeats, _answers(ids[:size], mask[:size]))):
+            problem = LOOPS
         unknown = self.tokenizer.unk_token_id
         unknowns = ids.count(unknown) if isinstance(unknown, int) else 0
         return EncodedExample(name, domain, chat, pieces, problem, cut, unknowns, signature)
@@ -118,6 +127,12 @@ class Encoder:
             list(chain.from_iterable(self.prefix + ids[start : start + size] for start in starts)),
             list(chain.from_iterable([False] * len(self.prefix) + mask[start : start + size] for start in starts)),
         )
+
+
+def _answers(ids: list[int], mask: list[bool]) -> list[list[int]]:
+    """The runs of supervised tokens."""
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [[token for token, _ in run] for supervised, run in runs if supervised]
 
 
 def encoded(examples: Iterable[Conversation], encoder: Encoder, num_proc: int | None) -> Iterator[EncodedExample]:

@@ -20,13 +20,13 @@ from draftsmith.data import conversations, corpus, prompts
 from draftsmith.data.conversations import Source
 from draftsmith.data.corpus import Corpus
 from draftsmith.data.dedup import DedupFilter
-from draftsmith.data.encoding import ALL_SUPERVISED, EncodedExample, Encoder, encoded
+from draftsmith.data.encoding import ALL_SUPERVISED, LOOPS, EncodedExample, Encoder, encoded
 from draftsmith.data.text_files import check_regular, short
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.models.identity import tokenizer_hash
 
-FORMAT = 5  # of a prepared corpus: raise it when the same plan would give other samples
+FORMAT = 6  # of a prepared corpus: raise it when the same plan would give other samples
 HELD_OUT_IN = 20  # one example in twenty, where no held-out source is named
 LONGEST = 1 << 24  # tokens of a sample
 MOST_DOMAINS = 1000  # of a corpus: results are reported by domain
@@ -45,6 +45,7 @@ class CorpusPlan:
         last_turn: only the last assistant turn of a conversation is supervised.
         exclude: files of evaluation prompts, or "chat" for the shipped ones. Examples that contain one are dropped.
         near: the Jaccard similarity from which two examples are near duplicates.
+        loops: examples with an answer that repeats itself stay.
     """
 
     train: tuple[Source, ...]
@@ -53,12 +54,13 @@ class CorpusPlan:
     last_turn: bool = False
     exclude: tuple[str, ...] = ()
     near: float = 0.8
+    loops: bool = False
 
     def key(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of everything that the samples depend on, the sources' content included."""
         sources = [(part, source.model_dump_json(), conversations.fingerprint(source)) for part, source in self.sources()]
         excluded = [hashlib.sha256(_excluded(path).read_bytes()).hexdigest() for path in self.exclude]
-        settings = (FORMAT, sources, bool(self.valid), excluded, self.seq_len, self.last_turn, self.near)
+        settings = (FORMAT, sources, bool(self.valid), excluded, self.seq_len, self.last_turn, self.near, self.loops)
         tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, tokenizer.eos_token_id)
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
 
@@ -134,7 +136,7 @@ def held_out(plan: CorpusPlan, source: Source, number: int) -> bool:
 
 def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBase, num_proc: int | None) -> dict[str, Corpus]:
     """As `load`, without the cache."""
-    encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, prompts.user_texts(plan.exclude))
+    encoder = Encoder(tokenizer, plan.seq_len, plan.last_turn, prompts.user_texts(plan.exclude), plan.loops)
     duplicates, tally = DedupFilter(plan.near), Tally()
     builders = {"train": CorpusBuilder(), "valid": CorpusBuilder()}
     names = plan.names
@@ -170,7 +172,7 @@ class Tally:
     def keep(self, example: EncodedExample, duplicates: DedupFilter) -> bool:
         """Whether an example is kept; it is counted either way."""
         self.chats += example.chat
-        if example.chat and example.problem:
+        if example.chat and example.problem and example.problem != LOOPS:
             conversations = self.all_supervised if example.problem == ALL_SUPERVISED else self.unsupervised
             conversations.append(f"{printable(example.id, '')} ({example.problem})")
         reason = example.problem or duplicates.keep(example.signature)

@@ -188,7 +188,7 @@ def with_decoder(
             raise ValueError(
                 f"{without_text[0]!r} has messages, target {target.name!r} no chat template; expected texts; give rows with `text`"
             )
-    facts = {**facts_of(target), **asdict(settings)}
+    facts = {**facts_of(target, kernels), **asdict(settings)}
     with Output(out, facts, {source.id: given_hash(source) for source in sources}) as output:
         summary, first = _resume(output, sources, group, text)
         answers = [ConversationState(source).pending.count(None) for source in sources]
@@ -400,9 +400,9 @@ def _request(state: ConversationState, model: str, how: Settings, omit: Collecti
     return path, json.dumps({name: value for name, value in request.items() if name not in omit})
 
 
-def facts_of(target: Target) -> dict[str, Any]:
-    """What a row says of the target that wrote it in this process."""
-    files = {"revision": target.revision, "weights": target.identity.weights_hash}
+def facts_of(target: Target, kernels: bool) -> dict[str, Any]:
+    """What a row says of the target that wrote it in this process; kernels round as no other decoding does."""
+    files = {"revision": target.revision, "weights": target.identity.weights_hash, "kernels": kernels}
     known = {name: value for name, value in files.items() if value}
     return {"by": OURS, "target": target.name, **known, "dtype": str(target.dtype).removeprefix("torch.")}
 

@@ -1,6 +1,5 @@
 """A JSONL file that is appended to and resumed: whatever stops a run, the same command continues, and each row is written once."""
 
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from draftsmith.data.text_files import LINE, short
 from draftsmith.inference import durable
+from draftsmith.inference.claim import lock
 
 OURS = "draftsmith"  # the fact `by` of rows from our own decoder; otherwise it is the address of a server
 INSTEAD = "give another output, or delete the file"
@@ -70,13 +70,9 @@ class Output:
             raise OSError(f"{self.path} is no regular file; expected the name of a .jsonl file; give one")
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self.file):
             holder = _holder(os.fstat(self.file).st_ino)
-            raise OSError(f"{self.path}: {holder} is writing it; wait for it, end it, or give another output") from None
-        except OSError:
-            pass  # a network file system without locks
+            raise OSError(f"{self.path}: {holder} is writing it; wait for it, end it, or give another output")
 
     @contextmanager
     def _errors_with_advice(self) -> Iterator[None]:
@@ -167,8 +163,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _holder(inode: int) -> str:
     """The process that has locked a file, where the system says which."""
     with suppress(OSError):
-        for lock in Path("/proc/locks").read_text().splitlines():
-            if match := re.search(rf"FLOCK +ADVISORY +WRITE +(\d+) \w+:\w+:{inode} ", lock):
+        for line in Path("/proc/locks").read_text().splitlines():
+            if match := re.search(rf"FLOCK +ADVISORY +WRITE +(\d+) \w+:\w+:{inode} ", line):
                 words = Path(f"/proc/{match[1]}/cmdline").read_text().split("\0")
                 return f"process {match[1]} ({' '.join(Path(word).name for word in words[:2] if word)})"
     return "another run"

@@ -68,7 +68,7 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kern
         if size + 1 >= target.max_positions:
             raise ValueError(f"opening {short(opening.text)}: {size} tokens; expected fewer than {target.max_positions}; shorten it")
     writer = _InProcess(target, template, plan, slots, kernels)
-    return _write(plan, out, facts_of(target), template, writer.write, GPU_GROUP if kernels else GROUP, show)
+    return _write(plan, out, facts_of(target, kernels), template, writer.write, GPU_GROUP if kernels else GROUP, show)
 
 
 def with_server(

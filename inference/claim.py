@@ -3,6 +3,7 @@
 The rule for every command: it deletes and overwrites only what carries its own mark, and never writes through a link.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -41,11 +42,9 @@ def claim(folder: Path, kind: str, names: tuple[str, ...], key: str) -> Iterator
     mark = folder / MARK
     descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             holder = (_read(mark) or {}).get("holder", "another process")
-            raise ValueError(f"{key}={folder}: {holder} is writing there; wait for it, end it, or give another folder") from None
+            raise ValueError(f"{key}={folder}: {holder} is writing there; wait for it, end it, or give another folder")
         check_own(folder, kind, names, key)  # now that nobody else can change it
         # In place, since a lock belongs to the file that was opened; at one length, so that a kill leaves the old mark or the new one.
         os.pwrite(descriptor, f"{json.dumps({'kind': kind, 'holder': _this_process()}):<{LENGTH - 1}}\n".encode(), 0)
@@ -84,12 +83,24 @@ def is_claimed(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file for this process until it is closed. False if another process has locked it.
+
+    Some network file systems have no locks: there nothing keeps a second process out.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    return True
 
 
 def _read(mark: Path) -> dict[str, Any] | None:

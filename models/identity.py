@@ -53,14 +53,14 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool =
     Args:
         expected: the target it was made for.
         actual: the one given.
-        weights: other weights are an error, as for stored features. A drafter may serve a fine-tuned target: for it they are a warning; so
+        weights: other weights, or another commit of models on the Hub, are an error, as for stored features. A drafter may serve a fine-tuned target: for it they are a warning; so
             they are where one of the two is quantised, since a model quantised on loading and its saved copy have different files.
 
     Returns:
         A warning if only the precision or the weights differ, else "".
 
     Raises:
-        ValueError: the config differs, or both tokenizers are known and differ, or the weights, or one is adapted and the other not so; the
+        ValueError: the config differs, or both tokenizers are known and differ, or the weights or revisions, or one is adapted and the other not so; the
             message names both targets.
     """
     parts = []
@@ -68,9 +68,13 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool =
         parts.append(f"config ({expected.config_hash[:12]} / {actual.config_hash[:12]})")
     if expected.tokenizer_hash and actual.tokenizer_hash and expected.tokenizer_hash != actual.tokenizer_hash:
         parts.append(f"tokenizer ({expected.tokenizer_hash[:12]} / {actual.tokenizer_hash[:12]})")
-    other_weights = bool(expected.weights_hash and actual.weights_hash) and expected.weights_hash != actual.weights_hash
-    if weights and other_weights and "+" not in expected.dtype + actual.dtype:
-        parts.append(f"weights ({expected.weights_hash[:12]} / {actual.weights_hash[:12]})")
+    if expected.weights_hash and actual.weights_hash:
+        kind, before, now, quantised = "weights", expected.weights_hash, actual.weights_hash, "+" in expected.dtype + actual.dtype
+    else:  # models on the Hub: a commit may change a text alone, but nothing here says so
+        kind, before, now, quantised = "revision", expected.revision, actual.revision, False
+    other_weights = bool(before and now) and before != now
+    if weights and other_weights and not quantised:
+        parts.append(f"{kind} ({before[:12]} / {now[:12]})")
     if parts:
         raise ValueError(
             f"the target differs in its {' and its '.join(parts)}: made for {expected.name!r}, got {actual.name!r}; "

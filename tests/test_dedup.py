@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,20 @@ def test_words_are_the_same_by_either_way():
     every = "".join(f"{chr(code)}a{chr(code)}" for code in range(128))
     assert every.isascii() and words(every) == words(every + " ä")[:-1], "the quick way for ASCII agrees with the slow one"
     assert words("") == words(" ?! ") == words("…") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("हिन्दी की किताब!", ["हिन्दी", "की", "किताब"]),  # without its vowel signs it would be that of ह न द क त ब
+        ("ที่ ดี", ["ที่", "ดี"]),
+        ("မြန်မာ", ["မြ", "န်", "မာ"]),
+        ("كِتَاب, כֹּל", ["كِتَاب", "כֹּל"]),
+        ("\u0301 a", ["a"]),
+    ],
+)
+def test_marks_belong_to_their_letters(text, expected):
+    assert words(text) == [unicodedata.normalize("NFKC", word) for word in expected]
 
 
 def test_exact_duplicates_are_of_words_and_of_turns():

@@ -189,11 +189,36 @@ def test_a_prompt_without_an_answer_has_nothing_to_learn(tmp_path):
     assert corpora["train"].report["dropped"] == {"no answer": [1, ANY]}
 
 
+def test_an_answer_that_repeats_itself_drops_its_conversation(tokenizer, tmp_path):
+    """Half of the data may: they are counted among what was dropped, not among conversations without a loss mask."""
+    loop = "the same words again, " * 8
+    turns = [*conversation(90)["messages"], *conversation(91)["messages"]]
+    rows = [
+        *map(conversation, range(30)),
+        *({"messages": [turns[0], {"role": "assistant", "content": f"{n} is {loop}"}]} for n in range(20)),
+        {"messages": [turns[0], {"role": "assistant", "content": loop + "a"}, *turns[2:]]},
+        {"messages": [{"role": "user", "content": loop}, turns[1]]},  # a question may
+        {"prompt": "Say on: ", "completion": loop + "b"},
+        {"text": loop + "c"},  # nobody's answer: no end-of-turn is missing
+    ]
+    source = write(tmp_path / "c.jsonl", rows)
+    corpora = load(CorpusPlan((source,), seq_len=512), tokenizer, tmp_path / "cache")
+    assert corpora["train"].report["dropped"] == {"an answer repeats itself": [22, ["c.jsonl:31", "c.jsonl:32", "c.jsonl:33"]]}
+    assert sum(map(len, corpora.values())) == len(rows) - 22
+    last = load(CorpusPlan((source,), seq_len=512, last_turn=True), tokenizer, tmp_path / "cache")
+    assert last["train"].report["dropped"]["an answer repeats itself"][0] == 21, "the first of two answers is not trained on"
+    every = load(CorpusPlan((source,), seq_len=512, near=1.0, loops=True), tokenizer, tmp_path / "cache")
+    assert sum(map(len, every.values())) == len(rows)
+
+
 def test_an_empty_text_is_counted_without_a_chat_template(tmp_path):
-    rows = [{"text": f"{n} and {n} are {2 * n}"} for n in range(300)] + [{"text": ""}]
+    rows = [{"text": f"{n} and {n} are {2 * n}"} for n in range(30)] + [
+        {"text": ""},
+        {"text": "8+9=", "given": 4},
+    ]  # of conversations 1 % would stop the run
     corpora = load(CorpusPlan((write(tmp_path / "t.jsonl", rows),), seq_len=64, near=1.0), byte_tokenizer(), tmp_path / "cache")
-    assert sum(len(corpus) for corpus in corpora.values()) == 300
-    assert sum(number for number, _ in corpora["train"].report["dropped"].values()) == 1
+    assert sum(len(corpus) for corpus in corpora.values()) == 30
+    assert sum(number for number, _ in corpora["train"].report["dropped"].values()) == 2
 
 
 def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):
@@ -204,7 +229,10 @@ def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):
 
 def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
     short = [conversation(n) for n in range(100)]
-    long = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"w{n} " * 60}]} for n in range(100, 150)]
+    long = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": " ".join(f"w{n * m}" for m in range(40))}]}
+        for n in range(100, 150)
+    ]
     a, b = write(tmp_path / "a.jsonl", short), write(tmp_path / "b.jsonl", long)
     sources = (a.model_copy(update={"weight": 3.0, "domain": "short"}), b.model_copy(update={"weight": 1.0, "domain": "long"}))
     corpus = load(CorpusPlan(sources, seq_len=512, near=1.0), tokenizer, tmp_path / "cache")["train"]
@@ -289,7 +317,7 @@ def test_masks_of_everything_stop_the_run(tokenizer, tmp_path, monkeypatch):
 
 def test_an_answer_beyond_the_length_is_cut_and_said(tokenizer, tmp_path):
     rows = [conversation(n) for n in range(150)]
-    rows[4]["messages"][1]["content"] += " again" * 40_000  # 240k tokens
+    rows[4]["messages"][1]["content"] += "".join(f" {n * n}" for n in range(30_000))  # 268k tokens
     rows[5]["messages"][0]["content"] += " why" * 50_000
     corpus = load(CorpusPlan((write(tmp_path / "c.jsonl", rows),), seq_len=256), tokenizer, tmp_path / "cache")["train"]
     assert corpus.lengths.max() == 256 and corpus.report["cut examples"] == 1 and corpus.report["cut tokens"] > 200_000

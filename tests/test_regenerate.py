@@ -138,8 +138,13 @@ def test_captured_rounds_give_the_same_rows(target, tmp_path, monkeypatch, setti
     forwards, run = [], Prefill.run
     monkeypatch.setattr(Prefill, "run", lambda prefill, requests: forwards.append(len(requests)) or run(prefill, requests))
     with_decoder(CONVERSATIONS, tmp_path / "with", target, settings, slots=4, kernels=True, show=False)
-    assert (tmp_path / "with").read_bytes() == (tmp_path / "without").read_bytes()
+    rows = rows_of(tmp_path / "with")
+    assert rows == [row | {"generation": row["generation"] | {"kernels": True}} for row in rows_of(tmp_path / "without")]
     assert max(forwards) == 4
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="made with kernels "):
+        with_decoder(CONVERSATIONS, tmp_path / "with", target, settings, show=False)
+    assert rows_of(tmp_path / "with") == rows, "another rounding and another group: nothing is dropped"
 
 
 def test_each_group_has_a_decoder_of_its_own(target, tmp_path, monkeypatch):

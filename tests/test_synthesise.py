@@ -11,7 +11,7 @@ from conftest import byte_tokenizer
 from regeneration import Disk, Stub, make_target, refused, rows_of, without_waits
 
 from draftsmith.data import openings, selection, synthesise
-from draftsmith.data.candidate import Candidate, repeats
+from draftsmith.data.candidate import Candidate
 from draftsmith.data.conversations import Source, read
 from draftsmith.data.openings import Opening
 from draftsmith.data.question_prompt import NoQuestionPrompt, QuestionTemplate
@@ -328,15 +328,6 @@ def test_degenerate_answers_are_named_and_cut_ones_stay(content, fault):
         assert [message["role"] for message in candidate.messages] == ([] if fault else ["user", "assistant"])
         if not fault:
             assert candidate.messages[-1].get("finish_reason") == ("length" if reason == "length" else None)
-
-
-def test_loops_are_seen_and_lists_are_none():
-    counting = [token for number in range(40) for token in (5, 6, 100 + number, 7, 200 + number * number, 8)]
-    assert not repeats(list(range(500))) and not repeats(counting) and not repeats([]) and not repeats([4] * 31)
-    assert repeats([4] * 32) and repeats([*range(300), *[1, 2, 3] * 11, *range(300, 600)])
-    assert repeats([*range(50), *list(range(100, 200)) * 4]) and not repeats([*range(50), *list(range(100, 200)) * 2])
-    lines = [*range(9)], [*range(20, 29)]  # two lines in no order
-    assert repeats([token for bit in "0110100110010110" for token in lines[int(bit)]])
 
 
 def test_duplicates_and_evaluation_prompts_are_dropped_by_their_questions(tmp_path):

@@ -102,6 +102,10 @@ def test_identity_tells_a_model_from_its_fine_tunes(tmp_path):
     with pytest.raises(ValueError, match="weights .*made for .*base.*, got .*tuned"):
         check_same(base, tuned, weights=True)
     assert check_same(replace(base, weights_hash=""), tuned, weights=True) == "", "an older record does not know"
+    here, there = (replace(base, name=f"org/{name}", revision=name * 40, weights_hash="") for name in "ab")  # on the Hub
+    assert check_same(here, here, weights=True) == check_same(here, base, weights=True) == "" and "other weights" in check_same(here, there)
+    with pytest.raises(ValueError, match="revision .aaaaaaaaaaaa / bbbbbbbbbbbb.: made for 'org/a', got 'org/b'"):
+        check_same(here, there, weights=True)
 
 
 def test_identity_is_stable_and_tells_targets_apart(saved):

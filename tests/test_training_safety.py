@@ -1,5 +1,6 @@
 """What training must not do: lose files, publish what is not finite, store secrets, wait or end without a word."""
 
+import errno
 import fcntl
 import importlib
 import json
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.file_baton import FileBaton
 from training_cases import new_model, new_recipe, run
 
-from draftsmith.inference.claim import MARK, claim
+from draftsmith.inference.claim import MARK, claim, is_claimed
 from draftsmith.train import cli, publish, recipe
 from draftsmith.train.engine import checkpoint, output, say, trackers
 from draftsmith.train.engine.redact import redacted
@@ -214,3 +215,29 @@ def test_a_reader_that_is_gone_ends_no_run(monkeypatch):
     say.say("one")
     say.say("another")
     assert sys.stdout.name == os.devnull
+
+
+def test_a_tau_of_other_prompts_is_none_to_compare_with(tmp_path):
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "What is this?"}\n')
+    settings = {"tau_file": str(asked), "tau_prompts": 1}
+    run(tmp_path / "run", steps=1, **settings)
+    asked.write_text('{"prompt": "What is that?"}\n')
+    with pytest.raises(ValueError, match="was made with prompts for τ=.*this run has .*give another train.output"):
+        run(tmp_path / "run", steps=2, **settings)
+    asked.write_text('{"prompt": "What is this?"}\n{"prompt": "Not decoded?"}\n')
+    run(tmp_path / "run", steps=2, **settings)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_is_written_to_all_the_same(tmp_path, monkeypatch, number):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"), claim(tmp_path / "out", "training run", (), "train.output"):
+            pass
+        return
+    with claim(tmp_path / "out", "training run", (), "train.output"):
+        assert (tmp_path / "out" / MARK).is_file() and not is_claimed(tmp_path / "out")

@@ -84,6 +84,9 @@ class DataSection(Section):
         le=1,
         description="drop one of two examples whose sets of five-word runs have at least this Jaccard similarity; 1: only equal ones",
     )
+    loops: bool = Field(
+        default=False, description="train on answers that repeat themselves too; false: their conversations are dropped and counted"
+    )
     num_proc: Changeable[int | None] = Field(default=None, ge=1, le=1024, description="processes that tokenise; unset: one for each core")
     cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data")
 
@@ -101,7 +104,8 @@ class DataSection(Section):
         """The corpora that this section asks `data/prepare.py` for."""
         from draftsmith.data.prepare import CorpusPlan  # late: it imports torch, which reading a recipe does not need
 
-        return CorpusPlan(_sources(self.train), _sources(self.valid), self.seq_len, self.last_turn, self.exclude, self.near_duplicate)
+        train, valid = _sources(self.train), _sources(self.valid)
+        return CorpusPlan(train, valid, self.seq_len, self.last_turn, self.exclude, self.near_duplicate, self.loops)
 
 
 def _sources(value: str | tuple[Source, ...] | None) -> tuple[Source, ...]:

@@ -1,5 +1,6 @@
 """Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from draftsmith.data import prompts
 from draftsmith.inference import machine
 from draftsmith.inference.reading import field
 from draftsmith.inference.terminal import printable
@@ -25,6 +27,7 @@ from draftsmith.train.recipe import Recipe, TrainSection, changeable_keys
 FORMAT = 2  # of state.json in a checkpoint
 TARGET_FILES = "target's files"  # in a fingerprint: their hash, or the commit on the Hub
 TARGET_DTYPE = "target's dtype"
+TAU_PROMPTS = "prompts for τ"  # a hash of them: a τ of other prompts is none to compare with
 MOST_THREADS = 4096  # that a checkpoint may ask for
 
 
@@ -69,7 +72,7 @@ def start_or_resume(
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
     state = {
         "recipe": recipes.by_key(recipe),
-        "fingerprint": fingerprint,
+        "fingerprint": fingerprint | _tau_prompts(section),
         "threads": torch.get_num_threads(),
         "precision": precision,
         "format": FORMAT,
@@ -112,12 +115,22 @@ def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerat
     say(f"resuming from {newest}; {setting}" if newest else setting)
 
 
+def _tau_prompts(section: TrainSection) -> dict[str, str]:
+    """The fingerprint's part of the prompts that τ is measured on."""
+    if not section.tau_prompts:
+        return {}
+    decoded = repr(prompts.load(section.tau_file, section.tau_prompts)).encode("utf-8", "backslashreplace")
+    return {TAU_PROMPTS: hashlib.sha256(decoded).hexdigest()[:20]}
+
+
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
     # A key that is newer than the checkpoint had its default.
     defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
     defaults = json.loads(json.dumps(defaults))  # lists, as in a state
-    not_recorded = {key: value for key, value in state["fingerprint"].items() if key in (TARGET_FILES, TARGET_DTYPE)}  # by earlier versions
+    not_recorded = {
+        key: value for key, value in state["fingerprint"].items() if key in (TARGET_FILES, TARGET_DTYPE, TAU_PROMPTS)
+    }  # by earlier versions
     for name, missing in (("recipe", defaults), ("fingerprint", not_recorded)):
         then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
