@@ -51,14 +51,22 @@ class DsparkConfig(DflashConfig):
 
     def __post_init__(self, **kwargs) -> None:
         super().__post_init__(**kwargs)
-        if self.markov_rank < 1 or not 0 <= self.confidence < 1:
-            raise ValueError(
-                f"got markov_rank {self.markov_rank} and confidence {self.confidence}; expected at least 1, and a probability below 1"
-            )
+        if self.markov_rank < 1:
+            raise ValueError(f"got markov_rank {self.markov_rank}; expected at least 1")
         if self.markov not in MARKOV:
             raise ValueError(f"got markov {self.markov!r}; expected one of {', '.join(MARKOV)}")
+        self.check_confidence()
+
+    def check_confidence(self) -> None:
+        """Raises ValueError for values that `confidence` and `temperatures` cannot have."""
+        if not isinstance(self.confidence, int | float) or not 0 <= self.confidence < 1:
+            raise ValueError(f"got confidence {str(self.confidence)[:60]}; expected at least 0 and less than 1, a probability")
         given = self.temperatures
-        if given is not None and (len(given) != self.block_size or not all(isinstance(t, int | float) and 0 < t < 1e6 for t in given)):
+        if given is not None and (
+            not isinstance(given, list)
+            or len(given) != self.block_size
+            or not all(isinstance(t, int | float) and 0 < t < 1e6 for t in given)
+        ):
             raise ValueError(
                 f"got temperatures {str(given)[:60]}; expected at least one number above 0 for each of {self.block_size} depths"
             )

@@ -258,6 +258,21 @@ def test_an_export_of_an_export_says_once_how_to_serve_it_and_keeps_the_confiden
     assert read_published(str(folder), Target.load(str(workshop / "target"))).config.confidence_weights == weights
 
 
+def test_an_exported_dspark_stops_where_the_artifact_does(workshop, tmp_path):
+    target = Target.load(str(workshop / "target"))
+    stops = {"confidence": 0.25, "temperatures": [1.5] * 8}
+    save_drafter("dspark", target, tmp_path / "artifact", block_size=8, **stops)
+    folder = tmp_path / "out"
+    command.main([str(tmp_path / "artifact"), "--to", "vllm", "--output", str(folder), "--target", str(workshop / "target")])
+    config = read_published(str(folder), target).config
+    assert {"confidence": config.confidence, "temperatures": config.temperatures} == stops
+    note = json.loads((folder / "draftsmith.json").read_text())
+    for name, value in (("confidence", "high"), ("temperatures", 3), ("temperatures", [1.0])):
+        (folder / "draftsmith.json").write_text(json.dumps(note | {name: value}))
+        with pytest.raises(ValueError, match=f"got {name} "):
+            read_published(str(folder), target)
+
+
 def test_heads_that_share_a_head_with_soft_capping(tmp_path):
     random_model("gemma2").save_pretrained(tmp_path / "target")
     small_tokenizer().save_pretrained(tmp_path / "target")

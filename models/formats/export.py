@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
 from draftsmith.models.artifact_files import TERMS
+from draftsmith.models.dspark import DsparkConfig
 from draftsmith.models.formats import gguf_file, quantise
 from draftsmith.models.formats.dflash import write_dflash
 from draftsmith.models.formats.eagle import write_eagle
@@ -257,8 +258,11 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
                 shutil.copyfile(file, part / (prefix + file.name))
     durable.write_text(part / "README.md", card)
     drafter = {"target": source.made_for, "tree": source.tree, "training": source.training}
-    weights = getattr(getattr(source.drafter, "config", None), "confidence_weights", None)
+    config = getattr(source.drafter, "config", None)
+    weights = getattr(config, "confidence_weights", None)
     drafter |= {"confidence": source.confidence} if family == "student" else {"depth": source.steps, "confidence_weights": weights}
+    if isinstance(config, DsparkConfig):
+        drafter |= {"confidence": config.confidence, "temperatures": config.temperatures}
     write_note(part, engine, family, drafter, source.folder, licences)
 
 

@@ -24,7 +24,7 @@ def write_note(folder: Path, engine: str, family: str, drafter: dict[str, Any], 
     Args:
         folder: its other files are hashed.
         engine, family: of `engines.ROWS`.
-        drafter: target (a `TargetIdentity` as a dict), tree, training; depth and confidence_weights, or confidence for a draft model.
+        drafter: target (a `TargetIdentity` as a dict), tree, training; depth and confidence_weights, or confidence for a draft model; what DSpark stops by.
         source: the artifact's folder, whose weights are hashed; None on the Hub.
         licences: of target and drafter, as their cards name them.
     """

@@ -19,6 +19,7 @@ from draftsmith.inference.reading import field
 from draftsmith.models.artifact import raw_config
 from draftsmith.models.artifact_files import TERMS
 from draftsmith.models.drafter import DrafterModel, methods
+from draftsmith.models.dspark import DsparkConfig
 from draftsmith.models.formats import hydra
 from draftsmith.models.formats.dflash import ARCHITECTURES, INNER, read_dflash
 from draftsmith.models.formats.eagle import VERSIONS, read_eagle
@@ -193,6 +194,9 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
     if note.get("target"):
         drafter.config.target = note["target"]
     drafter.config.training, drafter.config.confidence_weights = note.get("training"), note.get("confidence_weights")
+    if isinstance(drafter.config, DsparkConfig):
+        drafter.config.confidence, drafter.config.temperatures = note.get("confidence", 0.0), note.get("temperatures")
+        drafter.config.check_confidence()
     if dtype is not None:
         drafter.to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return drafter
