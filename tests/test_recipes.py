@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,16 @@ def schema_of(name):
 
 def test_every_shipped_recipe_loads():
     assert len(RECIPES) >= 9
+    checked = 0
     for name in RECIPES:
         loaded = recipe.load(schema_of(name), name + ".yaml", [])
+        if check := getattr(sys.modules[schema_of(name).__module__], "check", None):
+            check(loaded)
+            checked += 1
         lines = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
         assert 5 < len(lines) <= 45
         assert loaded.train.steps == lines["train.steps"]
+    assert checked > 30
 
 
 def test_every_key_is_read_somewhere():
@@ -116,3 +122,19 @@ def test_scripts_shadow_no_module():
     for name in names:
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "says"),
+    [
+        ("medusa", ["distill=0", "top_k=8"], "medusa.top_k=8 does nothing with medusa.distill=0"),
+        ("hydra", ["end_to_end=true", "top_k=8"], "hydra.top_k=8 does nothing with hydra.end_to_end=true"),
+        ("mlp", ["distill=0", "top_k=8"], "mlp.top_k=8 does nothing with mlp.distill=0"),
+        ("dflash", ["weights=pace", "gamma=5"], "dflash.gamma=5.0 does nothing with dflash.weights=pace"),
+        ("dflash", ["smoothing=0.2"], "dflash.smoothing=0.2 does nothing with dflash.weights=decay"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(method, keys, says):
+    module = importlib.import_module(f"draftsmith.train.{method}")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        module.check(recipe.load(schema_of(f"{method}-tiny"), f"{method}-tiny.yaml", [f"{method}.{key}" for key in keys]))

@@ -345,10 +345,7 @@ UNREAD = {
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
-    for name in UNREAD.get(recipe.eagle.version, ()):
-        value = getattr(recipe.eagle, name)
-        if value != EagleSection.model_fields[name].default:
-            raise ValueError(f"eagle.{name}={value} does nothing with eagle.version={recipe.eagle.version}; leave out one of them")
+    recipe.eagle.refuse_unread("eagle", UNREAD.get(recipe.eagle.version, ()), f"eagle.version={recipe.eagle.version}")
     if recipe.eagle.prompts and recipe.train.normalise != "all":
         raise ValueError(
             "eagle.prompts=true trains on all tokens, and train.normalise=supervised would divide their loss by the answers' alone; add "

@@ -59,7 +59,7 @@ from draftsmith.models.target_defaults import attention_sizes
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output, replay
 from draftsmith.train.losses import blocks
-from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
+from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -97,6 +97,7 @@ def check(recipe: HydraRecipe) -> None:
     if recipe.hydra.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"hydra.heads={recipe.hydra.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
     replay.check_heads(recipe, recipe.replay, "hydra")
+    check_top_k(recipe.hydra, "hydra")
 
 
 def architecture(section: HydraSection, target: Target) -> dict[str, Any]:

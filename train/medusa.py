@@ -86,7 +86,7 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output, processes, replay
 from draftsmith.train.losses.chunked import chunked_cross_entropy, chunked_kl
-from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
+from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, Progress, supervised_tokens
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ def check(recipe: MedusaRecipe) -> None:
     if recipe.medusa.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
     replay.check_heads(recipe, recipe.replay, "medusa")
+    check_top_k(recipe.medusa, "medusa")
     if recipe.joint.rank:
         _check_joint(recipe)
 

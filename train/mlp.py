@@ -60,7 +60,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output, replay
 from draftsmith.train.losses import blocks
-from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
+from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -105,6 +105,7 @@ def check(recipe: MlpRecipe) -> None:
     if recipe.mlp.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"mlp.heads={recipe.mlp.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
     replay.check_heads(recipe, recipe.replay, "mlp")
+    check_top_k(recipe.mlp, "mlp")
 
 
 def architecture(section: MlpSection) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import unicodedata
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -24,6 +25,13 @@ class Section(BaseModel):
     @classmethod
     def _text(cls, value: Any) -> Any:
         return value if isinstance(value, dict) else checked_text(value)  # a dictionary is a section, whose texts are its own
+
+    def refuse_unread(self, name: str, keys: Iterable[str], reason: str) -> None:
+        """Raises ValueError for keys of this section `name` that differ from their defaults and do nothing, because of `reason`, other keys."""
+        for key in keys:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(f"{name}.{key}={value} does nothing with {reason}; leave out one of them")
 
 
 def checked_text(value: Any) -> Any:

@@ -4,6 +4,7 @@ Letters: B rows · S positions · M positions (B·S of them, flattened, or a blo
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,15 @@ from draftsmith.train.losses.chunked import Head, chunked_cross_entropy, chunked
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch
 
-__all__ = ["head_losses", "head_metrics", "head_weights", "shifted"]
+__all__ = ["check_top_k", "head_losses", "head_metrics", "head_weights", "shifted"]
+
+
+def check_top_k(section: Any, name: str) -> None:
+    """Raises ValueError where `top_k` does nothing in a recipe's section `name` of heads, since the loss has no distribution of the target's."""
+    if section.end_to_end:
+        section.refuse_unread(name, ["top_k"], f"{name}.end_to_end=true")
+    elif not section.distill:
+        section.refuse_unread(name, ["top_k"], f"{name}.distill={section.distill}")
 
 
 def head_weights(batch: Batch, heads: int, decay: float = 1.0) -> tuple[Tensor, Tensor]:
