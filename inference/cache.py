@@ -239,9 +239,11 @@ class TreeCache(Cache):
         """The host's upper bounds of all rows' lengths."""
         return list(self._bounds)
 
-    def set_length_bounds(self, bounds: Sequence[int]) -> None:
-        """Set the upper bounds of all rows' lengths, as `length_bounds` returned them."""
+    def set_length_bounds(self, bounds: Sequence[int], exact: Sequence[int] = ()) -> None:
+        """Set the upper bounds of all rows' lengths, as `length_bounds` returned them; those of the rows `exact` are their lengths."""
         self._bounds = list(bounds)
+        for row in exact:
+            self._exact[row] = True
 
     def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep only the first lengths[i] positions of rows[i]."""

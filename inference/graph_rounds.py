@@ -211,6 +211,7 @@ class GraphRunner:
         """Queue a round that drafts at most `depth` levels; 0 is plain decoding."""
         events = self._event()
         round = drafted = None
+        lengths = self.cache.length_bounds()
         if not self.asynchronous:
             round = self._host_context(depth)
             drafted = self.drafter.propose(round).to(self.target.device) if depth else DraftTree.root(round.last_tokens)
@@ -231,6 +232,10 @@ class GraphRunner:
         pending = InFlightRound(_copy_to_host(shared.packed), events + self._event())
         if round is not None and drafted is not None:
             results = pending.result()
+            # A replayed graph changes the cache's lengths without the host, whose next drafts may be written after them.
+            for slot in round.slots:
+                lengths[slot] += results[slot].length
+            self.cache.set_length_bounds(lengths, exact=round.slots)
             began = perf_counter()
             self._accept_on_host(round, drafted, shared, results)
             pending.host_learn_s = perf_counter() - began

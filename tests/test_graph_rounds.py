@@ -20,8 +20,9 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Plain
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.graph_rounds import GraphRunner, InFlightRound, refusal
+from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookahead import Lookahead
-from draftsmith.inference.lookup import Ngram
+from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.prefill import Prefill
 from draftsmith.inference.recycling import Recycling
 from draftsmith.inference.sampler import Sampling
@@ -83,6 +84,12 @@ def drafter_of(kind, target):
         drafter = early_exit(target, 1)
         drafter.tree_spec = DynamicTree(3, 2, 6)
         return drafter
+    if kind == "early-exit-sure":
+        drafter = early_exit(target, 1)
+        drafter.tree_spec, drafter.stop = StaticTree.chain(3), Stopping("confidence", 0.0)
+        return drafter
+    if kind == "hybrid":
+        return Hybrid(drafter_of("early-exit", target), Suffix())
     if kind == "lookahead":
         return Lookahead(DynamicTree(2, 2, 5), window=3)
     if kind.startswith("student"):
@@ -115,7 +122,7 @@ def near(target):
 
 
 KINDS = ("plain", "medusa", "eagle1", "eagle3", "student", "student-tree", "student-dynamic", "early-exit")
-HOST = ("student-sure", "ngram", "recycling", "lookahead")
+HOST = ("student-sure", "ngram", "recycling", "lookahead", "early-exit-sure", "hybrid")
 
 
 @pytest.mark.one_in(2)
