@@ -14,6 +14,7 @@ __all__ = ["AdaptiveDepth"]
 FIRST_WAIT, LONGEST_WAIT = 8, 128  # disabled rounds before a re-test: doubled by each re-test that fails
 REFRESH = 128  # rounds after which a plain round is timed again: contexts get longer
 MIN_TIMES = 2  # times of a depth before they are believed: one may have been disturbed
+MAX_PLAIN_AGE = 4 * REFRESH  # rounds after which the time of a plain round is forgotten, but for the last one
 MAX_AGE = 192  # rounds after which the time of a depth is forgotten, so that the depth is tried again
 PRIOR = 0.6  # P(depth 1 is accepted) before anything was drafted
 LEVEL_COST = 0.03  # assumed cost of one more level, in plain rounds, until it was measured: low, so that the level is tried
@@ -121,7 +122,8 @@ class AdaptiveDepth:
 
     def plain_seconds(self, slots: int) -> float:
         """The seconds of a plain round: the least of the last few, since what disturbs a clock only ever adds to it."""
-        return min(took for _, took in self._nearest(slots)[0])
+        times = self._nearest(slots)[0]
+        return min([took for at, took in times if self._round - at < MAX_PLAIN_AGE] or [times[-1][1]])
 
     def costs(self, slots: int, most: int) -> list[float]:
         """The cost of depths 0 … `most`, in plain rounds, as measured with this number of slots or the nearest one.

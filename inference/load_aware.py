@@ -114,7 +114,8 @@ class LoadAware(AdaptiveDepth):
             return None
         if tree.survival is None:
             raise ValueError(
-                "load-aware verification: got trees without probabilities; expected a drafter with weights, without kernels; leave it out"
+                "load-aware verification: got trees without probabilities, as a look-up's are; expected a drafter with weights alone, without "
+                "kernels; leave it out"
             )
         plain = self.plain_seconds(len(tree.tokens))
         seconds = [drafted_s + plain * cost for cost in self.costs(len(tree.tokens), nodes - 1)]

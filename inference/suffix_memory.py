@@ -1,6 +1,7 @@
 """Suffix decoding with a memory on disk: what earlier requests answered, in this process and in those before it."""
 
 import json
+import warnings
 from itertools import chain
 from pathlib import Path
 
@@ -60,7 +61,12 @@ class StoredSuffix(Suffix):
     def drop(self, slots: list[int]) -> None:
         super().drop(slots)
         if self._write:
-            self._save()
+            try:
+                self._save()
+            except OSError as error:  # a full disk: the answers matter more
+                self._write = False
+                text = f"suffix memory {str(self.file)!r} cannot be written any more ({error.strerror}); it stays as it is"
+                warnings.warn(text, stacklevel=2)
 
     def _save(self) -> None:
         facts = {"format": FORMAT, "tokenizer_hash": self._tokenizer_hash, "tokens": self._finished.tokens}

@@ -167,10 +167,14 @@ class PairDrafter(DrafterModel):
 
     def _encode_chunks(self, slots: list[int], feature: Tensor, tokens: Tensor, sizes: list[int], first: int = 0) -> None:
         """Append sizes[r] − first pairs to each of the R slots, those from `first` on of feature [R,n,·] and tokens [R,n]."""
-        for start in range(first, max(sizes), self.chunk):
-            counts = [min(max(size - start, 0), self.chunk) for size in sizes]
-            pairs = slice(start, start + max(counts))
-            self._encode(slots, feature[:, pairs], tokens[:, pairs], counts)
+        cache, start = self._state.cache, first
+        while start < max(sizes):
+            # With a window, rows that were kept may be near its limit, until this chunk evicts what is before it.
+            space = cache.capacity - max(cache.length_bounds()[slot] for slot in slots)
+            width = max(1, min(self.chunk, space))
+            counts = [min(max(size - start, 0), width) for size in sizes]
+            self._encode(slots, feature[:, start : start + width], tokens[:, start : start + width], counts)
+            start += width
 
     def resumable(self, slot: int, count: int) -> int:
         cache = self._state.cache

@@ -112,3 +112,15 @@ def test_a_row_may_end_before_anything_was_timed():
         PROMPTS[:2], None, 30, [plain[0][0]]
     )
     assert out[0].tokens == plain[0][:1] and out[1].tokens[:1] == plain[1][:1]
+
+
+def test_the_time_of_a_plain_round_is_that_of_the_present_context():
+    adaptive = fresh(4)
+    for seconds in (9.0, 1.0, 1.1):  # the first one sets things up
+        adaptive.measure(1, 0, seconds)
+    assert adaptive.plain_seconds(1) == 1.0
+    for _ in range(module.MAX_PLAIN_AGE - 1):
+        adaptive.measure(1, 2, 4.0)
+    assert adaptive.plain_seconds(1) == 1.1, "the last one, where all are old"
+    adaptive.measure(1, 0, 3.0)
+    assert adaptive.plain_seconds(1) == 3.0

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from decoding_cases import SAMPLED, drafted_children, relative, texts
-from zoo import VOCAB, tiny
+from zoo import CONFIGS, VOCAB, tiny
 
 from draftsmith.eval import evaluation, loading
 from draftsmith.eval.settings import Settings
@@ -339,3 +339,16 @@ def test_a_look_up_beside_it_may_be_accepted_further(target, monkeypatch):
     inner.window = 5
     out = Decoder(target, Hybrid(inner, Knowing())).generate(PROMPTS[3:4], max_new_tokens=60, stop_ids=())
     assert texts(out) == plain and max(each.accepted for each in out[0].rounds) > 12
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hydra"])
+def test_a_conversation_goes_on_with_a_turn_that_is_longer_than_the_space_behind_the_window(kind):
+    config = CONFIGS["llama"]()
+    config.max_position_embeddings = 1024
+    target = Target.wrap(tiny("llama", config=config))
+    drafter = new_drafter(kind, target, **PAIRS[kind])
+    drafter.tree_spec, drafter.window = StaticTree.chain(3), 20
+    decoder = Decoder(target, drafter, context=1000, keep=True)
+    first = PROMPTS[3] + decoder.generate([PROMPTS[3]], None, 180, ())[0].tokens
+    second = first + torch.randint(VOCAB, (230,), generator=GENERATOR).tolist()
+    assert texts(decoder.generate([second], None, 20, ())) == texts(Decoder(target).generate([second], None, 20, ()))

@@ -1,5 +1,6 @@
 """Static-shape rounds: what a CUDA graph holds, run as it is on the CPU, with the reference implementations in place of the kernels."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -417,3 +418,24 @@ def test_why_rounds_are_no_graphs_is_said():
     decoder = Decoder(Target.wrap(tiny("llama")), kernels=True)
     with pytest.warns(UserWarning, match="rounds are not CUDA graphs: a graph needs a CUDA device"):
         decoder.generate([[1]], max_new_tokens=1)
+
+
+def test_kernels_are_on_in_the_thread_that_uses_them_alone():
+    """Two decoders overlap: the first to leave neither ends the second's nor leaves its own on."""
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def second():
+        with kernels.use(True):
+            entered.set()
+            leave.wait(30)
+            seen.append(kernels.active())
+        seen.append(kernels.active())
+
+    thread = threading.Thread(target=second)
+    with kernels.use(True):
+        thread.start()
+        assert entered.wait(30) and kernels.active()
+    assert not kernels.active()
+    leave.set()
+    thread.join(30)
+    assert seen == [True, False] and not kernels.active()

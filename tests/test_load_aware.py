@@ -287,7 +287,7 @@ def test_costs_are_measured_without_drafting():
 
 def test_refusals():
     target = Target.wrap(tiny("llama"))
-    with pytest.raises(ValueError, match="got trees without probabilities; expected a drafter with weights"):
+    with pytest.raises(ValueError, match="got trees without probabilities, as a look-up's are; expected a drafter with weights"):
         Decoder(target, Ngram(StaticTree.chain(3)), adaptive=LoadAware()).generate([[1, 2, 3] * 5], max_new_tokens=20, stop_ids=())
     with pytest.raises(ValueError, match="--load-aware: .* has no probabilities of its drafts"):
         loading.check_load_aware(Ngram(StaticTree.chain(3)))

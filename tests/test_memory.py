@@ -10,7 +10,7 @@ from decoding_cases import PROMPTS, relative, texts
 from zoo import VOCAB, tiny
 
 from draftsmith.eval import interleaved, loading
-from draftsmith.inference import durable
+from draftsmith.inference import durable, suffix_memory
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.drafter import Drafter
@@ -45,6 +45,20 @@ def test_a_memory_on_disk_is_that_of_one_process(target, plain, tmp_path):
         rounds.append(len(counts[0]))
     assert rounds[1] < rounds[0] / 2 and [file.name for file in tmp_path.iterdir()] == ["memory"]
     assert json.loads((tmp_path / "memory").read_text())["tokens"] == going_on._finished.tokens
+
+
+def test_a_full_disk_costs_the_memory_and_no_answer(target, plain, tmp_path, monkeypatch):
+    stored = StoredSuffix(tmp_path / "memory", VOCAB, "hash", memory=400)
+    before = (tmp_path / "memory").read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(suffix_memory, "write_text", full)
+    with pytest.warns(UserWarning, match="memory' cannot be written any more .No space left on device.; it stays as it is"):
+        assert texts(Decoder(target, stored).generate(PROMPTS, None, NEW, ())) == plain
+    monkeypatch.undo()
+    assert texts(Decoder(target, stored).generate(PROMPTS, None, NEW, ())) == plain and (tmp_path / "memory").read_text() == before
 
 
 def test_a_smaller_memory_takes_the_last_answers(tmp_path):

@@ -4,6 +4,7 @@ Code that has a kernel asks `active()`, and imports the kernel's module only if 
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import torch
 
 __all__ = ["active", "missing", "use"]
 
-_active = False
+_local = threading.local()  # decoders may run in threads of their own
 
 
 def missing(device: torch.device) -> str:
@@ -25,16 +26,15 @@ def missing(device: torch.device) -> str:
 
 
 def active() -> bool:
-    """Whether decoding uses the kernels at present."""
-    return _active
+    """Whether decoding in this thread uses the kernels at present."""
+    return getattr(_local, "active", False)
 
 
 @contextmanager
 def use(on: bool) -> Iterator[None]:
-    """Within it `active()` is `on`."""
-    global _active
-    before, _active = _active, on
+    """Within it `active()` is `on` in this thread."""
+    before, _local.active = active(), on
     try:
         yield
     finally:
-        _active = before
+        _local.active = before

@@ -98,7 +98,9 @@ class TrainSection(Section):
     compile: Changeable[bool] = Field(
         default=False, description="compile the target's layers: a minute at the start, faster steps, most on a GPU"
     )
-    kernels: Changeable[bool] = Field(default=False, description="compute losses with Triton kernels; needs a GPU, untried on one so far")
+    kernels: Changeable[bool] = Field(
+        default=False, description="compute losses with Triton kernels; needs a GPU (tested on an H100, not timed)"
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the initial weights, the order of examples and all random draws")
     eval_every: Changeable[int] = Field(
         default=0, ge=0, le=10**9, description="steps between evaluations on held-out data; 0: at the end only"
