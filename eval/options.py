@@ -79,7 +79,7 @@ def add_prompts(parser: argparse.ArgumentParser, limit: int | None = None) -> No
         "--prompts",
         action="append",
         help=".jsonl or .parquet file with `prompt` (or `turns`, `messages`) and `domain`, with answers if it is a log; chat: 42 prompts of seven "
-        "tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: Python, for `tiny`)",
+        "tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: Python source, which suits `tiny` alone)",
     )
     parser.add_argument("--limit", type=int, default=limit, help=f"prompts of each domain (default {limit or 'all'})")
     add_max_new_tokens(parser, 96)

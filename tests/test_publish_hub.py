@@ -520,3 +520,11 @@ def test_a_published_drafter_is_loaded_and_published_again(server, artifact, tmp
 
 def test_the_line_of_a_missing_argument(capsys):
     assert "USER/NAME" in failing(capsys, publish.main, ["artifact"])
+
+
+def test_the_card_of_a_parallel_draft_model_says_that_vllm_reads_its_folder():
+    entry = {"parallel": 4, "target": {"name": "org/model"}}
+    (text,) = publish._to_export("draft model", entry, 4, [], "me/pard")
+    assert "vllm serve org/model --speculative-config" in text and "draftsmith export" not in text
+    config = json.loads(re.search(r"'({.*})'", text)[1])
+    assert config == {"method": "draft_model", "model": "me/pard", "num_speculative_tokens": 4, "parallel_drafting": True}

@@ -315,7 +315,9 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     parser.add_argument("--slots", type=int, default=slots, help=f"conversations at the same time (default: {slots})")
     parser.add_argument(
-        "--kernels", action="store_true", help="decode with the Triton kernels and CUDA graphs, on a GPU; then give --slots 256 or so"
+        "--kernels",
+        action="store_true",
+        help="decode with the Triton kernels and CUDA graphs, on a GPU; then give --slots 512, or as many as the cache has memory for",
     )
     parser.add_argument(
         "--server", help=f"base address of an OpenAI-compatible server that {writes} instead, such as http://localhost:8000/v1"

@@ -43,7 +43,8 @@ class DflashSection(Section):
     gamma: float = Field(default=4.0, gt=0, le=1000, description="of `decay`; the paper has 4, 5 and 7 for blocks of 8, 10 and 16")
     smoothing: float = Field(default=0.5, ge=0, le=1, description="of `pace`: 1 would weigh a token by the tokens behind it")
     start: str | None = Field(
-        default=None, description="folder or Hub id of a DFlash drafter of the same sizes whose weights to start from; unset: fresh weights"
+        default=None,
+        description="folder or Hub id of a trained DFlash drafter of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

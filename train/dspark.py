@@ -49,7 +49,8 @@ class DsparkSection(Section):
     gamma: float = Field(default=4.0, gt=0, le=1000, description="the k-th token of a block weighs exp(−(k−1)/gamma)")
     confidence_loss: float = Field(default=1.0, ge=0, le=1000, description="weight of the cross-entropy of the confidence")
     start: str | None = Field(
-        default=None, description="folder or Hub id of a DSpark drafter of the same sizes whose weights to start from; unset: fresh weights"
+        default=None,
+        description="folder or Hub id of a trained DSpark drafter of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

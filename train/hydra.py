@@ -31,7 +31,8 @@ class HydraSection(Section):
         description="train for the expected accepted length of the chain instead: distill and decay do not count",
     )
     start: str | None = Field(
-        default=None, description="folder or Hub id of Hydra heads of the same sizes whose weights to start from; unset: fresh weights"
+        default=None,
+        description="folder or Hub id of trained Hydra heads of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

@@ -30,7 +30,7 @@ class KangarooSection(Section):
     )
     start: str | None = Field(
         default=None,
-        description="folder or Hub id of a Kangaroo drafter of the same sizes whose weights to start from; unset: fresh weights",
+        description="folder or Hub id of a trained Kangaroo drafter of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

@@ -34,7 +34,7 @@ class MedusaSection(Section):
     )
     start: str | None = Field(
         default=None,
-        description="folder or Hub id of Medusa heads of the same sizes whose weights to start from; unset: the target's own token",
+        description="folder or Hub id of trained Medusa heads of the same sizes whose weights to start from; unset: the target's own token",
     )
 
 

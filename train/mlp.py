@@ -34,7 +34,8 @@ class MlpSection(Section):
         description="train for the expected accepted length of the chain instead: distill and decay do not count",
     )
     start: str | None = Field(
-        default=None, description="folder or Hub id of a speculator of the same sizes whose weights to start from; unset: fresh weights"
+        default=None,
+        description="folder or Hub id of a trained speculator of the same sizes whose weights to start from; unset: fresh weights",
     )
 
 

@@ -28,7 +28,7 @@ class MtpSection(Section):
     checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(
         default=None,
-        description="`target`: the layer that the target's checkpoint ships; folder or Hub id of an MTP drafter whose weights to start from; "
+        description="`target`: the layer that the target's checkpoint ships; folder or Hub id of a trained MTP drafter whose weights to start from; "
         "unset: fresh weights",
     )
 

@@ -118,6 +118,9 @@ ROWS: dict[tuple[str, str], Row] = {
         "nothing", "run", "llama-server -m TARGET.gguf -md {folder}/model.gguf --spec-type draft-simple --spec-draft-n-max {depth}"
     ),
 }
+# A PARD draft model needs no export: its own folder is what vLLM reads.
+PARD = Row("nothing", "read", _VLLM_PARALLEL.format(VLLM_METHODS["student"]))
+
 # Why a pair has no row, where more can be said than that.
 _REASONS = {
     ("medusa", "sglang"): "it has no Medusa",

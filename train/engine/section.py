@@ -30,8 +30,11 @@ class Section(BaseModel):
         """Raises ValueError for keys of this section `name` that differ from their defaults and do nothing, because of `reason`, other keys."""
         for key in keys:
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default:
-                raise ValueError(f"{name}.{key}={value} does nothing with {reason}; leave out one of them")
+            default = type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"{name}.{key}={value} does nothing with {reason}; leave out one of them, or give back its default, {name}.{key}={default}"
+                )
 
 
 def checked_text(value: Any) -> Any:
@@ -138,7 +141,10 @@ class TrainSection(Section):
         description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
         "published, of LayerSkip and Medusa-2, which change the target, the last ones; 0: τ is not measured",
     )
-    tau_file: str | None = Field(default=None, description="file with these prompts; unset: the shipped ones")
+    tau_file: str | None = Field(
+        default=None,
+        description="file with these prompts, or `chat`: those that ship by task; unset: Python source, which suits `tiny` alone",
+    )
     tau_tokens: int = Field(default=48, ge=1, le=2**20, description="new tokens decoded for each of these prompts")
     tau_temperature: float = Field(default=0.0, ge=0, le=100, description="sampling temperature while τ is measured")
     patience: Changeable[int] = Field(

@@ -227,11 +227,13 @@ def _to_export(method: str, entry: dict[str, Any], depth: int, engines: list[str
     """For each other engine that may serve such a drafter, the command that writes its folder, and the one that starts it."""
     from draftsmith.inference.draft_model import DraftModel
     from draftsmith.models.formats.engines import ENGINES as NAMES
-    from draftsmith.models.formats.engines import ROWS, serving
+    from draftsmith.models.formats.engines import PARD, ROWS, serving
 
     family = "student" if method == DraftModel.method else f"eagle{entry['version']}" if method == "eagle" else method
-    family = "pard" if entry.get("parallel") else family  # its folder is what vLLM reads
     target, name = (entry.get("target") or {}).get("name", "TARGET"), repo.partition("/")[2]
+    if entry.get("parallel"):
+        start = serving(PARD, target, repo, depth)
+        return [f"vLLM reads this folder as it is, by the source of its loader (not run):\n\n```\n{start}\n```"]
     texts = []
     for (own, engine), row in ROWS.items():
         if own == family and engine not in engines:
