@@ -219,8 +219,8 @@ class Suffix(_LookupDrafter):
 
     Args:
         tree_spec: of the trees.
-        memory: tokens of finished answers to remember over all slots and calls; 0 is none. The oldest answer is dropped first. An answer is
-            remembered with the last MAX_MATCH tokens of its prompt.
+        memory: tokens to remember over all slots and calls, of finished answers and of what the target said past their ends where a last draft
+            was accepted; 0 is none. The oldest answer is dropped first. An answer is remembered with the last MAX_MATCH tokens of its prompt.
         factor: nodes of a draft for each token of the match.
         offset: nodes in addition.
         min_probability: a less likely node is left out.
