@@ -107,7 +107,10 @@ def test_chains_are_those_of_each_document(target, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_ends_with_weights_that_stay_in_the_artifact(target, kind, tmp_path, capsys):
     drafter, rows = make(target, kind), PackedDataset(corpus_of([9, 12, 24, 11, 21, 17] * 4, seq_len=24, vocab=VOCAB), 24)
-    with pytest.raises(ValueError, match="no `confidence_weights` in its config, which training, but for a target split by shard or tensor, fits for Medusa,"):
+    with pytest.raises(
+        ValueError,
+        match="no `confidence_weights` in its config, which training, but for a target split by shard or tensor, fits for Medusa,",
+    ):
         set_stop(drafter, "survival:0.3")
     confidence.fit(drafter, target, rows)
     assert f"confidence: expected calibration error of survival at depth 1 … {drafter.depth_limit}: greedy 0." in capsys.readouterr().out
