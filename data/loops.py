@@ -10,7 +10,7 @@ import numpy as np
 PERIOD, REPEATED = 128, 4  # the longest run of tokens that is looked for, and how often in a row makes a loop
 LOOP = 32  # fewest tokens of a loop
 DISTINCT, NGRAM, LEAST = 0.4, 4, 64  # fewest share of n-grams that differ, their tokens, and the tokens from which a text is judged so
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)  # odd, for a hash
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)  # of an n-gram's hash
 
 
 def repeats(ids: Sequence[int]) -> bool:
@@ -23,11 +23,10 @@ def repeats(ids: Sequence[int]) -> bool:
     length = len(tokens)
     if length < LOOP:
         return False
-    hashed = tokens.astype(np.uint64)
-    ngrams = sum(hashed[start : length - NGRAM + start + 1] * factor for start, factor in enumerate(_FACTORS))
-    ngrams = np.asarray(ngrams)
+    unsigned = tokens.astype(np.uint64)
+    ngrams = np.asarray(sum(unsigned[start : length - NGRAM + start + 1] * factor for start, factor in enumerate(_FACTORS)))
     repeated = len(ngrams) - len(np.unique(ngrams))
-    # A loop of n tokens has no more distinct n-grams than its period, at most n / REPEATED.
+    # A loop of m tokens has m − 3 n-grams, and no more distinct ones than its period, m / REPEATED at most.
     if repeated < LOOP - NGRAM + 1 - LOOP // REPEATED:
         return False
     if length >= LEAST and len(ngrams) - repeated < DISTINCT * len(ngrams):

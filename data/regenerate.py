@@ -401,9 +401,9 @@ def _request(state: ConversationState, model: str, how: Settings, omit: Collecti
 
 
 def facts_of(target: Target, kernels: bool) -> dict[str, Any]:
-    """What a row says of the target that wrote it in this process; kernels round as no other decoding does."""
-    files = {"revision": target.revision, "weights": target.identity.weights_hash, "kernels": kernels}
-    known = {name: value for name, value in files.items() if value}
+    """What a row says of the target that wrote it in this process, and whether with kernels, which round in their own way."""
+    facts = {"revision": target.revision, "weights": target.identity.weights_hash, "kernels": kernels}
+    known = {name: value for name, value in facts.items() if value}
     return {"by": OURS, "target": target.name, **known, "dtype": str(target.dtype).removeprefix("torch.")}
 
 

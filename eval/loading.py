@@ -313,8 +313,8 @@ def set_stop(drafter: AnyDrafter | None, text: str | None) -> None:
         weights = drafter.config.confidence_weights if isinstance(drafter, DrafterModel) else None
         if weights is None:
             raise ValueError(
-                f"--stop {text}: this {drafter.method} drafter has no `confidence_weights` in its config, which training, but for a target split by shard or tensor, "
-                "fits for Medusa, Hydra, MLP, EAGLE, MTP and Kangaroo drafters; train one of these anew, or take confidence:P"
+                f"--stop {text}: this {drafter.method} drafter has no `confidence_weights` in its config; training fits them for Medusa, Hydra, MLP, EAGLE, MTP "
+                "and Kangaroo drafters of a target that is not split by shard or tensor; train one of these anew, or take confidence:P"
             )
         stop = replace(stop, confidence=Confidence.parse(weights))
     drafter.stop = stop

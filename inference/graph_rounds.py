@@ -232,7 +232,7 @@ class GraphRunner:
         pending = InFlightRound(_copy_to_host(shared.packed), events + self._event())
         if round is not None and drafted is not None:
             results = pending.result()
-            # A replayed graph changes the cache's lengths without the host, whose next drafts may be written after them.
+            # A replayed graph lengthens the cache's rows on the device alone. The host's next draft may be written behind them.
             for slot in round.slots:
                 lengths[slot] += results[slot].length
             self.cache.set_length_bounds(lengths, exact=round.slots)

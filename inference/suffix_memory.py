@@ -63,7 +63,7 @@ class StoredSuffix(Suffix):
         if self._write:
             try:
                 self._save()
-            except OSError as error:  # a full disk: the answers matter more
+            except OSError as error:  # a full disk must not cost an answer
                 self._write = False
                 text = f"suffix memory {str(self.file)!r} cannot be written any more ({error.strerror}); it stays as it is"
                 warnings.warn(text, stacklevel=2)

@@ -70,7 +70,7 @@ def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool =
         parts.append(f"tokenizer ({expected.tokenizer_hash[:12]} / {actual.tokenizer_hash[:12]})")
     if expected.weights_hash and actual.weights_hash:
         kind, before, now, quantised = "weights", expected.weights_hash, actual.weights_hash, "+" in expected.dtype + actual.dtype
-    else:  # models on the Hub: a commit may change a text alone, but nothing here says so
+    else:  # models on the Hub: whether a commit changed the weights is not known here
         kind, before, now, quantised = "revision", expected.revision, actual.revision, False
     other_weights = bool(before and now) and before != now
     if weights and other_weights and not quantised:

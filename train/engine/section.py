@@ -27,7 +27,7 @@ class Section(BaseModel):
         return value if isinstance(value, dict) else checked_text(value)  # a dictionary is a section, whose texts are its own
 
     def refuse_unread(self, name: str, keys: Iterable[str], reason: str) -> None:
-        """Raises ValueError for keys of this section `name` that differ from their defaults and do nothing, because of `reason`, other keys."""
+        """Raises ValueError for a key of this section `name` that differs from its default. `reason` is the setting with which it does nothing."""
         for key in keys:
             value = getattr(self, key)
             default = type(self).model_fields[key].default

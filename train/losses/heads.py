@@ -19,7 +19,7 @@ __all__ = ["check_top_k", "head_losses", "head_metrics", "head_weights", "shifte
 
 
 def check_top_k(section: Any, name: str) -> None:
-    """Raises ValueError where `top_k` does nothing in a recipe's section `name` of heads, since the loss has no distribution of the target's."""
+    """Raises ValueError where `top_k` does nothing in a recipe's section `name` of heads, because its loss has no KL term."""
     if section.end_to_end:
         section.refuse_unread(name, ["top_k"], f"{name}.end_to_end=true")
     elif not section.distill:
