@@ -49,12 +49,12 @@ class Prompt:
     reference: tuple[str, ...] = ()
 
 
-def shipped_or_given(path: str | Path | None) -> Path:
-    """The file of a name: None for the shipped Python prompts, "chat" for the shipped prompts by task, else a path."""
-    return TINY if path is None else CHAT if path == "chat" else Path(os.path.expanduser(path))
+def shipped_or_given(path: str | Path) -> Path:
+    """The file of a name: "chat" for the shipped prompts by task, else a path."""
+    return CHAT if path == "chat" else Path(os.path.expanduser(path))
 
 
-def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = None, distinct: bool = False) -> list[Prompt]:
+def load(paths: str | Path | Sequence[str | Path], limit: int | None = None, distinct: bool = False) -> list[Prompt]:
     """Prompts of files and Hub data sets, in their order.
 
     Each row is an object with `prompt`, `turns` or `messages`, perhaps `domain` or `category`, `id`, `language`, `completion_prompt`, and
@@ -62,14 +62,14 @@ def load(paths: str | Path | Sequence[str | Path] | None, limit: int | None = No
     its id and "#2". A log has the answer as well: `messages` that end with the assistant's, or a `response` to the `prompt`.
 
     Args:
-        paths: each a .jsonl file, also .gz, a .parquet or .arrow file, what `shipped_or_given` knows, or hf:owner/name[:split] on the Hub.
+        paths: none, one or several, each a .jsonl file, also .gz, a .parquet or .arrow file, what `shipped_or_given` knows, or hf:owner/name[:split] on the Hub.
         limit: most rows of each domain.
         distinct: refuse two prompts of the same id.
 
     Raises:
         ValueError: a file that is missing, empty, too large or given twice, a row that is no prompt, or a data set that the Hub does not give.
     """
-    sources = [paths] if paths is None or isinstance(paths, str | Path) else list(paths)
+    sources = [paths] if isinstance(paths, str | Path) else list(paths)
     prompts, counts, seen = [], dict[str, int](), dict[str, tuple[str, int]]()
     for index, source in enumerate(sources):
         if source in sources[:index]:
@@ -105,7 +105,7 @@ def user_texts(paths: Sequence[str | Path]) -> tuple[str, ...]:
     Raises:
         ValueError: as `load`.
     """
-    turns = [turn for prompt in (load(paths) if paths else []) for turn in (prompt, *prompt.later)]
+    turns = [turn for prompt in load(paths) for turn in (prompt, *prompt.later)]
     said = [message["content"] for turn in turns for message in turn.messages if message["role"] == "user"]
     return tuple(dict.fromkeys([*(turn.text for turn in turns), *said]))
 
@@ -120,7 +120,7 @@ def hash_of(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([content(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
-def _rows(source: str | Path | None) -> tuple[str, Iterator[tuple[int, Any]]]:
+def _rows(source: str | Path) -> tuple[str, Iterator[tuple[int, Any]]]:
     """The name of a source for errors, and its numbered rows, which are JSON but not checked."""
     if isinstance(source, str) and source.startswith(HUB):
         return source, enumerate(_hub_rows(source), 1)

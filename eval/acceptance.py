@@ -126,8 +126,9 @@ def main(arguments: list[str]) -> None:
     if chosen.load_aware and chosen.kernels:
         raise ValueError("--load-aware verifies trees of several sizes, --kernels of one; expected one; leave one out")
     policy = _policy(chosen.policy) if chosen.policy is not None else None
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
+    prompts = given or loading.shipped_prompts(target, chosen.limit)
     if chosen.kernels and (reason := missing(target.device)):
         raise ValueError(f"--kernels: {reason}; leave it out")
     loading.set_stop(drafter, chosen.stop)

@@ -67,11 +67,12 @@ def main(arguments: list[str]) -> None:
     if chosen.kernels:
         rounds.main(out, chosen.json)
         return
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     words: list[str] = list(dict.fromkeys(chosen.drafter or DRAFTERS))
     if not chosen.drafter and chosen.target in (None, "tiny"):
         words.append("tiny-draft")
     target, drafters = loading.open_named(chosen.target, words, chosen.dtype, chosen.trust_remote_code)
+    prompts = given or loading.shipped_prompts(target, chosen.limit)
     for drafter in drafters.values():
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)

@@ -57,8 +57,9 @@ def main(arguments: list[str]) -> None:
         _print(measured.compare(chosen.drafters), chosen.json)
         return
     rule = chosen.rule or ("rejection" if chosen.expected else "target-sample")
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, drafters = loading.open_named(chosen.target, chosen.drafters, chosen.dtype, chosen.trust_remote_code)
+    prompts = given or loading.shipped_prompts(target, chosen.limit)
     for name, drafter in drafters.items():
         if chosen.expected and (not isinstance(drafter, DraftModel) or isinstance(drafter, ParallelDraftModel)):
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval import ranks
 from draftsmith.inference import expand, machine
@@ -404,6 +405,14 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
     if spec.max_depth > drafter.depth_limit:
         raise ValueError(f"got a tree {spec.max_depth} deep; {drafter.method} looks {drafter.depth_limit} ahead at most; lower the depth")
     return spec
+
+
+def shipped_prompts(target: Target, limit: int | None = None) -> list[Prompt]:
+    """The prompts that a target is measured on where none are named: those by task if it has a chat template, else Python source.
+
+    limit: most of each domain.
+    """
+    return prompt_files.load(prompt_files.CHAT if target.require_tokenizer().chat_template else prompt_files.TINY, limit)
 
 
 def encode(target: Target, prompt: Prompt, answer: str = "") -> list[int]:

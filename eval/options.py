@@ -73,13 +73,17 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the models' own code from the Hub")
 
 
-def add_prompts(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
-    """--prompts, --limit, --max-new-tokens, for commands that measure. limit: the default of --limit; None is all prompts."""
+def add_prompts(
+    parser: argparse.ArgumentParser, limit: int | None = None, default: str = "chat, or Python source for a target without a chat template"
+) -> None:
+    """--prompts, --limit, --max-new-tokens, for commands that measure. limit: the default of --limit; None is all prompts. `default` only
+    describes in --help what the command takes without --prompts."""
     parser.add_argument(
         "--prompts",
         action="append",
+        default=[],
         help=".jsonl or .parquet file with `prompt` (or `turns`, `messages`) and `domain`, with answers if it is a log; chat: 42 prompts of seven "
-        "tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: Python source, which suits `tiny` alone)",
+        f"tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: {default})",
     )
     parser.add_argument("--limit", type=int, default=limit, help=f"prompts of each domain (default {limit or 'all'})")
     add_max_new_tokens(parser, 96)

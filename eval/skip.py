@@ -75,8 +75,9 @@ def main(arguments: list[str]) -> None:
 
     if chosen.depth > SelfSpeculation.depth_limit:
         raise ValueError(f"--depth {chosen.depth}: expected 1 to {SelfSpeculation.depth_limit}")
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, _ = loading.open_models(chosen.target, [], chosen.dtype, chosen.trust_remote_code)
+    prompts = given or loading.shipped_prompts(target, chosen.limit)
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
     texts = target_texts(target, [prompt.ids for prompt in encoded], Sampling(), chosen.max_new_tokens)
     conversations = list(dict.fromkeys(prompt.conversation for prompt in encoded))

@@ -12,7 +12,7 @@ from conftest import save_byte_target
 from hand_records import by_chance
 
 from draftsmith.data import prompts
-from draftsmith.eval import acceptance, card, compare, decoding, lossless, record_store, speed, table
+from draftsmith.eval import acceptance, card, compare, decoding, loading, lossless, record_store, speed, table
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.evaluation import _halves, evaluate_drafter
 from draftsmith.eval.intervals import of_difference
@@ -253,6 +253,23 @@ def test_folders_that_have_nothing_in_common_are_named(tmp_path, capsys):
     second.header["target"] |= {"config_hash": "another"}
     with pytest.raises(ValueError, match="--beside: 'own' and 'x': the target differs in its config .*expected evaluations of one target"):
         acceptance._checked_beside("own", first, {"x": ("x", second)})
+
+
+def test_without_prompts_a_chat_model_is_asked_by_task_and_another_continues_source(folder, monkeypatch):
+    def domains(template):
+        model, seen = Target.load(str(folder / "target")), []
+        model.tokenizer.chat_template = template
+        monkeypatch.setattr(loading, "open_named", lambda *_: (model, dict.fromkeys(["suffix", "ngram"], Ngram())))
+        monkeypatch.setattr("draftsmith.eval.answers.encode_prompts", lambda _, asked, __: seen.extend(asked) or ([], {}))
+        monkeypatch.setattr("draftsmith.eval.comparison.compare_drafters", lambda *_: {})
+        monkeypatch.setattr(compare, "_print", lambda *_: None)
+        compare.main(["suffix", "ngram", "--limit", "1"])
+        return [prompt.domain for prompt in seen]
+
+    assert domains(TEMPLATE) == [prompt.domain for prompt in prompts.load("chat", 1)]
+    assert domains(None) == [prompt.domain for prompt in prompts.load(prompts.TINY, 1)]
+    with pytest.raises(ValueError, match="nowhere.jsonl' not found"):
+        compare.main(["suffix", "ngram", "--prompts", "nowhere.jsonl"])
 
 
 def test_the_shipped_chat_prompts():

@@ -8,16 +8,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+import zoo
+from conftest import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from torch.utils.file_baton import FileBaton
-from training_cases import new_model, new_recipe, run
+from training_cases import Numbers, new_model, new_recipe, objective, run
 
+from draftsmith.data import prompts
 from draftsmith.inference.claim import MARK, claim, is_claimed
-from draftsmith.train import cli, publish, recipe
+from draftsmith.models.target import Target
+from draftsmith.train import cli, loop, publish, recipe, setup
 from draftsmith.train.engine import checkpoint, output, say, trackers
 from draftsmith.train.engine.redact import redacted
 from draftsmith.train.engine.watchdog import locks_reported
@@ -217,16 +222,36 @@ def test_a_reader_that_is_gone_ends_no_run(monkeypatch):
     assert sys.stdout.name == os.devnull
 
 
-def test_a_tau_of_other_prompts_is_none_to_compare_with(tmp_path):
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"prompt": "What is this?"}\n')
-    settings = {"tau_file": str(asked), "tau_prompts": 1}
-    run(tmp_path / "run", steps=1, **settings)
-    asked.write_text('{"prompt": "What is that?"}\n')
+def test_a_tau_of_other_prompts_is_none_to_compare_with(tmp_path, target_folder):
+    target = Target.load(str(target_folder))
+
+    def train(steps):
+        recipe = new_recipe(tmp_path / "run", steps=steps, tau_file=str(prompt_file), tau_prompts=1)
+        fingerprint = setup.fingerprint(recipe, target, SimpleNamespace(key="numbers"))
+        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), fingerprint)
+
+    prompt_file = tmp_path / "prompts.jsonl"
+    prompt_file.write_text('{"prompt": "What is this?"}\n')
+    train(1)
+    prompt_file.write_text('{"prompt": "What is that?"}\n')
     with pytest.raises(ValueError, match="was made with prompts for τ=.*this run has .*give another train.output"):
-        run(tmp_path / "run", steps=2, **settings)
-    asked.write_text('{"prompt": "What is this?"}\n{"prompt": "Not decoded?"}\n')
-    run(tmp_path / "run", steps=2, **settings)
+        train(2)
+    prompt_file.write_text('{"prompt": "What is this?"}\n{"prompt": "Not decoded?"}\n')
+    train(2)
+
+
+def test_tau_is_measured_on_prompts_that_suit_the_target(tmp_path):
+    target = Target.wrap(zoo.tiny("llama"), byte_tokenizer())
+
+    def kinds(**named):
+        recipe = new_recipe(tmp_path / "run", tau_prompts=1, **named)
+        return {prompt.domain for prompt in setup._tau_prompts(recipe.train, target)}
+
+    by_task = {prompt.domain for prompt in prompts.load("chat")}
+    source = {prompt.domain for prompt in prompts.load(prompts.TINY)}
+    assert kinds() == source != by_task and kinds(tau_file="chat") == by_task
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert kinds() == by_task and kinds(tau_file=str(prompts.TINY)) == source
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])

@@ -356,7 +356,7 @@ def main(arguments: list[str]) -> None:
         drafter = DraftModel(
             student, tree_spec_of(recipe.tree), stop=Stopping("confidence", section.confidence) if section.confidence else None
         )
-        fingerprint, refresh = setup.fingerprint(target, train), None
+        fingerprint, refresh = setup.fingerprint(recipe, target, train), None
         if section.on_policy or section.rejections:
             train = with_replay(recipe, target, student, model, packed)
             refresh = train.refresh

@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "dspark", target, corpora, **architecture(section, target))
         if section.start:
             setup.start_from(drafter, section.start, target, "dspark.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

@@ -396,7 +396,7 @@ def main(arguments: list[str]) -> None:
         if section.start:
             begin_with(drafter, section.start, target, "eagle.start")
         freeze_head(drafter, section)
-        fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
+        fingerprint = setup.fingerprint(recipe, target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         if section.start and not section.train_head:  # checkpoints hold what is trained
             fingerprint["frozen weights"] = replay.digest(drafter, trained=False)
         monitors = setup.monitors(recipe, target, drafter)

@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "hydra", target, corpora, **architecture(section, target))
         if section.start:
             setup.start_from(drafter, section.start, target, "hydra.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)

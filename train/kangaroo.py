@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "kangaroo", target, corpora, **architecture(section, target))
         if section.start:
             setup.start_from(drafter, section.start, target, "kangaroo.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)

@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> None:
         drafter = early_exit(trained, section.exits[0])
         drafter.tree_spec = StaticTree.chain(4)
         setup.set_tree(drafter, recipe.tree, "chain")
-        fingerprint = setup.fingerprint(ends, train)
+        fingerprint = setup.fingerprint(recipe, ends, train)
         if section.lora:  # the checkpoints hold the adapters alone
             fingerprint["target's weights"] = replay.digest(model, trained=False)
         measure = partial(objective, section=section, seed=recipe.train.seed)

@@ -254,7 +254,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "medusa", target, corpora, **architecture(section))
         if section.start:
             setup.start_from(drafter, section.start, target, "medusa.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         model, measure = drafter, partial(objective, target=target, section=section)

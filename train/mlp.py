@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> None:
         drafter, train, valid = setup.new_drafter_and_data(recipe, "mlp", target, corpora, **architecture(section))
         if section.start:
             setup.start_from(drafter, section.start, target, "mlp.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = partial(objective, target=target, section=section)

@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> None:
             begin_with_target(drafter, target)
         elif section.start:
             setup.start_from(drafter, section.start, target, "mtp.start")
-        fingerprint = setup.fingerprint(target, train)
+        fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
         train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = partial(objective, target=target, section=section)

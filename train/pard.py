@@ -156,7 +156,7 @@ def main(arguments: list[str]) -> None:
         student, mask_token = students.frozen(model, target.tokenizer), mask_token_of(section, model, target)
         drafter = ParallelDraftModel(student, StaticTree.chain(min(4, section.steps)), mask_token, section.steps)
         setup.set_tree(drafter, recipe.tree, "chain")
-        fingerprint = setup.fingerprint(target, train) | {"mask token": mask_token}
+        fingerprint = setup.fingerprint(recipe, target, train) | {"mask token": mask_token}
         measure = partial(objective, vocab_size=target.vocab_size, section=section, mask_token=mask_token, seed=recipe.train.seed)
         monitors = setup.monitors(recipe, target, drafter, positions=student.max_positions)
         monitors["target_forward"] = None  # training runs no target

@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> None:
             drafter.take(setup.frequent_tokens(train, target, sizes["draft_vocab_size"]))
         if section.start:
             begin_with(drafter, section.start, target, "peagle.start")
-        fingerprint = setup.fingerprint(target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
+        fingerprint = setup.fingerprint(recipe, target, train) | {"draft vocabulary": drafter.vocabulary.digest()}
         monitors = setup.monitors(recipe, target, drafter)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

@@ -17,8 +17,9 @@ from draftsmith.data.feature_dataset import FeatureDataset
 from draftsmith.data.features import FeatureStore, Index
 from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.data.prepare import load
+from draftsmith.data.prompts import Prompt
 from draftsmith.data.report import many_dropped
-from draftsmith.eval.loading import DTYPES, encode, fastest_dtype, tree_spec_from_options
+from draftsmith.eval.loading import DTYPES, encode, fastest_dtype, shipped_prompts, tree_spec_from_options
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
@@ -33,7 +34,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
 from draftsmith.train.engine import output, processes, replay
 from draftsmith.train.engine.replay import Replay
-from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES
+from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES, TAU_PROMPTS
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection, TreeSection
 
@@ -256,8 +257,8 @@ def open_store(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> Feature
     return FeatureStore(folder, target, taps, allow_missing=cached or section.allow_missing, show=PartialState().is_main_process)
 
 
-def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[str, Any]:
-    """What must be the same for a run to be resumed: its data, its target, and where its features come from."""
+def fingerprint(recipe: Recipe, target: Target, train: PackedDataset | FeatureDataset) -> dict[str, Any]:
+    """What must be the same for a run to be resumed: its data, its target, where its features come from, and the prompts for τ."""
     identity = target.identity
     facts: dict[str, Any] = {"data": train.key, "target's config": identity.config_hash, "target's tokenizer": identity.tokenizer_hash}
     facts |= {TARGET_FILES: identity.weights_hash or identity.revision, TARGET_DTYPE: identity.dtype}
@@ -265,7 +266,15 @@ def fingerprint(target: Target, train: PackedDataset | FeatureDataset) -> dict[s
         # features.allow_missing may leave some out
         samples = hashlib.sha256(train.packed.corpus.epoch_samples.numpy().tobytes()).hexdigest()
         facts |= {"features' precision": train.store.index.precision, "features' samples": samples}
+    if recipe.train.tau_prompts:
+        texts = repr(_tau_prompts(recipe.train, target)).encode("utf-8", "backslashreplace")
+        facts[TAU_PROMPTS] = hashlib.sha256(texts).hexdigest()[:20]
     return facts
+
+
+def _tau_prompts(section: TrainSection, target: Target) -> list[Prompt]:
+    """The prompts on which a run measures τ."""
+    return prompts.load(section.tau_file, section.tau_prompts) if section.tau_file else shipped_prompts(target, section.tau_prompts)
 
 
 def with_rejections(
@@ -296,7 +305,7 @@ def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int |
     section = recipe.train
     if not section.tau_prompts:
         return None
-    encoded = [encode(target, prompt) for prompt in prompts.load(section.tau_file, section.tau_prompts)]
+    encoded = [encode(target, prompt) for prompt in _tau_prompts(section, target)]
     longest, limit = max(map(len, encoded)) + section.tau_tokens, min(target.max_positions, positions or target.max_positions)
     if longest > limit:
         raise ValueError(

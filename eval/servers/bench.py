@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--concurrency", metavar="N[,N…]", help=f"requests at a time, each a load of its own (default {CONCURRENCY})")
     parser.add_argument("--rate", metavar="R[,R…]", help="requests a second instead, whether earlier ones have ended or not")
-    options.add_prompts(parser, limit=6)
+    options.add_prompts(parser, limit=6, default="chat")
     parser.add_argument("--repeats", type=int, default=2, help="how often each prompt is asked of each server at each load (default 2)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, the order of prompts, and answers at T > 0 (default 0)")
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     from draftsmith.inference.claim import claim
 
     evaluation = _evaluation(chosen.predicted)
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    prompts = prompt_files.load(chosen.prompts or "chat", chosen.limit, distinct=True)
     most = max(load.value for load in loads)
     if loads[0].kind == "concurrency" and most > len(prompts):
         raise ValueError(f"--concurrency {most:g}: got {len(prompts)} prompts; expected as many at least; give more, or raise --limit")

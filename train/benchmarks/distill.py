@@ -105,7 +105,7 @@ def table() -> None:
     """Print τ of each cell, seeds pooled, and its difference to `nll` on the corpus, greedy and at T = 1. Both are exact (`eval/expected.py`)."""
     machine.threads()
     target = Target.load("tiny", dtype=torch.float32)
-    encoded = [encode(target, prompt) for prompt in prompts.load(None)]
+    encoded = [encode(target, prompt) for prompt in prompts.load(prompts.TINY)]
     results: dict[Cell, list[tuple[float | None, ...]]] = {cell: [] for cell in cells()}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, rule="rejection")

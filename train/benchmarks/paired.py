@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data import prompts
 from draftsmith.eval import intervals, loading
 from draftsmith.eval.answers import decode_all, encode_prompts
 from draftsmith.eval.intervals import Interval
@@ -37,7 +36,7 @@ def open_target(path: str, limit: int | None) -> tuple[Target, list[list[int]]]:
 
 def encoded_prompts(target: Target, limit: int | None) -> list[list[int]]:
     """Token ids of the prompts that ship for the target, at most `limit` of each domain."""
-    encoded, _ = encode_prompts(target, prompts.load(None if target.name == "tiny" else "chat", limit), NEW_TOKENS)
+    encoded, _ = encode_prompts(target, loading.shipped_prompts(target, limit), NEW_TOKENS)
     return [prompt.ids for prompt in encoded]
 
 

@@ -34,7 +34,7 @@ def train(base: EagleRecipe, run: Path, seed: int, steps: int, precision: str) -
     target, corpora = setup.load_target_and_data(chosen)
     with output.claimed(chosen):
         heads, sequences, valid = setup.new_drafter_and_data(chosen, "medusa", target, corpora, **medusa.architecture(section))
-        fingerprint = setup.fingerprint(target, sequences)
+        fingerprint = setup.fingerprint(chosen, target, sequences)
         _, done = loop.fit(chosen, heads, partial(objective, target=target), sequences, valid, fingerprint)
         publish.publish_drafter(chosen, heads, target, done)
 

@@ -1,6 +1,5 @@
 """Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from draftsmith.data import prompts
 from draftsmith.inference import machine
 from draftsmith.inference.reading import field
 from draftsmith.inference.terminal import printable
@@ -72,7 +70,7 @@ def start_or_resume(
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
     state = {
         "recipe": recipes.by_key(recipe),
-        "fingerprint": fingerprint | _tau_prompts(section),
+        "fingerprint": fingerprint,
         "threads": torch.get_num_threads(),
         "precision": precision,
         "format": FORMAT,
@@ -113,14 +111,6 @@ def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerat
     distributed = accelerator.distributed_type.value.lower()
     setting = f"{state['threads']} threads, {state['precision']}, {accelerator.num_processes} process(es), {distributed}"
     say(f"resuming from {newest}; {setting}" if newest else setting)
-
-
-def _tau_prompts(section: TrainSection) -> dict[str, str]:
-    """The fingerprint's part of the prompts that τ is measured on."""
-    if not section.tau_prompts:
-        return {}
-    decoded = repr(prompts.load(section.tau_file, section.tau_prompts)).encode("utf-8", "backslashreplace")
-    return {TAU_PROMPTS: hashlib.sha256(decoded).hexdigest()[:20]}
 
 
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:

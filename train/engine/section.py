@@ -143,7 +143,7 @@ class TrainSection(Section):
     )
     tau_file: str | None = Field(
         default=None,
-        description="file with these prompts, or `chat`: those that ship by task; unset: Python source, which suits `tiny` alone",
+        description="file with these prompts, or `chat`: those that ship by task; unset: `chat`, or Python source for a target without a chat template",
     )
     tau_tokens: int = Field(default=48, ge=1, le=2**20, description="new tokens decoded for each of these prompts")
     tau_temperature: float = Field(default=0.0, ge=0, le=100, description="sampling temperature while τ is measured")

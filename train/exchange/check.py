@@ -84,8 +84,9 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     family = family_in(folder)
     if family not in VLLM_METHODS:
         raise ValueError(f"--serve vllm: vLLM serves no {family} drafter of a folder; it serves {', '.join(VLLM_METHODS)}")
-    prompts = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
+    given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, (drafter,) = loading.open_models(chosen.target, [str(folder)], chosen.dtype, chosen.trust_remote_code)
+    prompts = given or loading.shipped_prompts(target, chosen.limit)
     depth = chosen.depth or (served_depth(drafter.config) if isinstance(drafter, DrafterModel) else drafter.max_depth)
     if depth > drafter.depth_limit:
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
