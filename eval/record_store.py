@@ -5,7 +5,6 @@ written at once and end with a line {"kind": "commit"}; what comes after the las
 continues after them. In the end records.jsonl replaces them, in an order that no interruption changes.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -35,6 +34,7 @@ from draftsmith.eval.records import (
     superset_of,
 )
 from draftsmith.inference import durable
+from draftsmith.inference.claim import lock
 from draftsmith.inference.reading import field
 
 RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
@@ -192,10 +192,8 @@ class RecordStore:
         """Lock the file of this rank against other processes, and cut it after its last commit."""
         assert self._file is not None and self.folder is not None
         part = self._part(ranks.state().process_index)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"{part}: another evaluation is writing it; wait for it, end it, or give another --out") from None
+        if not lock(self._file):
+            raise OSError(f"{part}: another evaluation is writing it; wait for it, end it, or give another --out")
         content, mark = part.read_bytes(), _text(COMMIT).encode()
         end = content.rfind(b"\n" + mark)
         os.ftruncate(self._file, end + 1 + len(mark) if end >= 0 else 0)

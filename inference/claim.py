@@ -88,13 +88,13 @@ def is_claimed(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def lock(descriptor: int) -> bool:
-    """Lock an open file for this process until it is closed. False if another process has locked it.
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file for this process until it is closed. False if another process has locked it; with `wait` it is waited for.
 
     Some network file systems have no locks: there nothing keeps a second process out.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

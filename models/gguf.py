@@ -4,7 +4,6 @@ People who serve llama.cpp train for the weights that they serve. The folder hol
 weights: as they are where the file has float32 or float16, in bfloat16 where they were quantised.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from draftsmith.inference import durable
+from draftsmith.inference.claim import lock
 from draftsmith.inference.support import check_supported
 from draftsmith.models.saving import save_model
 
@@ -63,8 +63,8 @@ def folder_of(path: str, key: str) -> str:
     if folder.is_dir():
         return str(folder)
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / f"{identity}.lock", "w") as lock:  # other processes wait, and find the folder
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(root / f"{identity}.lock", "w") as locked:  # other processes wait, and find the folder
+        lock(locked.fileno(), wait=True)
         if not folder.is_dir():
             needed, free = 6 * file.stat().st_size, shutil.disk_usage(root).free  # 16 bits for 4, and space to write them
             if needed > free:

@@ -1,6 +1,9 @@
 """GGUF targets: a file gives the model that its weights say, once, and every command takes it."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -136,6 +139,15 @@ def test_a_file_is_dequantised_once_and_another_is_another(tmp_path, cache, caps
     write(tmp_path / "tuned.gguf", model)
     assert Target.load(str(tmp_path / "tuned.gguf")).identity.weights_hash != first.weights_hash
     assert sum(path.is_dir() for path in cache.iterdir()) == 2
+
+
+def test_a_cache_on_a_file_system_without_locks(tmp_path, cache, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write(tmp_path / "model.gguf", random_llama())
+    assert Target.load(str(tmp_path / "model.gguf")).identity.weights_hash in {path.name for path in cache.iterdir()}
 
 
 def test_commands_take_a_file(tmp_path, capsys):
