@@ -36,6 +36,7 @@ _MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 AT_ONCE = 1 << 18  # numbers that a CPU makes together, in its cache: 32 rows of 49,152 take 43 ms so, and 86 in one piece
+GROUP, LEAST_GROUPS = 256, 8  # of `best_token`: tokens of a group; fewer groups gain nothing
 MOST_NOISE = 23.0  # above all Gumbel noise: a word x gives −log(−log u) = 33 log 2 = 22.87 at most; the rest is for rounding
 WORTH_CHOOSING = 0.5  # share of the blocks of four tokens: 64 rows of 49,152 take 15, 63, 102 ms at .1, .5, .9, and 84 with all the noise
 
@@ -272,9 +273,20 @@ def _noise_of(block: Tensor, seed: int, request: Tensor, position: Tensor) -> Te
 def best_token(logits: Tensor) -> Tensor:
     """The token of the highest logit, the lowest id on ties: logits [...,V] -> int64 [...].
 
-    On a CPU `max` gives the same index as `argmax` in a third of the time, for bfloat16 in a fifth: 0.6 ms instead of 2.7 for [17, 49152].
+    A CPU takes a maximum in a tenth of the time in which it finds where that is. So groups of tokens are compared by their maxima first, and the
+    best group is searched: [10, 49152] in 0.15 ms instead of 0.66 in float32, 0.3 instead of 0.8 in bfloat16 (`max`; `argmax` takes 1.1 and 2.6).
     """
-    return logits.max(-1).indices if on_host(logits) else logits.argmax(-1)
+    vocab = logits.shape[-1]
+    if not on_host(logits):
+        return logits.argmax(-1)
+    if vocab < LEAST_GROUPS * GROUP:
+        return logits.max(-1).indices
+    groups = vocab // GROUP
+    maxima = logits[..., : groups * GROUP].unflatten(-1, (groups, GROUP)).amax(-1)
+    maxima = torch.cat((maxima, logits[..., -GROUP:].amax(-1, keepdim=True)), -1)  # the last group overlaps the one before
+    first = (maxima.max(-1).indices * GROUP).clamp(max=vocab - GROUP)
+    inside = first[..., None] + torch.arange(GROUP)
+    return first + logits.gather(-1, inside).max(-1).indices
 
 
 def on_host(tensor: Tensor) -> bool:

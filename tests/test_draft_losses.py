@@ -509,13 +509,13 @@ FAULTY = problem()
 FAULTY.tokens.clamp_(0, V - 1)  # a fault may read rows that are not to be read
 plain_log_probs, plain_ids, plain_named = draft_losses._target_log_probs, draft_losses._draft_ids, draft_losses._named
 plain_aligned, plain_by_row = chunked_losses.aligned, chunked_losses.by_row
-plain_ranked, plain_backward, plain_loss = draft_losses.ranked, chunked_losses.ChunkedHead.backward, chunked_draft_loss
+plain_best, plain_backward, plain_loss = draft_losses.best_token, chunked_losses.ChunkedHead.backward, chunked_draft_loss
 
 
-def best_of_the_known(logits, count):
+def best_of_the_known(logits):
     if logits.shape[-1] == V:
         logits = torch.full_like(logits, -torch.inf).index_copy(-1, FAULTY.targets, logits[..., FAULTY.targets])
-    return plain_ranked(logits, count)
+    return plain_best(logits)
 
 
 def targets_off_by_one(hidden, head, target_hidden, target_head, weights, shifts, targets, *rest, **more):
@@ -544,7 +544,7 @@ FAULTS = {
     "p is renormalised in tv": (draft_losses._Distributions, "p", property(lambda self: self.covered), "tv", "sum"),
     "p is renormalised in lk": (draft_losses, "_target_log_probs", lambda *a: plain_log_probs(*a).log_softmax(-1), "lk", "sum"),
     "p is not renormalised in kl": (draft_losses._Distributions, "log_covered", property(lambda self: self.log_p), "kl", "hidden"),
-    "an OOV token counts as a hit": (draft_losses, "ranked", best_of_the_known, "tv", "hits"),
+    "an OOV token counts as a hit": (draft_losses, "best_token", best_of_the_known, "tv", "hits"),
     "OOV positions are not masked": (draft_losses, "_draft_ids", lambda *a: plain_ids(*a).clamp(min=0), "kl", "sum"),
     "d2t is off by one: the distribution": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "sum"),
     "d2t is off by one: the hits": (draft_losses, "chunked_draft_loss", targets_off_by_one, "kl", "hits"),

@@ -95,14 +95,21 @@ def test_a_row_with_nan_is_drawn_as_with_all_the_noise(filters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(49_152,), (5, 1009), (2, 3, 33), (300, 1)])
+@pytest.mark.parametrize("shape", [(49_152,), (3, 2048), (2, 3, 8193), (7, 4351), (5, 1009), (2, 3, 33), (300, 1)])
 def test_the_best_token_is_the_first_of_equal_ones(dtype, shape):
-    for values in (1, 3, 1000):
+    for values in (1, 3, 1000, 50_000):
         logits = torch.randint(0, values, shape, generator=torch.Generator().manual_seed(values)).to(dtype)
         logits = logits.masked_fill(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5, -torch.inf)
         ids = torch.arange(shape[-1]).expand(shape)
         first = ids.masked_fill(logits < logits.amax(-1, keepdim=True), shape[-1]).amin(-1)
         assert torch.equal(sampler.best_token(logits), first)
+        logits[..., [-1, shape[-1] // 3]] = torch.nan  # the best of all, as for `max`
+        assert torch.equal(sampler.best_token(logits), torch.full(shape[:-1], shape[-1] // 3))
+
+
+def test_the_best_token_of_a_slice_of_many_groups():
+    logits = torch.randn(6, 5000, 2, generator=torch.Generator().manual_seed(0))[::2, 7:, 0]
+    assert torch.equal(sampler.best_token(logits), logits.contiguous().argmax(-1))
 
 
 def test_philox_known_answers():

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from draftsmith.inference.expand import ranked
 from draftsmith.inference.kernels import active
-from draftsmith.inference.sampler import on_host
+from draftsmith.inference.sampler import best_token, on_host
+from draftsmith.train.losses.mixture import FLOOR
 
 Head = Tensor | Callable[[Tensor], Tensor]  # a weight [V,H], or hidden [m,H] -> logits [m,V]
 
@@ -29,7 +30,7 @@ BUDGET, GPU_BUDGET = 1 << 23, 1 << 25
 ROWS, GPU_ROWS = 256, 1024
 
 # Elements of a tensor in a pass over a chunk on a CPU: beyond some MiB each operation waits for memory, and fresh memory for the system.
-PIECE = 1 << 19
+PIECE = 1 << 18
 
 
 class ChunkedLoss(NamedTuple):
@@ -77,7 +78,7 @@ def chunked_cross_entropy(hidden: Tensor, head: Head, labels: Tensor, weight: Te
         loss = scale.new_zeros(len(index), 1)
         for rows in pieces(raw):
             logits = raw[rows].to(part.sum_dtype)
-            best[rows] = ranked(logits, 1)
+            best[rows] = best_token(logits)[:, None]
             logp = logits.log_softmax(-1)
             # where, not a multiplication: a head may give −inf.
             loss[rows] = -torch.where(used[rows], logp.gather(1, right[rows]) * scale[rows], 0)
@@ -194,7 +195,7 @@ class _TargetRows:
         self.log_sum = torch.empty(len(raw), 1, dtype=dtype, device=raw.device)
         for rows in pieces(raw):
             logits = self._logits(rows)
-            self.best[rows], self.log_sum[rows] = ranked(logits, 1).squeeze(1), logits.logsumexp(-1, keepdim=True)
+            self.best[rows], self.log_sum[rows] = best_token(logits), logits.logsumexp(-1, keepdim=True)
 
     def _logits(self, rows: slice) -> Tensor:
         return cut(self.raw[rows].to(self.dtype), self.top_k)
@@ -204,10 +205,10 @@ class _TargetRows:
         values, agreed = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
         gradient = torch.empty_like(raw) if needs_grad else None
         for rows in pieces(raw, 4):
-            target_logp, logits = self._logits(rows) - self.log_sum[rows], raw[rows].to(self.dtype)
-            target_p, logp = target_logp.exp(), logits.log_softmax(-1)
-            agreed[rows] = ranked(logits, 1).squeeze(1) == self.best[rows]
-            values[rows] = torch.where(target_p > 0, target_p * (target_logp - logp), 0).sum(-1)  # 0 · log 0 is 0
+            target_logp, logits = (self._logits(rows) - self.log_sum[rows]).clamp_(min=FLOOR), raw[rows].to(self.dtype)
+            target_p, logp = target_logp.exp(), logits.log_softmax(-1).clamp_(min=FLOOR)
+            agreed[rows] = best_token(logits) == self.best[rows]
+            values[rows] = target_logp.sub_(logp).mul_(target_p).sum(-1)
             if gradient is not None:
                 gradient[rows] = logp.exp_().sub_(target_p).mul_(weight[rows, None])
         return values, agreed, gradient

@@ -34,8 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.inference.expand import ranked
-from draftsmith.inference.sampler import on_host
+from draftsmith.inference.sampler import best_token, on_host
 from draftsmith.train.losses.chunked import (
     ChunkedHead,
     Head,
@@ -181,10 +180,11 @@ class _Chunk:
 
     def _piece(self, raw: Tensor, logits: Tensor, text: Tensor | None, dtype: torch.dtype, gradient_scale: Tensor) -> tuple[Tensor, ...]:
         raw, logits = raw.to(dtype), logits.to(dtype)
-        best = self.draft_ids[ranked(raw, 1).squeeze(1)]
-        hits = ranked(logits, 1).squeeze(2) == best
+        best = self.draft_ids[best_token(raw)]
+        hits = best_token(logits) == best
         log_p = _target_log_probs(raw, self.target_ids, self.temperature, self.top_k)
-        pair = _Distributions(log_p, _softened(logits, self.temperature), best >= 0, text)
+        complete = self.target_ids is None and not self.top_k
+        pair = _Distributions(log_p, _softened(logits, self.temperature), best >= 0, text, complete)
         values, gradient = _mixed(pair, gradient_scale, self.terms)
         return values, pair.overlap, hits, gradient
 
@@ -207,12 +207,14 @@ class _Distributions:
         log_q: [K,m,D].
         known: [m] bool, whether the target's best token is in the draft vocabulary.
         text: [m], the draft id of the text's token, −1 where it has none.
+        complete: p has all tokens of the target, so that p̃ = p.
     """
 
     log_p: Tensor
     log_q: Tensor
     known: Tensor
     text: Tensor | None
+    complete: bool
 
     @cached_property
     def p(self) -> Tensor:
@@ -225,12 +227,12 @@ class _Distributions:
     @cached_property
     def log_covered(self) -> Tensor:
         """log p̃ [m,D]."""
-        return self.log_p.log_softmax(-1)
+        return self.log_p if self.complete else self.log_p.log_softmax(-1)
 
     @cached_property
     def covered(self) -> Tensor:
         """p̃ [m,D]."""
-        return self.log_covered.exp()
+        return self.p if self.complete else self.log_covered.exp()
 
     @cached_property
     def overlap(self) -> Tensor:

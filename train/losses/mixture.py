@@ -6,7 +6,7 @@ NAMES = ("kl", "ce", "nll", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
 EXPECTED = f"one of {', '.join(NAMES)}, jsd(β) with 0 < β < 1, or a mix such as `0.9 tv + 0.1 ce`"
 
 ETA = 3.0  # how fast lk_hybrid moves from KL to acceptance (Samarin et al. 2026)
-FLOOR = -1e4  # least log-probability of the target: a token that is masked or cut has −inf, and 0 · inf is not a number
+FLOOR = -1e4  # least log-probability: a token that is masked or cut has −inf, and 0 · inf is not a number
 
 
 def mix(text: str, key: str = "loss") -> dict[str, float]:
