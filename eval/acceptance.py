@@ -99,9 +99,8 @@ def main(arguments: list[str]) -> None:
     name = _drafter_name(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, measurements, ranks
+    from draftsmith.eval import loading, measurements, ranks, record_store
     from draftsmith.eval.evaluation import evaluate_drafter
-    from draftsmith.eval.record_store import RecordStore
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
     from draftsmith.inference.kernels import missing
@@ -127,7 +126,12 @@ def main(arguments: list[str]) -> None:
         raise ValueError("--load-aware verifies trees of several sizes, --kernels of one; expected one; leave one out")
     policy = _policy(chosen.policy) if chosen.policy is not None else None
     given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
-    target, (drafter,) = loading.open_models(chosen.target, [name], chosen.dtype, chosen.trust_remote_code)
+    dtype = chosen.dtype
+    if dtype == "auto":
+        # A stopped evaluation goes on in the precision that was measured for it: on a busier machine another may seem faster.
+        begun = record_store.begun_dtype(out or Path(os.path.expanduser(name)))
+        dtype = begun if begun in loading.DTYPES else dtype
+    target, (drafter,) = loading.open_models(chosen.target, [name], dtype, chosen.trust_remote_code)
     prompts = given or loading.shipped_prompts(target, chosen.limit)
     if chosen.kernels and (reason := missing(target.device)):
         raise ValueError(f"--kernels: {reason}; leave it out")
@@ -176,7 +180,7 @@ def main(arguments: list[str]) -> None:
         _check_policy(policy, {"method": drafter.method, **named}, chosen.slots)
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
     original = partial(loading.without_adapters, target, chosen.trust_remote_code)
-    records = evaluate_drafter(target, drafter, prompts, settings, RecordStore(folder), named, original)
+    records = evaluate_drafter(target, drafter, prompts, settings, record_store.RecordStore(folder), named, original)
     report = report_of(records, _checked_beside(name, records, beside), devices)
     if main_process:
         _deliver(records, report, folder, not out, chosen.json)

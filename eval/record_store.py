@@ -221,6 +221,14 @@ class RecordStore:
         return sorted(path for path in self.folder.iterdir() if own.fullmatch(path.name) and path.is_file() and not path.is_symlink())
 
 
+def begun_dtype(folder: Path) -> str | None:
+    """The target's dtype in the unfinished records of a folder, such as "bfloat16"; None where there are none."""
+    for part in RecordStore(folder)._parts() if folder.is_dir() else ():
+        for header in _committed(part)[:1]:
+            return field(header, "target", dict, str(part)).get("dtype")
+    return None
+
+
 def read(folder: Path) -> Records:
     """The records of a finished evaluation.
 

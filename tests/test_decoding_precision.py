@@ -1,11 +1,14 @@
 """The precision that decoding takes by itself: bf16 where the checkpoint is in half precision, large, and faster so on this machine."""
 
+import json
+
 import pytest
 import torch
 from commands import short
 from zoo import tiny
 
-from draftsmith.eval import loading
+from draftsmith.eval import acceptance, loading
+from draftsmith.eval.record_store import COMMIT, UNFINISHED
 from draftsmith.inference import machine
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -80,7 +83,7 @@ def test_target_and_drafters_take_the_same(cpu_is, monkeypatch, tmp_path):
     assert loading.open_models("tiny", ["ngram"], "float32")[0].dtype == torch.float32, "as asked"
 
 
-@pytest.mark.parametrize(("ratio", "expected"), [(1.29, "fp32"), (1.31, "bf16")])
+@pytest.mark.parametrize(("ratio", "expected"), [(1.14, "fp32"), (1.16, "bf16")])
 def test_the_probe_compares_both_precisions(monkeypatch, ratio, expected):
     compared = []
 
@@ -92,6 +95,23 @@ def test_the_probe_compares_both_precisions(monkeypatch, ratio, expected):
     monkeypatch.setattr(machine, "pack", lambda model: [])
     assert machine.decoding_precision.__wrapped__() == expected
     assert compared == [(torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    "recorded, asked, expected", [("bfloat16", (), "bfloat16"), ("bfloat16", ("--dtype", "float32"), "float32"), ("no", (), "auto")]
+)
+def test_a_stopped_evaluation_goes_on_in_its_precision(tmp_path, monkeypatch, recorded, asked, expected):
+    class Opened(Exception):
+        pass
+
+    def open_models(target, names, dtype, *_):
+        raise Opened(dtype)
+
+    lines = [{"kind": "header", "target": {"dtype": recorded}}, COMMIT]
+    (tmp_path / UNFINISHED).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(loading, "open_models", open_models)
+    with pytest.raises(Opened, match=f"^{expected}$"):
+        acceptance.main(["suffix", "--out", str(tmp_path), *asked])
 
 
 def test_a_target_shows_the_headers_to_the_function_that_chooses(tmp_path):

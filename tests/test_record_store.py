@@ -144,6 +144,7 @@ def test_a_process_that_ends_leaves_all_that_it_recorded(target, tmp_path, monke
     with pytest.raises(ValueError, match="stopped there with another method"):
         measure(target, tmp_path, Ngram(), replace(SETTINGS, choose=""))
     monkeypatch.setattr(RecordStore, "append", append)
+    assert record_store.begun_dtype(tmp_path) == "float32" and record_store.begun_dtype(tmp_path / "none") is None
     with (tmp_path / UNFINISHED).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="another evaluation is writing it"):
@@ -151,7 +152,7 @@ def test_a_process_that_ends_leaves_all_that_it_recorded(target, tmp_path, monke
     with monkeypatch.context() as network:  # a file system without locks
         network.setattr(fcntl, "flock", no_locks)
         measure(target, tmp_path)
-    assert len(record_store.read(tmp_path).requests) == 4
+    assert len(record_store.read(tmp_path).requests) == 4 and record_store.begun_dtype(tmp_path) is None
 
 
 def no_locks(*_):
