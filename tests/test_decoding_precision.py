@@ -107,7 +107,7 @@ def test_a_stopped_evaluation_goes_on_in_its_precision(tmp_path, monkeypatch, re
     def open_models(target, names, dtype, *_):
         raise Opened(dtype)
 
-    lines = [{"kind": "header", "target": {"dtype": recorded}}, COMMIT]
+    lines = [{"kind": "header", "format": 1, "target": {"dtype": recorded}}, COMMIT]
     (tmp_path / UNFINISHED).write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(loading, "open_models", open_models)
     with pytest.raises(Opened, match=f"^{expected}$"):
