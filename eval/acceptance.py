@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> None:
     given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     dtype = chosen.dtype
     if dtype == "auto":
-        # A stopped evaluation goes on in the precision that was measured for it: on a busier machine another may seem faster.
+        # A stopped evaluation goes on in the precision that it began with. A second measurement may choose another.
         begun = record_store.begun_dtype(out or Path(os.path.expanduser(name)))
         dtype = begun if begun in loading.DTYPES else dtype
     target, (drafter,) = loading.open_models(chosen.target, [name], dtype, chosen.trust_remote_code)

@@ -408,9 +408,11 @@ def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: in
 
 
 def shipped_prompts(target: Target, limit: int | None = None) -> list[Prompt]:
-    """The prompts that a target is measured on where none are named: those by task if it has a chat template, else Python source.
+    """The shipped prompts for a target, where none are named: those by task if it has a chat template, else Python source.
 
-    limit: most of each domain.
+    Args:
+        target: with its tokenizer.
+        limit: most prompts of each domain; None takes all.
     """
     return prompt_files.load(prompt_files.CHAT if target.require_tokenizer().chat_template else prompt_files.TINY, limit)
 

@@ -224,8 +224,9 @@ class RecordStore:
 def begun_dtype(folder: Path) -> str | None:
     """The target's dtype in the unfinished records of a folder, such as "bfloat16"; None where there are none."""
     for part in RecordStore(folder)._parts() if folder.is_dir() else ():
-        for header in _committed(part)[:1]:
-            return field(header, "target", dict, str(part)).get("dtype")
+        header = next(iter(_committed(part)), None)
+        if isinstance(header, dict) and isinstance(header.get("target"), dict):  # else a file of other origin, which is left alone
+            return str(header["target"].get("dtype"))
     return None
 
 

@@ -89,7 +89,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def lock(descriptor: int, wait: bool = False) -> bool:
-    """Lock an open file for this process until it is closed. False if another process has locked it; with `wait` it is waited for.
+    """Lock an open file for this process until it is closed. False if another process has locked it; with `wait` this one waits.
 
     Some network file systems have no locks: there nothing keeps a second process out.
     """

@@ -273,8 +273,8 @@ def _noise_of(block: Tensor, seed: int, request: Tensor, position: Tensor) -> Te
 def best_token(logits: Tensor) -> Tensor:
     """The token of the highest logit, the lowest id on ties: logits [...,V] -> int64 [...].
 
-    A CPU takes a maximum in a tenth of the time in which it finds where that is. So groups of tokens are compared by their maxima first, and the
-    best group is searched: [10, 49152] in 0.15 ms instead of 0.66 in float32, 0.3 instead of 0.8 in bfloat16 (`max`; `argmax` takes 1.1 and 2.6).
+    In float32 a CPU computes `amax` in a tenth of the time of `max`, which gives the index too. So the maxima of groups are compared first, and only
+    the best group is searched: [10, 49152] takes 0.15 ms instead of 0.66, in bfloat16 0.3 instead of 0.8. (`argmax` takes 1.1 and 2.6.)
     """
     vocab = logits.shape[-1]
     if not on_host(logits):

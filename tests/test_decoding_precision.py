@@ -98,7 +98,8 @@ def test_the_probe_compares_both_precisions(monkeypatch, ratio, expected):
 
 
 @pytest.mark.parametrize(
-    "recorded, asked, expected", [("bfloat16", (), "bfloat16"), ("bfloat16", ("--dtype", "float32"), "float32"), ("no", (), "auto")]
+    "recorded, asked, expected",
+    [("bfloat16", (), "bfloat16"), ("bfloat16", ("--dtype", "float32"), "float32"), ("no", (), "auto"), (["float32"], (), "auto")],
 )
 def test_a_stopped_evaluation_goes_on_in_its_precision(tmp_path, monkeypatch, recorded, asked, expected):
     class Opened(Exception):
