@@ -1,7 +1,7 @@
 """Regeneration: the target's own answers in place of a data set's, since a drafter learns the text that it is trained on.
 
-`with_decoder` runs our own decoder, `with_server` calls any server with OpenAI's API (vLLM, SGLang, TGI). Both write JSONL, one row per
-conversation, and continue where an earlier run of the same command stopped, however it was stopped.
+`with_decoder` runs our own decoder, in all processes of a launch; `with_server` calls any server with OpenAI's API (vLLM, SGLang, TGI). Both
+write JSONL, one row per conversation, and continue where an earlier run of the same command stopped, however it was stopped.
 
 System, user and tool turns stay. Every assistant turn is regenerated, in order, after the new answers before it; an assistant turn with
 tool_calls stays too, since the tool turns after it refer to it. A conversation that ends with another role gets an answer after it; one
@@ -26,10 +26,9 @@ from draftsmith.data.conversation_state import ConversationState, given_hash
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.resumable import INSTEAD, OURS, Output
 from draftsmith.data.server import Failed, Refused, Server, to_api
-from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.data.shared_decoding import Prompts, Report, SharedDecoder, group_size
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.terminal import printable
 from draftsmith.models.target import Target
@@ -48,8 +47,6 @@ __all__ = [
 
 DOWN = 20  # conversations that failed in a row: the server is gone
 LISTED = 20  # ids in a report
-GROUP = 64  # conversations that are appended at once
-GPU_GROUP = 1024  # with kernels: seconds of a GPU's work
 OMITTED = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")  # fields that some servers do not know
 CHARACTERS = 4  # per token, where there is no tokenizer
 
@@ -147,7 +144,7 @@ def with_decoder(
     settings: Settings,
     *,
     drafter: Drafter | None = None,
-    slots: int = 8,
+    slots: int = 32,
     group: int | None = None,
     kernels: bool = False,
     show: bool = True,
@@ -166,7 +163,7 @@ def with_decoder(
         settings: how answers are drawn.
         drafter: None decodes plainly; the output is the same.
         slots: sequences that are decoded at once.
-        group: conversations that are appended at once; None: 64, or 1,024 with kernels.
+        group: conversations that are appended at once; None: 128 for each process, or 1,024 with kernels.
         kernels: decode with the Triton kernels, and with CUDA graphs where that is possible; the rounding is another.
         show: show a progress bar.
 
@@ -174,38 +171,39 @@ def with_decoder(
         ValueError: ids that occur twice, an output of other settings, another target or other conversations, or sizes below one.
         OSError: the output cannot be written; its content stays.
     """
-    group = group if group is not None else GPU_GROUP if kernels else GROUP
-    check_least(slots=slots, group=group)
-    if drafter is not None and getattr(drafter, "remembers", False):
-        name = getattr(drafter, "method", "look-up")
-        raise ValueError(f"got a {name} drafter that remembers earlier requests; expected none, so that no row depends on others")
-    sources = sorted(_unique(conversations), key=lambda source: source.id)
-    text = _Text(target, settings)
-    if not text.tokenizer.chat_template:
-        sources = [replace(source, messages=None) if source.text else source for source in sources]
-        without_text = [source.id for source in sources if source.messages is not None]
-        if without_text:
-            raise ValueError(
-                f"{without_text[0]!r} has messages, target {target.name!r} no chat template; expected texts; give rows with `text`"
-            )
-    facts = {**facts_of(target, kernels), **asdict(settings)}
-    with Output(out, facts, {source.id: given_hash(source) for source in sources}) as output:
-        summary, first = _resume(output, sources, group, text)
-        answers = [ConversationState(source).pending.count(None) for source in sources]
-        done = sum(answers[:first])
-        total = sum(answers)
-        with Bar("regenerating", total, done, show) as bar:
-            for start in range(first, len(sources), group):
-                states = [ConversationState(source) for source in sources[start : start + group]]
-                # A new decoder each time: the larger cache of an earlier group would change the rounding.
-                for finished in text.answer(
-                    Decoder(target, drafter, slots=slots, together=slots if kernels else 1, kernels=kernels), states
-                ):
-                    bar.update(min(done + finished, total - 1))  # the last answer counts once it is written
-                summary.write(states, output)
-                done += sum(answers[start : start + group])
-                bar.update(done)
-        return summary
+    decoder = SharedDecoder(target, drafter, slots=slots, kernels=kernels)
+    with decoder.sharing():
+        group = group_size(kernels) if group is None else group
+        check_least(slots=slots, group=group)
+        if drafter is not None and getattr(drafter, "remembers", False):
+            name = getattr(drafter, "method", "look-up")
+            raise ValueError(f"got a {name} drafter that remembers earlier requests; expected none, so that no row depends on others")
+        text = _Text(decoder, settings)
+        sources = text.usable(sorted(_unique(conversations), key=lambda source: source.id))
+        facts = {**facts_of(target, kernels), **asdict(settings)}
+        with Output(out, facts, {source.id: given_hash(source) for source in sources}) as output:
+            return _answer_groups(sources, group, text, output, show)
+
+
+def _answer_groups(sources: list[Conversation], group: int, text: "_Text", output: Output, show: bool) -> Summary:
+    summary, first = _resume(output, sources, group, text)
+    answers = [ConversationState(source).pending.count(None) for source in sources]
+    done, total = sum(answers[:first]), sum(answers)
+    with Bar("regenerating", total, done, show) as bar:
+        for start in range(first, len(sources), group):
+            states = [ConversationState(source) for source in sources[start : start + group]]
+            finished = done
+
+            def report(_tokens: int, more: int) -> None:
+                nonlocal finished
+                finished += more
+                bar.update(min(finished, total - 1))  # the last answer counts once it is written
+
+            text.answer(states, report)
+            summary.write(states, output)
+            done += sum(answers[start : start + group])
+            bar.update(done)
+    return summary
 
 
 @contextmanager
@@ -223,8 +221,21 @@ def _ending(state: ConversationState) -> Iterator[None]:
 class _Text:
     """Prompts as the target's tokens, and its answers as text."""
 
-    def __init__(self, target: Target, settings: Settings) -> None:
-        self.target, self.tokenizer, self.settings = target, target.require_tokenizer(), settings
+    def __init__(self, decoder: SharedDecoder, settings: Settings) -> None:
+        self.decoder, self.target, self.settings = decoder, decoder.target, settings
+        self.tokenizer = self.target.require_tokenizer()
+
+    def usable(self, sources: list[Conversation]) -> list[Conversation]:
+        """The conversations as this target can answer them. Raises ValueError for messages without a chat template."""
+        if self.tokenizer.chat_template:
+            return sources
+        texts = [replace(source, messages=None) if source.text else source for source in sources]
+        without_text = [source.id for source in texts if source.messages is not None]
+        if without_text:
+            raise ValueError(
+                f"{without_text[0]!r} has messages, target {self.target.name!r} no chat template; expected texts; give rows with `text`"
+            )
+        return texts
 
     @cached_property
     def template(self) -> Template:
@@ -251,21 +262,17 @@ class _Text:
         ids = self.tokenizer.encode(text[: 40 * count], add_special_tokens=False, verbose=False)[:count]
         return text[: len(_decode(self.tokenizer, ids))]
 
-    def answer(self, decoder: Decoder, states: list[ConversationState]) -> Iterator[int]:
-        """Answer a group, all first turns together, then all second turns; yields the number of answers so far."""
-        finished = 0
+    def answer(self, states: list[ConversationState], report: Report) -> None:
+        """Answer a group, all first turns together, then all second turns."""
+        settings = self.settings
         while any(state.pending for state in states):
             prompted: list[tuple[ConversationState, list[int]]] = []
             for state in [state for state in states if state.pending]:
                 with _ending(state):
                     prompted.append((state, self.prompt(state)))
-            prompts, keys = [ids for _, ids in prompted], [noise_key(state.source.id, len(state.reasons)) for state, _ in prompted]
-            done = [Completion() for _ in prompted]
-            for steps in decoder.stream(prompts, self.settings.sampling(), self.settings.max_new_tokens, requests=keys):
-                collect(steps, done)
-                finished += sum(step.finished for step in steps)
-                yield finished
-            for (state, ids), completion in zip(prompted, done, strict=True):
+            keys = [noise_key(state.source.id, len(state.reasons)) for state, _ in prompted]
+            prompts = Prompts([ids for _, ids in prompted], keys, settings.sampling(), settings.max_new_tokens, self.target.stop_ids)
+            for (state, ids), completion in zip(prompted, self.decoder.completions(prompts, report), strict=True):
                 before = ids if state.source.messages is None else []
                 content = new_text(self.tokenizer, before, completion.tokens, completion.reason)
                 state.add_answer({"content": content}, "stop" if completion.reason == "stop" else "length")

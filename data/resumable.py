@@ -160,6 +160,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("generation"), dict) else {}
 
 
+def begun_dtype(path: Path) -> str | None:
+    """The target's dtype in the rows of an output, such as "bfloat16"; None without rows of our own decoder."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as lines:
+        row = _parse(lines.readline(LINE))
+    dtype = row["generation"].get("dtype") if row else None
+    return dtype if isinstance(dtype, str) else None
+
+
 def _holder(inode: int) -> str:
     """The process that has locked a file, where the system says which."""
     with suppress(OSError):

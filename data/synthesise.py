@@ -1,7 +1,8 @@
 """Synthesis: the target writes questions and answers itself, so that no data are needed (Magpie, arXiv 2406.08464).
 
 The chat template's text up to the user's words prompts a question; its text after them ends it. The answer is prompted as `regenerate` does.
-`with_decoder` runs our own decoder, `with_server` asks a server for both. Rows are what `prepare` and `regenerate` read.
+`with_decoder` runs our own decoder, in all processes of a launch; `with_server` asks a server for both. Rows are what `prepare` and
+`regenerate` read.
 
 Candidates are numbered, and written in groups. What is degenerate, a duplicate or an evaluation prompt is dropped and counted. The last row
 of a group says how many candidates there were up to there and what became of them; the same command continues after it, and ends with
@@ -20,26 +21,22 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.candidate import Candidate
 from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.question_prompt import NoQuestionPrompt, QuestionTemplate
-from draftsmith.data.regenerate import DOWN, GPU_GROUP, check_least, check_omitted, facts_of, given_up, new_text, noise_key
+from draftsmith.data.regenerate import DOWN, check_least, check_omitted, facts_of, given_up, new_text, noise_key
 from draftsmith.data.resumable import Output
 from draftsmith.data.selection import NAME, PATIENCE, USABLE, Names, Plan, Selection, Summary, resume, too_few
 from draftsmith.data.server import Failed, Message, Refused, Server, to_api
+from draftsmith.data.shared_decoding import GROUP, Prompts, Report, SharedDecoder, group_size
 from draftsmith.data.text_files import short
-from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.decoder import Completion
 from draftsmith.inference.progress import Bar
-from draftsmith.inference.request import collect
 from draftsmith.models.target import Target
 
 __all__ = ["Plan", "Summary", "with_decoder", "with_server"]
 
-# Candidates that are written at once. A kill loses them, which is minutes of a CPU's work; at the end of each group slots wait without one.
-GROUP = 128
 MOST_AT_ONCE = 4096  # for a server of many requests
 SPARE = 1.25  # candidates for each row that is still wanted
 STOP_IDS = "stop_token_ids"  # vLLM and SGLang leave special tokens out of the text in which they look for `stop`
 PARTS = ("question", "answer")
-
-Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
 
 
 def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kernels: bool = False, show: bool = True) -> Summary:
@@ -61,14 +58,16 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kern
             whose conversations are dropped.
         OSError: the output cannot be written; its content stays.
     """
-    check_least(slots=slots)
-    template = _check_template(plan, target.require_tokenizer())
-    for opening in plan.openings:
-        size = len(template.encode(Candidate("", opening, 1, template).ask()))
-        if size + 1 >= target.max_positions:
-            raise ValueError(f"opening {short(opening.text)}: {size} tokens; expected fewer than {target.max_positions}; shorten it")
-    writer = _InProcess(target, template, plan, slots, kernels)
-    return _write(plan, out, facts_of(target, kernels), template, writer.write, GPU_GROUP if kernels else GROUP, show)
+    decoder = SharedDecoder(target, slots=slots, kernels=kernels)
+    with decoder.sharing():
+        check_least(slots=slots)
+        template = _check_template(plan, target.require_tokenizer())
+        for opening in plan.openings:
+            size = len(template.encode(Candidate("", opening, 1, template).ask()))
+            if size + 1 >= target.max_positions:
+                raise ValueError(f"opening {short(opening.text)}: {size} tokens; expected fewer than {target.max_positions}; shorten it")
+        writer = _InProcess(decoder, template, plan)
+        return _write(plan, out, facts_of(target, kernels), template, writer.write, group_size(kernels), show)
 
 
 def with_server(
@@ -108,26 +107,25 @@ def with_server(
 class _InProcess:
     """Writes candidates with our own decoder."""
 
-    def __init__(self, target: Target, template: QuestionTemplate, plan: Plan, slots: int, kernels: bool) -> None:
-        self.target, self.template, self.plan, self.slots, self.kernels = target, template, plan, slots, kernels
+    def __init__(self, decoder: SharedDecoder, template: QuestionTemplate, plan: Plan) -> None:
+        self.decoder, self.target, self.template, self.plan = decoder, decoder.target, template, plan
         self.answers = Template(template.tokenizer)
 
     def write(self, candidates: list[Candidate], report: Report) -> None:
-        # A new decoder each time: the larger cache of an earlier group would change the rounding.
-        decoder = Decoder(self.target, slots=self.slots, together=self.slots if self.kernels else 1, kernels=self.kernels)
         for _ in range(self.plan.turns):
-            self._questions(decoder, [candidate for candidate in candidates if not candidate.ended], report)
-            self._answers(decoder, [candidate for candidate in candidates if not candidate.ended], report)
+            self._questions([candidate for candidate in candidates if not candidate.ended], report)
+            self._answers([candidate for candidate in candidates if not candidate.ended], report)
 
-    def _questions(self, decoder: Decoder, candidates: list[Candidate], report: Report) -> None:
+    def _questions(self, candidates: list[Candidate], report: Report) -> None:
         prompted = self._prompted(candidates, lambda candidate: self.template.encode(candidate.ask()))
         stops = self.target.stop_ids | {end for candidate, _ in prompted if (end := candidate.prompt.end_id) is not None}
-        for (candidate, ids), new in zip(prompted, self._decode(decoder, prompted, 0, stops, report), strict=True):
+        completions = self._decode(prompted, 0, stops, lambda tokens, _: report(tokens, 0))
+        for (candidate, ids), new in zip(prompted, completions, strict=True):
             candidate.add_question(new_text(self.template.tokenizer, ids, new.tokens, new.reason), new.reason)
 
-    def _answers(self, decoder: Decoder, candidates: list[Candidate], report: Report) -> None:
+    def _answers(self, candidates: list[Candidate], report: Report) -> None:
         prompted = self._prompted(candidates, lambda candidate: self.answers.prompt(candidate.messages))
-        for (candidate, _), new in zip(prompted, self._decode(decoder, prompted, 1, self.target.stop_ids, report), strict=True):
+        for (candidate, _), new in zip(prompted, self._decode(prompted, 1, self.target.stop_ids, report), strict=True):
             content = new_text(self.template.tokenizer, [], new.tokens, new.reason)
             candidate.add_answer({"content": content}, "stop" if new.reason == "stop" else "length")
 
@@ -146,18 +144,15 @@ class _InProcess:
                 prompted.append((candidate, ids))
         return prompted
 
-    def _decode(
-        self, decoder: Decoder, prompted: list[tuple[Candidate, list[int]]], part: int, stops: frozenset[int], report: Report
-    ) -> list[Completion]:
+    def _decode(self, prompted: list[tuple[Candidate, list[int]]], part: int, stops: frozenset[int], report: Report) -> list[Completion]:
         """part: 0 for questions, 1 for answers."""
-        settings, done = self.plan.parts[part], [Completion() for _ in prompted]
+        settings = self.plan.parts[part]
         keys = [noise_key(candidate.id, candidate.turn, PARTS[part]) for candidate, _ in prompted]
-        for steps in decoder.stream([ids for _, ids in prompted], settings.sampling(), settings.max_new_tokens, stops, keys):
-            collect(steps, done)
-            report(sum(len(step.tokens) for step in steps), part * sum(step.finished for step in steps))
-        for (candidate, _), completion in zip(prompted, done, strict=True):
+        work = Prompts([ids for _, ids in prompted], keys, settings.sampling(), settings.max_new_tokens, stops)
+        completions = self.decoder.completions(work, report)
+        for (candidate, _), completion in zip(prompted, completions, strict=True):
             candidate.new_tokens.append(len(completion.tokens))
-        return done
+        return completions
 
 
 class _AtServer:

@@ -99,10 +99,11 @@ def main(arguments: list[str]) -> None:
     name = _drafter_name(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, measurements, ranks, record_store
+    from draftsmith.eval import loading, measurements, record_store
     from draftsmith.eval.evaluation import evaluate_drafter
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
+    from draftsmith.inference import ranks
     from draftsmith.inference.kernels import missing
     from draftsmith.inference.sampler import Sampling
 
@@ -301,7 +302,8 @@ def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
 
 def _artifact(name: str, drafter: Any) -> Path | None:
     """The folder of an artifact of Draftsmith, into which the measurements go; None for other drafters, or where that is said not to be."""
-    from draftsmith.eval import card, loading, measurements, ranks
+    from draftsmith.eval import card, loading, measurements
+    from draftsmith.inference import ranks
     from draftsmith.models.drafter import DrafterModel
     from draftsmith.models.target import SHIPPED
 

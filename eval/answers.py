@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import ranks
 from draftsmith.eval.loading import encode
+from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import collect

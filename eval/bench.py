@@ -51,12 +51,12 @@ def main(arguments: list[str]) -> None:
     out = output.checked_file("--out", Path(os.path.expanduser(chosen.out)), _own, "bench") if chosen.out is not None else None
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, ranks
+    from draftsmith.eval import loading
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
     from draftsmith.eval.report import to_json
-    from draftsmith.inference import durable
+    from draftsmith.inference import durable, ranks
     from draftsmith.inference.sampler import Sampling
 
     sampling = Sampling(**fields)

@@ -44,9 +44,10 @@ def main(arguments: list[str]) -> None:
     _check(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, measured, ranks
+    from draftsmith.eval import loading, measured
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.comparison import Settings, compare_drafters
+    from draftsmith.inference import ranks
     from draftsmith.inference.draft_model import DraftModel
     from draftsmith.inference.sampler import Sampling
     from draftsmith.models.pard import ParallelDraftModel

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.eval import interleaved, lossless, quality, ranks
+from draftsmith.eval import interleaved, lossless, quality
 from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.lossless import Recorded
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import KEYED_RULES, Divergence, RequestRecord, Round
 from draftsmith.eval.settings import Settings, label
+from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafts import forget
 from draftsmith.inference.progress import Bar

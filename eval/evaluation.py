@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from draftsmith.data.prompts import Prompt, hash_of
-from draftsmith.eval import cost, drift, probe, ranks, sanity, trees
+from draftsmith.eval import cost, drift, probe, sanity, trees
 from draftsmith.eval.answers import EncodedPrompt, encode_prompts
 from draftsmith.eval.decoding import decode
 from draftsmith.eval.positions import record_positions
@@ -21,7 +21,7 @@ from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import round_cost
 from draftsmith.eval.settings import Settings, label, without_rule
 from draftsmith.eval.supersets import record_supersets
-from draftsmith.inference import exact, machine
+from draftsmith.inference import exact, machine, ranks
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.rule_names import USUAL_RULE

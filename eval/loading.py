@@ -14,8 +14,7 @@ import torch
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import ranks
-from draftsmith.inference import expand, machine
+from draftsmith.inference import expand, machine, ranks
 from draftsmith.inference.byte_vocabulary import ByteVocabulary
 from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.draft_model import DraftModel
@@ -76,9 +75,9 @@ def fastest_dtype(stored: dict[str, Header], precision: Callable[[], str]) -> to
 
 
 def decoding_dtype(stored: dict[str, Header]) -> torch.dtype:
-    """`fastest_dtype` for decoding: on a CPU, weights that its cache holds are in float32."""
+    """`fastest_dtype` for decoding: on a CPU, weights that its cache holds are in float32. All ranks take what the first has measured."""
     large = sum(4 * header.size for header in stored.values()) > CACHE
-    return fastest_dtype(stored, lambda: machine.decoding_precision() if large else "fp32")
+    return fastest_dtype(stored, lambda: ranks.agreed(machine.decoding_precision()) if large else "fp32")
 
 
 def command() -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval import ranks
 from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord, rank_of
 from draftsmith.eval.settings import label
+from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling

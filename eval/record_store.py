@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.text_files import lines, parse
-from draftsmith.eval import ranks
 from draftsmith.eval.load import CostModel
 from draftsmith.eval.records import (
     DRIFT,
@@ -33,7 +32,7 @@ from draftsmith.eval.records import (
     request_of,
     superset_of,
 )
-from draftsmith.inference import durable
+from draftsmith.inference import durable, ranks
 from draftsmith.inference.claim import lock
 from draftsmith.inference.reading import field
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval import ranks
 from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.noted import NotingDrafter
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.settings import label
+from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import DynamicTree

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from regeneration import make_target
 from safetensors.torch import load_file
 
 from draftsmith.data import candidate
 from draftsmith.data.regenerate import Settings
+from draftsmith.eval import loading
+from draftsmith.inference import machine
 from draftsmith.inference.claim import MARK
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.train import cli, data_cli, medusa
@@ -95,17 +98,65 @@ def test_the_precision_of_the_features_goes_into_the_artifact(target_folder, cha
     assert config["target"]["dtype"] == "bfloat16"
 
 
+def launched(processes, *words):
+    """Run a command of `draftsmith data` in one or two processes."""
+    launch = ["-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]
+    command = [sys.executable, *(launch if processes > 1 else []), "-m", "draftsmith.train.data_cli", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_two_processes_capture_what_one_does(target_folder, chats, tmp_path):
     contents = []
-    for launch in ([], ["-m", "accelerate.commands.launch", "-q", "--config_file", str(ROOT / "recipes" / "accelerate-cpu-2.yaml")]):
-        store = tmp_path / f"store{len(launch)}"
-        module = ["-m", "draftsmith.train.data_cli", "capture", *arguments(target_folder, chats, tmp_path), f"features.store={store}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([sys.executable, *launch, *module], capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for processes in (1, 2):
+        store = tmp_path / f"store{processes}"
+        launched(processes, "capture", *arguments(target_folder, chats, tmp_path), f"features.store={store}")
         contents.append({file.name: file.read_bytes() for file in store.iterdir() if file.name != MARK})
     assert len(contents[0]) >= 3 and contents[0] == contents[1]
+
+
+def saved(target, folder):
+    """The words that name a target of these weights."""
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return ["--target", str(folder)]
+
+
+def test_a_file_goes_on_in_the_precision_that_it_was_begun_in(tmp_path, monkeypatch):
+    """A processor that is measured again, beside other work, may be faster in another."""
+    target = make_target()
+    target.model.bfloat16()
+    words = [*saved(target, tmp_path / "target"), "--temperature", "1", "--max-new-tokens", "5", "--conversations"]
+    monkeypatch.setattr(loading, "CACHE", 0)
+    for written, measured in (("bfloat16", "bf16"), ("float32", "fp32")):
+        out = tmp_path / written
+        monkeypatch.setattr(machine, "decoding_precision", lambda measured=measured: measured)
+        data_cli.main(["synthesise", str(out), *words, "1"])
+        monkeypatch.setattr(machine, "decoding_precision", lambda measured=measured: {"bf16": "fp32", "fp32": "bf16"}[measured])
+        data_cli.main(["synthesise", str(out), *words, "2"])
+        assert [json.loads(line)["generation"]["dtype"] for line in out.read_text().splitlines()] == [written] * 2
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path):
+    """The answers to conversations, and conversations of the target's own."""
+    chats = tmp_path / "chats.jsonl"
+    target = saved(make_target(), tmp_path / "target")
+    turns = [[{"role": "user", "content": f"What is {n}?"}] * (1 + n % 2) for n in range(5)]
+    chats.write_text("".join(json.dumps({"id": str(n), "messages": messages}) + "\n" for n, messages in enumerate(turns)))
+    how = [*target, "--temperature", "1", "--max-new-tokens", "9"]
+    written = []
+    for processes in (1, 2):
+        answers, own = tmp_path / f"answers{processes}", tmp_path / f"own{processes}"
+        said = launched(processes, "regenerate", str(chats), str(answers), *how)
+        assert said.count("5 rows, 5 of them new") == 1
+        said = launched(processes, "synthesise", str(own), *how, "--conversations", "3")
+        assert said.count("3 conversations, 3 of them new") == 1
+        written.append((answers.read_bytes(), own.read_bytes()))
+    assert written[0] == written[1]
 
 
 def test_prepare_and_show_say_what_is_in_the_data(target_folder, chats, tmp_path, capsys):

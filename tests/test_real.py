@@ -89,6 +89,8 @@ def test_training_on_a_cpu_is_on_two_ranks_which_share_each_sequence(tmp_path, m
     real.run((*words, "train.steps=2"))
     assert (tmp_path / "run" / "artifact" / "model.safetensors").is_file()
     assert "2 process(es)" in capfd.readouterr().out
+    real.run(("data", "capture", *words[2:], f"features.store={tmp_path / 'store'}"))
+    assert list((tmp_path / "store").glob("*.safetensors"))
     monkeypatch.setattr(real, "cores", lambda: 1)
     ran = []
     monkeypatch.setattr(cli, "run", ran.append)

@@ -13,13 +13,14 @@ import pytest
 from conftest import save_byte_target
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import decoding, ranks, record_store
+from draftsmith.eval import decoding, record_store
 from draftsmith.eval.evaluation import evaluate_drafter
 from draftsmith.eval.load_check import timed_batches
 from draftsmith.eval.record_store import RECORDS, UNFINISHED, RecordStore
 from draftsmith.eval.records import Divergence, RequestRecord, Round, request_line, request_of
 from draftsmith.eval.report import as_json, report_of
 from draftsmith.eval.settings import Settings, label
+from draftsmith.inference import ranks
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling

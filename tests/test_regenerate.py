@@ -20,7 +20,7 @@ from regeneration import (
     with_misfits,
 )
 
-from draftsmith.data import regenerate
+from draftsmith.data import regenerate, shared_decoding
 from draftsmith.data.conversation_state import ConversationState, given_hash
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.regenerate import Settings, with_decoder, with_server
@@ -147,24 +147,23 @@ def test_captured_rounds_give_the_same_rows(target, tmp_path, monkeypatch, setti
     assert rows_of(tmp_path / "with") == rows, "another rounding and another group: nothing is dropped"
 
 
-def test_each_group_has_a_decoder_of_its_own(target, tmp_path, monkeypatch):
-    """What one group leaves behind (a larger cache) would change the rounding of the next, but not after a stop between them."""
-    made, used = [], []
+def test_each_turn_of_a_group_has_a_decoder_of_its_own(target, tmp_path, monkeypatch):
+    """What earlier answers leave behind (a larger cache) would change the rounding of the next, but not after a stop between them."""
+    decoders, sizes = [], []
 
     class Counted(Decoder):
         def __init__(self, *arguments, **more):
             super().__init__(*arguments, **more)
-            made.append(self)
+            decoders.append(self)
 
         def stream(self, prompts, *arguments, **more):
-            used.append((self, len(prompts)))
+            sizes.append(len(prompts))
             return super().stream(prompts, *arguments, **more)
 
-    monkeypatch.setattr(regenerate, "Decoder", Counted)
+    monkeypatch.setattr(shared_decoding, "Decoder", Counted)
     with_decoder(CONVERSATIONS, tmp_path / "out", target, SAMPLED, group=3, show=False)
-    groups = [[count for decoder, count in used if decoder is one] for one in made]
     # By id: b (2 answers), c10 (1), c2 (2); c9 (3), t1, t2 (1); tool (1), z (2).
-    assert groups == [[3, 2], [3, 1, 1], [2, 1]]
+    assert sizes == [3, 2, 3, 1, 1, 2, 1] and len(decoders) == len(sizes)
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_written(target, tmp_path):

@@ -10,7 +10,7 @@ from chat_templates import CHAT_TEMPLATES, CHATML
 from conftest import byte_tokenizer
 from regeneration import Disk, Stub, make_target, refused, rows_of, without_waits
 
-from draftsmith.data import openings, selection, synthesise
+from draftsmith.data import openings, selection, shared_decoding, synthesise
 from draftsmith.data.candidate import Candidate
 from draftsmith.data.conversations import Source, read
 from draftsmith.data.openings import Opening
@@ -37,7 +37,8 @@ def target():
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(synthesise, "GROUP", 5)
+    for module in (synthesise, shared_decoding):  # in order: a server, our own decoder
+        monkeypatch.setattr(module, "GROUP", 5)
 
 
 def with_template(template, *specials):

@@ -9,7 +9,7 @@ draftsmith data capture recipes/medusa-tiny.yaml features.store=runs/features   
 draftsmith data datastore runs/store chats.jsonl --target org/model                # texts to draft from: --drafter rest:runs/store
 
 The recipe may be that of any method; each of its keys can follow it as key=value. `draftsmith data <command> --help` lists the options.
-To capture with several processes: `accelerate launch -m draftsmith.train.data_cli capture ...`.
+In several processes, on a GPU or a core each: `accelerate launch [options] -m draftsmith.train.data_cli {regenerate,synthesise,capture} ...`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.eval.options import new_parser
 from draftsmith.inference.errors import exit_on_error
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the commands import what they need, so that --help is quick
     from transformers import PreTrainedTokenizerBase
 
     from draftsmith.data.corpus import Corpus
+    from draftsmith.models.target import Target
 
 # Options of `regenerate` that become regenerate.Settings, with their defaults there.
 SETTINGS = {
@@ -156,9 +157,11 @@ def run_regenerate(arguments: list[str]) -> None:
         )
     else:
         names = [] if options.drafter == "none" else [options.drafter]
-        target, drafters = loading.open_models(options.target, names, options.dtype, options.trust_remote_code)
-        drafter = drafters[0] if drafters else None
-        summary = regenerate.with_decoder(examples, out, target, settings, drafter=drafter, slots=options.slots, kernels=options.kernels)
+        target, drafters = loading.open_models(options.target, names, _dtype(options.dtype, out), options.trust_remote_code)
+        writing = {"drafter": drafters[0] if drafters else None, "slots": options.slots, "kernels": options.kernels}
+        if _helps(target, **writing):
+            return
+        summary = regenerate.with_decoder(examples, out, target, settings, **writing)
     print(f"{printable(str(out), '')}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
@@ -200,11 +203,34 @@ def run_synthesise(arguments: list[str]) -> None:
             omit=tuple(options.omit),
         )
     else:
-        target, _ = loading.open_models(options.target, [], options.dtype, options.trust_remote_code)
-        summary = synthesise.with_decoder(plan, out, target, slots=options.slots, kernels=options.kernels)
+        target, _ = loading.open_models(options.target, [], _dtype(options.dtype, out), options.trust_remote_code)
+        writing = {"slots": options.slots, "kernels": options.kernels}
+        if _helps(target, **writing):
+            return
+        summary = synthesise.with_decoder(plan, out, target, **writing)
     report.console().print(summary.table())
     for line in (f"{out}:", *summary.report()):
         print(printable(line, ""))
+
+
+def _dtype(chosen: str, out: Path) -> str:
+    """The target's dtype: a file is continued in that which it was begun in, since a second measurement may choose another."""
+    from draftsmith.data.resumable import begun_dtype
+    from draftsmith.eval.loading import DTYPES
+
+    begun = begun_dtype(out) if chosen == "auto" else None
+    return begun if begun in DTYPES else chosen
+
+
+def _helps(target: "Target", **writing: Any) -> bool:
+    """Whether this process of a launch is not the first: it has decoded its share of what the first one wrote, and has nothing to say."""
+    from draftsmith.data.shared_decoding import SharedDecoder
+    from draftsmith.inference import ranks
+
+    if ranks.state().is_main_process:
+        return False
+    SharedDecoder(target, **writing).help()
+    return True
 
 
 def run_datastore(arguments: list[str]) -> None:
@@ -280,7 +306,7 @@ def _synthesise_parser() -> argparse.ArgumentParser:
         default=[],
         help="files of evaluation prompts, or chat for the shipped ones; conversations that contain one are dropped",
     )
-    _add_writer(parser, "writes", slots=32, target=None)
+    _add_writer(parser, "writes", target=None)
     for prefix, settings in (("", ANSWERS), ("question-", QUESTIONS)):
         for name, (default, text) in settings.items():
             if name != "prompt_tokens" and (name != "seed" or not prefix):
@@ -296,13 +322,13 @@ def _regenerate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", default="train", help="split of a Hub data set (default: train)")
     parser.add_argument("--subset", help="configuration of a Hub data set")
     parser.add_argument("--drafter", default="none", help="a drafter for it, as for `draftsmith generate`; the answers stay the target's")
-    _add_writer(parser, "answers", slots=8, target="tiny")
+    _add_writer(parser, "answers", target="tiny")
     for name, (default, text) in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{text} (default: {default})")
     return parser
 
 
-def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target: str | None) -> None:
+def _add_writer(parser: argparse.ArgumentParser, writes: str, target: str | None) -> None:
     """What writes: the target in this process, or a server of it. Without a default `target` it must be given."""
     parser.add_argument(
         "--target",
@@ -313,7 +339,7 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, slots: int, target
     )
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the target (default: auto)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
-    parser.add_argument("--slots", type=int, default=slots, help=f"conversations at the same time (default: {slots})")
+    parser.add_argument("--slots", type=int, default=32, help="conversations at the same time, in each process (default: 32)")
     parser.add_argument(
         "--kernels",
         action="store_true",
@@ -335,6 +361,8 @@ def _check_writer(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         if getattr(options, name) != parser.get_default(name):
             where = "the target in this process" if options.server else "a server"
             raise ValueError(f"--{name.replace('_', '-')} is for {where}; {remedy}")
+    if options.server and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--server needs one process; leave `accelerate launch` out, and raise --concurrency")
     if options.server and not options.model:
         raise ValueError("--server needs --model, the name by which the server knows it")
 

@@ -68,7 +68,7 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     )
     training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=200")
     measured = ("--target", str(target), "--prompts", "chat", "--temperature", "0")
-    sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--exclude", "chat")
+    sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--slots", "64", "--exclude", "chat")
     synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
     return [
         Stage("conversations, written by the target", 30, synthesis),
@@ -107,26 +107,31 @@ def main(arguments: list[str]) -> None:
 
 
 def run(words: tuple[str, ...]) -> None:
-    """A stage's command in this process; training, on several cores of a machine without a GPU, in two (`_train_on_two_ranks`)."""
-    if words[0] == "train" and cores() > 1 and not torch.cuda.is_available():
-        _train_on_two_ranks(words[1], words[2:])
-    else:
+    """A stage's command in this process. On several cores of a machine without a GPU, all but the timed ones run in two ranks."""
+    kind, command, *rest = words
+    if kind == "eval" or cores() == 1 or torch.cuda.is_available():
         cli.run(list(words))
+    elif kind == "train":
+        _launch(f"draftsmith.train.{command}", *rest, "train.context_parallel=2")
+    else:
+        _launch("draftsmith.train.data_cli", command, *rest)
 
 
-def _train_on_two_ranks(method: str, words: tuple[str, ...]) -> None:
-    """Train EAGLE on two ranks of one thread, which share each sequence. On two cores that took 0.6 of the time of one process with two threads,
-    whose second one is idle during the many small operations of the losses; the steps are the same. Raises SystemExit if it fails or is stopped."""
+def _launch(module: str, *words: str) -> None:
+    """Run a module on two ranks, with half of the cores each. On two cores two ranks that share each sequence train EAGLE in 0.6 of the time of
+    one process, whose second thread is idle during the many small operations of the losses; the steps are the same. Raises SystemExit if it
+    fails or is stopped."""
     launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPES / "accelerate-cpu-2.yaml"))
     precision = ("--mixed_precision", {"fp32": "no"}.get(name := machine.precision(), name))
-    command = (*launch, *precision, "-m", f"draftsmith.train.{method}", *words, "train.context_parallel=2")
     # A session of its own: Ctrl-C in a terminal is a signal to the group, and would come twice.
     ended = {"start_new_session": True, "preexec_fn": end_with_parent if sys.platform == "linux" else None}
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **ended) as process:
+    with subprocess.Popen(
+        (*launch, *precision, "-m", module, *words), env=os.environ | {"OMP_NUM_THREADS": str(cores() // 2)}, **ended
+    ) as process:
         try:
             status = process.wait()
         finally:
-            process.terminate()  # it saves a checkpoint; `with` waits for that
+            process.terminate()  # what it has done is saved; `with` waits for that
     if status:
         raise SystemExit(status)
 

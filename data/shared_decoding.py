@@ -1,0 +1,106 @@
+"""Decoding of many prompts, in one process or shared by the processes of a launch, on a GPU each or on a core each.
+
+The first process prompts, and writes what becomes of the answers. The others only decode: each takes its share of the prompts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from draftsmith.inference import ranks
+from draftsmith.inference.decoder import Completion, Decoder
+from draftsmith.inference.drafter import Drafter
+from draftsmith.inference.request import collect
+from draftsmith.inference.sampler import Sampling
+from draftsmith.models.target import Target
+
+__all__ = ["GROUP", "Prompts", "Report", "SharedDecoder", "group_size"]
+
+# Conversations that a process works on until they are written. A kill loses them; at the end of each group slots wait without one.
+GROUP = 128
+GPU_GROUP = 1024  # with kernels: seconds of a GPU's work
+
+Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts that are decoded together; the fields are arguments of `Decoder.stream`."""
+
+    token_ids: Sequence[list[int]]
+    noise_keys: Sequence[int]
+    sampling: Sampling
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+
+    def share(self, rank: int, count: int) -> "Prompts":
+        """Every `count`-th prompt, from number `rank` on, so that each process gets some of each kind."""
+        return replace(self, token_ids=self.token_ids[rank::count], noise_keys=self.noise_keys[rank::count])
+
+
+def group_size(kernels: bool) -> int:
+    """Conversations that are written to a file at once."""
+    return ranks.count() * (GPU_GROUP if kernels else GROUP)
+
+
+class SharedDecoder:
+    """Completes prompts with a target in all processes of a launch.
+
+    In the first process `completions` decodes, within `sharing`; all others call `help`.
+
+    Args:
+        target, drafter, slots, kernels: as for `Decoder`; with kernels, prompts wait until all slots are free.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None = None, *, slots: int, kernels: bool) -> None:
+        self.target, self.drafter, self.slots, self.kernels = target, drafter, slots, kernels
+        self._deciding = True  # the others wait for prompts; False while they decode
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """When it ends, the other processes' work does too. After an error while they decode, the launcher ends them."""
+        try:
+            yield
+        finally:
+            if self._deciding and ranks.count() > 1:
+                ranks.agreed(None)
+
+    def completions(self, prompts: Prompts, report: Report) -> list[Completion]:
+        """The completions of all prompts, in their order. What other processes have decoded is estimated until all are done."""
+        count = ranks.count()
+        if count == 1:
+            return self._decode(prompts, report)
+        self._deciding = False
+        ranks.agreed(prompts)
+        reported = [0, 0]
+
+        def report_all(*new: int) -> None:
+            for part, number in enumerate(new):
+                reported[part] += count * number
+            report(*(count * number for number in new))
+
+        shares = ranks.gather({0: self._decode(prompts.share(0, count), report_all)})
+        self._deciding = True
+        completions = [Completion() for _ in prompts.token_ids]
+        for rank, share in shares.items():
+            completions[rank::count] = share
+        tokens = sum(len(completion.tokens) for completion in completions)
+        report(tokens - reported[0], len(completions) - reported[1])
+        return completions
+
+    def help(self) -> None:
+        """Decode this process's share of the first one's prompts, until it has no more."""
+        rank, count = ranks.state().process_index, ranks.count()
+        while (prompts := ranks.agreed(None)) is not None:
+            ranks.gather({rank: self._decode(prompts.share(rank, count), lambda tokens, finished: None)})
+
+    def _decode(self, prompts: Prompts, report: Report) -> list[Completion]:
+        # A new decoder each time: the larger cache of earlier prompts would change the rounding.
+        together = self.slots if self.kernels else 1
+        decoder = Decoder(self.target, self.drafter, slots=self.slots, together=together, kernels=self.kernels)
+        completions = [Completion() for _ in prompts.token_ids]
+        limits = prompts.max_new_tokens, prompts.stop_ids
+        for steps in decoder.stream(prompts.token_ids, prompts.sampling, *limits, prompts.noise_keys):
+            collect(steps, completions)
+            report(sum(len(step.tokens) for step in steps), sum(step.finished for step in steps))
+        return [replace(completion, rounds=[]) for completion in completions]
