@@ -19,6 +19,7 @@ __all__ = ["GROUP", "Prompts", "Report", "SharedDecoder", "group_size"]
 # Conversations that a process works on until they are written. A kill loses them; at the end of each group slots wait without one.
 GROUP = 128
 GPU_GROUP = 1024  # with kernels: seconds of a GPU's work
+TOGETHER = 8  # prompts wait until one slot in so many is free: a forward of one short prompt takes nearly as long as one of several
 
 Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
 
@@ -49,7 +50,7 @@ class SharedDecoder:
     In the first process `completions` decodes, within `sharing`; all others call `help`.
 
     Args:
-        target, drafter, slots, kernels: as for `Decoder`; with kernels, prompts wait until all slots are free.
+        target, drafter, slots, kernels: as for `Decoder`.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, *, slots: int, kernels: bool) -> None:
@@ -96,7 +97,7 @@ class SharedDecoder:
 
     def _decode(self, prompts: Prompts, report: Report) -> list[Completion]:
         # A new decoder each time: the larger cache of earlier prompts would change the rounding.
-        together = self.slots if self.kernels else 1
+        together = max(1, self.slots // TOGETHER)
         decoder = Decoder(self.target, self.drafter, slots=self.slots, together=together, kernels=self.kernels)
         completions = [Completion() for _ in prompts.token_ids]
         limits = prompts.max_new_tokens, prompts.stop_ids

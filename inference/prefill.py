@@ -1,7 +1,6 @@
 """Prefill: prompts go through the target, and the drafter and the history start on them."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import cast
 
 import torch
@@ -15,9 +14,10 @@ from draftsmith.inference.request import Counters, Request
 
 __all__ = ["Prefill"]
 
-# Of one forward on a CPU, padding included. Larger matmuls leave its caches: on a core of an EPYC (Zen 4), in bf16, 8,192 rows ran at half
-# the rate of 256.
-CPU_POSITIONS = 256
+# Of one forward on a CPU, padding included. Smaller matmuls rearrange their weights for few rows, larger ones leave the caches. SmolLM2-135M in
+# bf16, one core: on a Xeon with AMX 64 rows run at 620 tokens/s, 256 at 1,100, 1,024 at 1,200 to 1,800, 2,048 at 1,500; on an EPYC (Zen 4) 8,192 rows
+# of a matmul at half the rate of 256.
+CPU_POSITIONS = 1024
 
 
 class Prefill:
@@ -27,24 +27,24 @@ class Prefill:
         self.target, self.drafter, self.cache, self.chunk, self.history, self.counters = target, drafter, cache, chunk, history, counters
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Prefill requests given in the order of their slots."""
+        """Prefill requests that have just got their slots."""
         self.cache.static_shape = False
-        # Slot less index is constant along neighbouring slots. Requests with KV from before go alone: their lengths differ.
-        for _, group in groupby(enumerate(requests), key=lambda pair: (pair[1].slot - pair[0], pair[1].reused and pair[1].slot + 1)):
-            for batch in self._batches([request for _, request in group]):
-                self._run_batch(batch)
+        for batch in self._batches(requests):
+            self._run_batch(sorted(batch, key=lambda request: request.slot))
 
-    def _batches(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Requests of neighbouring slots that go through the target together: all of them, but on a CPU no more than its caches hold."""
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Requests that go through the target together: on a CPU no more than its caches hold, those of similar length, so that little is padding.
+        Requests with KV from before go alone: their lengths differ."""
+        yield from ([request] for request in requests if request.reused)
         batch: list[Request] = []
-        for request in requests:
-            longest = max(len(prefilled.prompt) for prefilled in [*batch, request])
-            positions = min(longest, self.chunk) * (len(batch) + 1)
+        for request in sorted((request for request in requests if not request.reused), key=lambda request: len(request.prompt)):
+            positions = min(len(request.prompt), self.chunk) * (len(batch) + 1)
             if batch and self.target.device.type == "cpu" and positions > CPU_POSITIONS:
                 yield batch
                 batch = []
             batch.append(request)
-        yield batch
+        if batch:
+            yield batch
 
     def _run_batch(self, requests: list[Request]) -> None:
         """Encode prompt[reused:-1] of each request, and start the drafter and the history."""
