@@ -1,5 +1,6 @@
 """Prefill: prompts go through the target, and the drafter and the history start on them."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -33,13 +34,15 @@ class Prefill:
             self._run_batch(sorted(batch, key=lambda request: request.slot))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests that go through the target together: on a CPU no more than its caches hold, those of similar length, so that little is padding.
-        Requests with KV from before go alone: their lengths differ."""
+        """Requests that go through the target together. None is longer than a chunk and than twice another, so that little is padding; on a CPU
+        there are no more than its caches hold. Requests with KV from before go alone: their lengths differ."""
         yield from ([request] for request in requests if request.reused)
+        most = CPU_POSITIONS if self.target.device.type == "cpu" else sys.maxsize
         batch: list[Request] = []
         for request in sorted((request for request in requests if not request.reused), key=lambda request: len(request.prompt)):
-            positions = min(len(request.prompt), self.chunk) * (len(batch) + 1)
-            if batch and self.target.device.type == "cpu" and positions > CPU_POSITIONS:
+            size = len(request.prompt)
+            positions = min(size, self.chunk) * (len(batch) + 1)
+            if batch and (positions > most or size > max(self.chunk, 2 * len(batch[0].prompt))):
                 yield batch
                 batch = []
             batch.append(request)
