@@ -1,6 +1,6 @@
 """Regeneration: the target's own answers in place of a data set's, since a drafter learns the text that it is trained on.
 
-`with_decoder` runs our own decoder, in all processes of a launch; `with_server` calls any server with OpenAI's API (vLLM, SGLang, TGI). Both
+`with_decoder` runs our own decoder, shared by the processes of a launch; `with_server` calls any server with OpenAI's API (vLLM, SGLang, TGI). Both
 write JSONL, one row per conversation, and continue where an earlier run of the same command stopped, however it was stopped.
 
 System, user and tool turns stay. Every assistant turn is regenerated, in order, after the new answers before it; an assistant turn with
@@ -149,7 +149,8 @@ def with_decoder(
     kernels: bool = False,
     show: bool = True,
 ) -> Summary:
-    """Answer with our own decoder. Rows of the output are in the order of their ids, as strings.
+    """Answer with our own decoder. In a launch the first process calls this, and the others `SharedDecoder.help`. Rows of the output are in the
+    order of their ids, as strings.
 
     A group of conversations is appended at once: a run that is stopped loses at most one group, and its file is byte for byte that of a run
     that was not stopped. The noise of an answer is keyed by (id, its number in the conversation) and the seed. The draft length is not
@@ -162,8 +163,8 @@ def with_decoder(
         target: the model that answers.
         settings: how answers are drawn.
         drafter: None decodes plainly; the output is the same.
-        slots: sequences that are decoded at once.
-        group: conversations that are appended at once; None: 128 for each process, or 1,024 with kernels.
+        slots: sequences that a process decodes at once.
+        group: conversations that are appended at once; None: 128, with kernels 1,024, times the number of processes.
         kernels: decode with the Triton kernels, and with CUDA graphs where that is possible; the rounding is another.
         show: show a progress bar.
 
@@ -171,8 +172,7 @@ def with_decoder(
         ValueError: ids that occur twice, an output of other settings, another target or other conversations, or sizes below one.
         OSError: the output cannot be written; its content stays.
     """
-    decoder = SharedDecoder(target, drafter, slots=slots, kernels=kernels)
-    with decoder.sharing():
+    with SharedDecoder(target, drafter, slots=slots, kernels=kernels) as decoder:
         group = group_size(kernels) if group is None else group
         check_least(slots=slots, group=group)
         if drafter is not None and getattr(drafter, "remembers", False):

@@ -3,9 +3,9 @@
 The first process prompts, and writes what becomes of the answers. The others only decode: each takes its share of the prompts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Completion, Decoder
@@ -21,12 +21,12 @@ GROUP = 128
 GPU_GROUP = 1024  # with kernels: seconds of a GPU's work
 TOGETHER = 8  # prompts wait until one slot in so many is free: a forward of one short prompt takes nearly as long as one of several
 
-Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call
+Report = Callable[[int, int], None]  # takes the new tokens and the finished answers since the last call; a correction may be negative
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that are decoded together; the fields are arguments of `Decoder.stream`."""
+    """Prompts that are decoded together, with the other arguments of `Decoder.stream`; the noise keys are its `requests`."""
 
     token_ids: Sequence[list[int]]
     noise_keys: Sequence[int]
@@ -44,27 +44,33 @@ def group_size(kernels: bool) -> int:
     return ranks.count() * (GPU_GROUP if kernels else GROUP)
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What the others get after the last prompts. failed: the first process ends with an error."""
+
+    failed: bool
+
+
 class SharedDecoder:
     """Completes prompts with a target in all processes of a launch.
 
-    In the first process `completions` decodes, within `sharing`; all others call `help`.
+    The first process calls `completions`, within `with`; all others call `help`. When the context ends, the others' work does too. They do not hear
+    of Ctrl-C, nor of an error while they decode: the launcher ends them.
 
     Args:
-        target, drafter, slots, kernels: as for `Decoder`.
+        target, drafter, slots, kernels: as for `Decoder`; each process has so many slots.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, *, slots: int, kernels: bool) -> None:
         self.target, self.drafter, self.slots, self.kernels = target, drafter, slots, kernels
         self._deciding = True  # the others wait for prompts; False while they decode
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """When it ends, the other processes' work does too. After an error while they decode, the launcher ends them."""
-        try:
-            yield
-        finally:
-            if self._deciding and ranks.count() > 1:
-                ranks.agreed(None)
+    def __enter__(self) -> "SharedDecoder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._deciding and ranks.count() > 1 and (kind is None or issubclass(kind, Exception)):
+            ranks.agreed(_End(failed=kind is not None))
 
     def completions(self, prompts: Prompts, report: Report) -> list[Completion]:
         """The completions of all prompts, in their order. What other processes have decoded is estimated until all are done."""
@@ -90,10 +96,12 @@ class SharedDecoder:
         return completions
 
     def help(self) -> None:
-        """Decode this process's share of the first one's prompts, until it has no more."""
+        """Decode this process's share of the first one's prompts, until it has no more. Raises SystemExit where that one ends with an error."""
         rank, count = ranks.state().process_index, ranks.count()
-        while (prompts := ranks.agreed(None)) is not None:
+        while isinstance(prompts := ranks.agreed(None), Prompts):
             ranks.gather({rank: self._decode(prompts.share(rank, count), lambda tokens, finished: None)})
+        if prompts.failed:
+            raise SystemExit(2)  # without a word, and without waiting for the first process
 
     def _decode(self, prompts: Prompts, report: Report) -> list[Completion]:
         # A new decoder each time: the larger cache of earlier prompts would change the rounding.

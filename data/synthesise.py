@@ -1,7 +1,7 @@
 """Synthesis: the target writes questions and answers itself, so that no data are needed (Magpie, arXiv 2406.08464).
 
 The chat template's text up to the user's words prompts a question; its text after them ends it. The answer is prompted as `regenerate` does.
-`with_decoder` runs our own decoder, in all processes of a launch; `with_server` asks a server for both. Rows are what `prepare` and
+`with_decoder` runs our own decoder, shared by the processes of a launch; `with_server` asks a server for both. Rows are what `prepare` and
 `regenerate` read.
 
 Candidates are numbered, and written in groups. What is degenerate, a duplicate or an evaluation prompt is dropped and counted. The last row
@@ -42,14 +42,14 @@ PARTS = ("question", "answer")
 def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kernels: bool = False, show: bool = True) -> Summary:
     """Write with our own decoder.
 
-    The noise of a text is keyed by (id, its number in the conversation, question or answer) and the seed. A group of conversations is appended
+    In a launch the first process calls this, and the others `SharedDecoder.help`. The noise of a text is keyed by (id, its number in the conversation, question or answer) and the seed. A group of conversations is appended
     at once: a run that is stopped loses at most one.
 
     Args:
         plan: what to write.
         out: the JSONL file.
         target: the model that writes.
-        slots: sequences that are decoded at once.
+        slots: sequences that a process decodes at once.
         kernels: as for `regenerate.with_decoder`.
         show: show a progress bar.
 
@@ -58,8 +58,7 @@ def with_decoder(plan: Plan, out: Path, target: Target, *, slots: int = 32, kern
             whose conversations are dropped.
         OSError: the output cannot be written; its content stays.
     """
-    decoder = SharedDecoder(target, slots=slots, kernels=kernels)
-    with decoder.sharing():
+    with SharedDecoder(target, slots=slots, kernels=kernels) as decoder:
         check_least(slots=slots)
         template = _check_template(plan, target.require_tokenizer())
         for opening in plan.openings:

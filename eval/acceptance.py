@@ -127,11 +127,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError("--load-aware verifies trees of several sizes, --kernels of one; expected one; leave one out")
     policy = _policy(chosen.policy) if chosen.policy is not None else None
     given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
-    dtype = chosen.dtype
-    if dtype == "auto":
-        # A stopped evaluation goes on in the precision that it began with. A second measurement may choose another.
-        begun = record_store.begun_dtype(out or Path(os.path.expanduser(name)))
-        dtype = begun if begun in loading.DTYPES else dtype
+    dtype = loading.chosen_dtype(chosen.dtype, lambda: record_store.begun_dtype(out or Path(os.path.expanduser(name))))
     target, (drafter,) = loading.open_models(chosen.target, [name], dtype, chosen.trust_remote_code)
     prompts = given or loading.shipped_prompts(target, chosen.limit)
     if chosen.kernels and (reason := missing(target.device)):

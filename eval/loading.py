@@ -80,6 +80,15 @@ def decoding_dtype(stored: dict[str, Header]) -> torch.dtype:
     return fastest_dtype(stored, lambda: ranks.agreed(machine.decoding_precision()) if large else "fp32")
 
 
+def chosen_dtype(dtype: str, begun: Callable[[], str | None]) -> str:
+    """The dtype for `open_models`. Under "auto", work of a stopped run goes on in its own, as `begun` reads it in the first rank (None: there is none),
+    since a second measurement may choose another."""
+    if dtype != "auto":
+        return dtype
+    own = ranks.agreed(begun() if ranks.state().is_main_process else None)
+    return own if own in DTYPES else dtype
+
+
 def command() -> str:
     """What to type to run `draftsmith`: its name where it is on the PATH, else its path beside this Python."""
     if shutil.which("draftsmith"):

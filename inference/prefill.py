@@ -15,10 +15,11 @@ from draftsmith.inference.request import Counters, Request
 
 __all__ = ["Prefill"]
 
-# Of one forward on a CPU, padding included. Smaller matmuls rearrange their weights for few rows, larger ones leave the caches. SmolLM2-135M in
-# bf16, one core: on a Xeon with AMX 64 rows run at 620 tokens/s, 256 at 1,100, 1,024 at 1,200 to 1,800, 2,048 at 1,500; on an EPYC (Zen 4) 8,192 rows
-# of a matmul at half the rate of 256.
+# Of one forward on a CPU, padding included. A smaller matmul spends much of its time on rearranging the weights, a larger one leaves the caches.
+# SmolLM2-135M in bf16, one core: on a Xeon with AMX 64 positions run at 620 tokens/s, 256 at 1,100, 1,024 at 1,200 to 1,800, 2,048 at 1,500; on an
+# EPYC (Zen 4) 8,192 rows of a matmul at half the rate of 256.
 CPU_POSITIONS = 1024
+CPU_CHUNK = 64  # positions that take a CPU as long as fewer
 
 
 class Prefill:
@@ -34,15 +35,16 @@ class Prefill:
             self._run_batch(sorted(batch, key=lambda request: request.slot))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests that go through the target together. None is longer than a chunk and than twice another, so that little is padding; on a CPU
-        there are no more than its caches hold. Requests with KV from before go alone: their lengths differ."""
+        """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk: a forward of
+        a chunk takes no longer than one of few positions. On a CPU there are no more than its caches hold. Requests with KV from before go
+        alone: their lengths differ."""
         yield from ([request] for request in requests if request.reused)
-        most = CPU_POSITIONS if self.target.device.type == "cpu" else sys.maxsize
+        most, chunk = (CPU_POSITIONS, CPU_CHUNK) if self.target.device.type == "cpu" else (sys.maxsize, self.chunk)
         batch: list[Request] = []
         for request in sorted((request for request in requests if not request.reused), key=lambda request: len(request.prompt)):
             size = len(request.prompt)
             positions = min(size, self.chunk) * (len(batch) + 1)
-            if batch and (positions > most or size > max(self.chunk, 2 * len(batch[0].prompt))):
+            if batch and (positions > most or size > max(chunk, 2 * len(batch[0].prompt))):
                 yield batch
                 batch = []
             batch.append(request)

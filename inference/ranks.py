@@ -1,6 +1,8 @@
-"""Evaluation in several processes: prompts are split over the ranks of a launch, and results are put together."""
+"""The processes of a launch: they split work, and put results together."""
 
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -11,9 +13,14 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
+# One rank may tokenise, prune or decode for long while the others wait; torch's own limits are ten minutes with NCCL, thirty with gloo.
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
+
+
 def state() -> PartialState:
     """The process's rank, its device and the number of processes, from Accelerate. The first call joins the group of a launch."""
-    return PartialState(cpu=not torch.cuda.is_available())
+    options = {"timeout": COLLECTIVE_TIMEOUT} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    return PartialState(cpu=not torch.cuda.is_available(), **options)
 
 
 def count() -> int:

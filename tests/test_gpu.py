@@ -1,6 +1,7 @@
 """What can only be shown on a GPU: the same answers, losses and resumed weights as on the CPU."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -74,17 +75,21 @@ def test_losses_and_gradients_are_the_cpus():
     "settings", [regeneration.SAMPLED, regenerate.Settings(max_new_tokens=regeneration.NEW)], ids=["sampled", "greedy"]
 )
 def test_data_written_by_captured_rounds_is_that_of_the_host(settings, tmp_path):
-    """Answers, questions and their order; slots are prefilled together."""
+    """Answers, questions and their order; prompts wait until two of the slots are free."""
     target = regeneration.make_target()
     target.model.to(DEVICE)
-    plan = Plan(4, (Opening("Why is the"), Opening("Write about")), replace(regeneration.SAMPLED, max_new_tokens=16), settings)
+    conversations = [replace(given, id=f"{given.id}{copy}") for given in regeneration.CONVERSATIONS for copy in range(3)]
+    plan = Plan(20, (Opening("Why is the"), Opening("Write about")), replace(regeneration.SAMPLED, max_new_tokens=16), settings)
     for kernels in (False, True):
-        to, options = tmp_path / str(kernels), {"slots": 4, "kernels": kernels, "show": False}
+        to, options = tmp_path / str(kernels), {"slots": 16, "kernels": kernels, "show": False}
         to.mkdir()
-        regenerate.with_decoder(regeneration.CONVERSATIONS, to / "answers", target, settings, **options)
+        regenerate.with_decoder(conversations, to / "answers", target, settings, **options)
         synthesise.with_decoder(plan, to / "conversations", target, **options)
     for name in ("answers", "conversations"):
-        assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes()
+        with_kernels, without = (
+            json.loads(f"[{','.join((tmp_path / kind / name).read_text().splitlines())}]") for kind in ("True", "False")
+        )
+        assert all(row["generation"].pop("kernels") for row in with_kernels) and with_kernels == without and len(without) > 16
 
 
 @pytest.mark.parametrize("kind", ["draft model", "suffix"])

@@ -49,17 +49,19 @@ class Threads:
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Run one function as the first process, another as all others -> the first one's result."""
+    """Run one function as the first process, another as all others -> the first one's result. Its error is raised once all have ended."""
     threads = Threads(PROCESSES)
 
     def run(first, others):
-        results, errors = [], []
+        results, errors, codes = [], [], []
 
         def caught(work):
             try:
                 results.append(work())
             except ValueError as error:
                 errors.append(error)
+            except SystemExit as ended:
+                codes.append(ended.code)
 
         all_threads = [threading.Thread(target=caught, args=(others if n else first,), name=str(n)) for n in range(PROCESSES)]
         for thread in all_threads:
@@ -68,8 +70,9 @@ def threads(monkeypatch):
             thread.join(60)
         assert not any(thread.is_alive() for thread in all_threads)
         if errors:
+            assert codes == [2] * (PROCESSES - 1) and not results
             raise errors[0]
-        assert results.count(None) == PROCESSES - 1
+        assert results.count(None) == PROCESSES - 1 and not codes
         return next(result for result in results if result is not None)
 
     monkeypatch.setattr(shared_decoding, "ranks", threads)
@@ -92,8 +95,7 @@ def test_all_processes_together_complete_what_one_does_and_count_it(target, thre
             reported[part] += number
 
     def first():
-        shared = decoder(target)
-        with shared.sharing():
+        with decoder(target) as shared:
             return [shared.completions(prompts, report) for prompts in (PROMPTS, PROMPTS.share(0, 8), PROMPTS.share(0, 100))]
 
     completed = threads(first, lambda: decoder(target).help())

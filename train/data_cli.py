@@ -132,7 +132,6 @@ def run_regenerate(arguments: list[str]) -> None:
     _check_writer(parser, options, ["target", "drafter", "slots", "kernels", "dtype", "trust_remote_code"])
     from draftsmith.data import conversations, regenerate
     from draftsmith.data.conversations import Source
-    from draftsmith.eval import loading
     from draftsmith.eval.options import check_numbers
     from draftsmith.inference.terminal import printable
 
@@ -157,7 +156,7 @@ def run_regenerate(arguments: list[str]) -> None:
         )
     else:
         names = [] if options.drafter == "none" else [options.drafter]
-        target, drafters = loading.open_models(options.target, names, _dtype(options.dtype, out), options.trust_remote_code)
+        target, drafters = _open(options, names, out)
         writing = {"drafter": drafters[0] if drafters else None, "slots": options.slots, "kernels": options.kernels}
         if _helps(target, **writing):
             return
@@ -175,7 +174,6 @@ def run_synthesise(arguments: list[str]) -> None:
     from draftsmith.data import openings, report, synthesise
     from draftsmith.data.regenerate import Settings
     from draftsmith.data.selection import Plan
-    from draftsmith.eval import loading
     from draftsmith.eval.options import check_numbers, check_sampling
     from draftsmith.inference.terminal import printable
     from draftsmith.models.model_files import read_tokenizer, require_tokenizer
@@ -203,7 +201,7 @@ def run_synthesise(arguments: list[str]) -> None:
             omit=tuple(options.omit),
         )
     else:
-        target, _ = loading.open_models(options.target, [], _dtype(options.dtype, out), options.trust_remote_code)
+        target, _ = _open(options, [], out)
         writing = {"slots": options.slots, "kernels": options.kernels}
         if _helps(target, **writing):
             return
@@ -213,13 +211,15 @@ def run_synthesise(arguments: list[str]) -> None:
         print(printable(line, ""))
 
 
-def _dtype(chosen: str, out: Path) -> str:
-    """The target's dtype: a file is continued in that which it was begun in, since a second measurement may choose another."""
+def _open(options: argparse.Namespace, drafters: list[str], out: Path) -> "tuple[Target, list[Any]]":
+    """Join the other processes of a launch and load the models, in the dtype in which `out` was begun."""
     from draftsmith.data.resumable import begun_dtype
-    from draftsmith.eval.loading import DTYPES
+    from draftsmith.eval import loading
+    from draftsmith.train.engine import processes
 
-    begun = begun_dtype(out) if chosen == "auto" else None
-    return begun if begun in DTYPES else chosen
+    processes.join()
+    dtype = loading.chosen_dtype(options.dtype, lambda: begun_dtype(out))
+    return loading.open_models(options.target, drafters, dtype, options.trust_remote_code)
 
 
 def _helps(target: "Target", **writing: Any) -> bool:
@@ -337,7 +337,12 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, target: str | None
         help=f"folder or Hub id of the target that {writes}, in this process"
         + (f" (default: {target})" if target else "; a server needs it for its chat template"),
     )
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the target (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of the target (default: auto; a file goes on in its own)",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     parser.add_argument("--slots", type=int, default=32, help="conversations at the same time, in each process (default: 32)")
     parser.add_argument(

@@ -9,6 +9,7 @@ that ship here. Each stage is a command of Draftsmith's that continues where it 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -132,7 +133,8 @@ def _launch(module: str, *words: str) -> None:
         try:
             status = process.wait()
         finally:
-            process.terminate()  # what it has done is saved; `with` waits for that
+            # It saves what it has done, and says so, as after Ctrl-C; `with` waits for that. A shell's background job ignores Ctrl-C.
+            process.send_signal(signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT)
     if status:
         raise SystemExit(status)
 

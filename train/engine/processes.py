@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from draftsmith.inference.ranks import COLLECTIVE_TIMEOUT
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
 from draftsmith.train.engine.section import TrainSection
 
 Value = TypeVar("Value")
 
-# One rank may tokenise, prune or decode for long while the others wait; the watchdog notices a rank that dies or hangs sooner.
-COLLECTIVE_TIMEOUT = timedelta(hours=6)
 # Ranks start together, so one that is missing at the start has most likely ended.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
