@@ -74,9 +74,9 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
     return [
         Stage("conversations, written by the target", 20, synthesis),
-        Stage("features of the target", 4, ("data", "capture", *keys)),
-        Stage("EAGLE-3 head", 13, ("train", "eagle", *keys, *training)),
-        Stage("tree for this machine, and acceptance of the head", 14, ("eval", head, *measured)),
+        Stage("features of the target", 5, ("data", "capture", *keys)),
+        Stage("EAGLE-3 head", 14, ("train", "eagle", *keys, *training)),
+        Stage("tree for this machine, and acceptance of the head", 10, ("eval", head, *measured)),
         *(
             Stage(f"acceptance of {name}", 9, ("eval", drafter.format(head=head), *measured, *beside, "--out", str(folder / name)))
             for name, drafter in BESIDE.items()
