@@ -37,6 +37,15 @@ CONVERSATIONS = 1400
 STEPS = 600
 BESIDE = {"hybrid": "hybrid:{head}", "suffix": "suffix", "ngram": "ngram"}  # drafters that are measured beside the head
 DONE = "stages.json"
+LAUNCHER = """
+import sys
+from accelerate.commands.launch import main
+from torch.distributed.elastic.multiprocessing.api import SignalException
+try:
+    main()
+except SignalException as stopped:
+    sys.exit(128 + stopped.sigval)
+"""  # `accelerate launch`, which a signal ends without a traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ def _launch(module: str, *words: str) -> None:
     """Run a module on two ranks, with half of the cores each. On two cores two ranks that share each sequence train EAGLE in 0.6 of the time of
     one process, whose second thread is idle during the many small operations of the losses; the steps are the same. Raises SystemExit if it
     fails or is stopped."""
-    launch = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPES / "accelerate-cpu-2.yaml"))
+    launch = (sys.executable, "-c", LAUNCHER, "--config_file", str(RECIPES / "accelerate-cpu-2.yaml"))
     precision = ("--mixed_precision", {"fp32": "no"}.get(name := machine.precision(), name))
     # A session of its own: Ctrl-C in a terminal is a signal to the group, and would come twice.
     ended = {"start_new_session": True, "preexec_fn": end_with_parent if sys.platform == "linux" else None}
@@ -133,8 +142,9 @@ def _launch(module: str, *words: str) -> None:
         try:
             status = process.wait()
         finally:
-            # It saves what it has done, and says so, as after Ctrl-C; `with` waits for that. A shell's background job ignores Ctrl-C.
+            # It saves what it has done, and says so, as after Ctrl-C, which a shell's background job ignores. After Ctrl-C here `with` waits for nothing.
             process.send_signal(signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT)
+            process.wait()
     if status:
         raise SystemExit(status)
 
