@@ -1,5 +1,6 @@
 """The target's KV cache: preallocated, ragged, and able to keep the accepted nodes of a tree."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from draftsmith.inference.verify import Verdict
 
 __all__ = ["SavedRow", "TreeCache", "index_tensor"]
+
+# A CPU's buffers from LARGE bytes on are parts of blocks of BLOCK bytes. glibc returns what has 32 MB and more to the system; smaller buffers stay
+# on the heap, where those of a cache with another capacity do not fit: after 17 minutes of caches of several sizes it had 3.2 GB.
+LARGE, BLOCK = 1 << 20, 64 << 20
 
 
 def index_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -71,6 +76,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self._stores: dict[int, _Store] = {}
+        self._block: Tensor | None = None  # what is left of the last block
         self._table: tuple[int, Any] = (0, ())  # for the kernel: a number of layers, and the addresses of their buffers
         self._bounds = [0] * rows
         self._exact = [True] * rows  # whether the bound is the length
@@ -150,7 +156,14 @@ class TreeCache(Cache):
         return self._read(store.keys, nodes), self._read(store.values, nodes)
 
     def _allocate(self, states: Tensor) -> Tensor:
-        return states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
+        shape = self.rows, states.shape[1], self.capacity, states.shape[3]
+        size = math.prod(shape)
+        if states.device.type != "cpu" or size * states.itemsize < LARGE:
+            return states.new_zeros(shape)
+        if self._block is None or self._block.dtype != states.dtype or len(self._block) < size:
+            self._block = states.new_zeros(max(size, BLOCK // states.itemsize))
+        buffer, self._block = self._block[:size].view(shape), self._block[-(-size // 64) * 64 :]
+        return buffer
 
     def _write(self, buffer: Tensor, states: Tensor) -> None:
         heads, nodes = states.shape[1:3]

@@ -1,10 +1,12 @@
 """The tree cache against lists: ragged writes, moves of accepted rows, selections, bounds."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
+from draftsmith.inference import cache as cache_module
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.verify import Verdict
 
@@ -55,8 +57,12 @@ def random_path(rng: random.Random, nodes: int, width: int) -> tuple[list[int], 
     return path + [-1] * (width - length), length
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["buffers of their own", "in blocks"])
 @pytest.mark.parametrize("known", [True, False], ids=["host knows", "host guesses"])
-def test_commits_equal_lists(known):
+def test_commits_equal_lists(known, large, monkeypatch):
+    if large:  # blocks with place for several layers, and layers beyond a block
+        monkeypatch.setattr(cache_module, "LARGE", 0)
+        monkeypatch.setattr(cache_module, "BLOCK", 30_000)
     rng = random.Random(4)
     cache, model = TreeCache(4, 80), Model(4)
     assert cache and len(cache) == 0
@@ -99,6 +105,21 @@ def test_commits_equal_lists(known):
         written = [model.numbers(1) for _ in rows]
         check(cache, model, write(cache, written), written)
     assert moved >= 10 and ragged >= 10 and contiguous >= 10 and scattered >= 5 and exact >= (5 if known else 1)
+
+
+def test_large_buffers_share_blocks_without_overlap_and_are_aligned(monkeypatch):
+    monkeypatch.setattr(cache_module, "LARGE", 4 * 7 * 2 * 3 * 8)  # below it: the buffers of layer 1
+    monkeypatch.setattr(cache_module, "BLOCK", 4096)
+    cache = TreeCache(4, 7)
+    write(cache, [[n] for n in range(4)])
+    buffers = {(layer, part): getattr(store, part) for layer, store in cache._stores.items() for part in ("keys", "values")}
+    spans = sorted((buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) for buffer in buffers.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert all(buffer.is_contiguous() and buffer.data_ptr() % 64 == 0 for buffer in buffers.values())
+    blocks = {name: buffer.untyped_storage() for name, buffer in buffers.items()}
+    assert blocks[0, "keys"].data_ptr() == blocks[0, "values"].data_ptr() != blocks[4, "keys"].data_ptr()
+    assert [blocks[name].nbytes() for name in ((0, "keys"), (4, "keys"), (4, "values"))] == [4096] * 3
+    assert all(blocks[1, part].nbytes() == buffers[1, part].nbytes for part in ("keys", "values"))
 
 
 def test_idle_row_keeps_nothing():
