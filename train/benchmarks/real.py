@@ -41,11 +41,14 @@ LAUNCHER = """
 import sys
 from accelerate.commands.launch import main
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 try:
     main()
 except SignalException as stopped:
     sys.exit(128 + stopped.sigval)
-"""  # `accelerate launch`, which a signal ends without a traceback
+except ChildFailedError as failed:  # the rank has said why
+    sys.exit(failed.get_first_failure()[1].exitcode)
+"""  # `accelerate launch` without its tracebacks
 
 
 @dataclass(frozen=True, slots=True)
