@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from regeneration import make_target
 
 from draftsmith.eval import acceptance
 from draftsmith.train import cli, data_cli, recipe
@@ -72,7 +73,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
 
 
 @pytest.mark.slow
-def test_training_on_a_cpu_is_on_two_ranks_which_share_each_sequence(tmp_path, monkeypatch, capfd):
+def test_on_a_cpu_two_ranks_train_on_parts_of_each_sequence_and_write_conversations(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(real, "cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = (
@@ -90,8 +91,12 @@ def test_training_on_a_cpu_is_on_two_ranks_which_share_each_sequence(tmp_path, m
     real.run((*words, "train.steps=2"))
     assert (tmp_path / "run" / "artifact" / "model.safetensors").is_file()
     assert "2 process(es)" in capfd.readouterr().out
-    real.run(("data", "capture", *words[2:], f"features.store={tmp_path / 'store'}"))
-    assert list((tmp_path / "store").glob("*.safetensors"))
+    target = make_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    sizes = ("--conversations", "2", "--max-new-tokens", "9")
+    real.run(("data", "synthesise", str(tmp_path / "chats.jsonl"), "--target", str(tmp_path / "target"), *sizes))
+    assert len((tmp_path / "chats.jsonl").read_text().splitlines()) == 2
     monkeypatch.setattr(real, "cores", lambda: 1)
     ran = []
     monkeypatch.setattr(cli, "run", ran.append)
