@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.drafter import Drafter
 from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models import ranks
 from draftsmith.models.target import Target
 
 __all__ = ["GROUP", "Prompts", "Report", "SharedDecoder", "group_size"]

@@ -103,9 +103,9 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.evaluation import evaluate_drafter
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
-    from draftsmith.inference import ranks
     from draftsmith.inference.kernels import missing
     from draftsmith.inference.sampler import Sampling
+    from draftsmith.models import ranks
 
     out = Path(os.path.expanduser(chosen.out)) if chosen.out is not None else None
     main_process = ranks.state().is_main_process
@@ -299,7 +299,7 @@ def _as_deployed(chosen: argparse.Namespace, settings: "Settings") -> bool:
 def _artifact(name: str, drafter: Any) -> Path | None:
     """The folder of an artifact of Draftsmith, into which the measurements go; None for other drafters, or where that is said not to be."""
     from draftsmith.eval import card, loading, measurements
-    from draftsmith.inference import ranks
+    from draftsmith.models import ranks
     from draftsmith.models.drafter import DrafterModel
     from draftsmith.models.target import SHIPPED
 

@@ -6,12 +6,12 @@ from itertools import accumulate
 
 from draftsmith.data.prompts import Prompt
 from draftsmith.eval.loading import encode
-from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import collect
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.terminal import printable
+from draftsmith.models import ranks
 from draftsmith.models.target import Target
 
 SLOTS = 8  # for the target's own answers

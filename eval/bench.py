@@ -56,8 +56,9 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.benchmarks import rounds
     from draftsmith.eval.benchmarks import transformers as benchmark
     from draftsmith.eval.report import to_json
-    from draftsmith.inference import durable, ranks
+    from draftsmith.inference import durable
     from draftsmith.inference.sampler import Sampling
+    from draftsmith.models import ranks
 
     sampling = Sampling(**fields)
     if ranks.count() > 1:

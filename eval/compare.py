@@ -47,9 +47,9 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval import loading, measured
     from draftsmith.eval.answers import encode_prompts
     from draftsmith.eval.comparison import Settings, compare_drafters
-    from draftsmith.inference import ranks
     from draftsmith.inference.draft_model import DraftModel
     from draftsmith.inference.sampler import Sampling
+    from draftsmith.models import ranks
     from draftsmith.models.pard import ParallelDraftModel
 
     if ranks.count() > 1:

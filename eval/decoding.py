@@ -9,12 +9,12 @@ from draftsmith.eval.lossless import Recorded
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import KEYED_RULES, Divergence, RequestRecord, Round
 from draftsmith.eval.settings import Settings, label
-from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafts import forget
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.request import RoundStats
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models import ranks
 from draftsmith.models.target import Target
 
 PROMPTS_PER_SLOT = 4  # in a batch, so that prompts are replaced while others still run

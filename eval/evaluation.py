@@ -21,13 +21,14 @@ from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import round_cost
 from draftsmith.eval.settings import Settings, label, without_rule
 from draftsmith.eval.supersets import record_supersets
-from draftsmith.inference import exact, machine, ranks
+from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models import ranks
 from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.target import Target
 

@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.data import prompts as prompt_files
 from draftsmith.data.prompts import Prompt
-from draftsmith.inference import expand, machine, ranks
+from draftsmith.inference import expand, machine
 from draftsmith.inference.byte_vocabulary import ByteVocabulary
 from draftsmith.inference.confidence import Confidence
 from draftsmith.inference.draft_model import DraftModel
@@ -34,6 +34,7 @@ from draftsmith.inference.stopping import Stopping, parse_stopping
 from draftsmith.inference.string_matching import StringMatching
 from draftsmith.inference.suffix_memory import StoredSuffix
 from draftsmith.inference.tree import StaticTree
+from draftsmith.models import ranks
 from draftsmith.models.adapter import adapt
 from draftsmith.models.artifact import mask_token, student_entry
 from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, load_config, load_drafter

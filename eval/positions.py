@@ -14,10 +14,10 @@ from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PositionRecord, rank_of
 from draftsmith.eval.settings import label
-from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models import ranks
 from draftsmith.models.target import Target
 
 RANKS = 32  # ranks that are recorded

@@ -32,9 +32,10 @@ from draftsmith.eval.records import (
     request_of,
     superset_of,
 )
-from draftsmith.inference import durable, ranks
+from draftsmith.inference import durable
 from draftsmith.inference.claim import lock
 from draftsmith.inference.reading import field
+from draftsmith.models import ranks
 
 RECORDS, UNFINISHED = "records.jsonl", "records.part.jsonl"
 FORMAT = 1

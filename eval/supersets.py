@@ -16,13 +16,13 @@ from draftsmith.eval.answers import EncodedPrompt, batches
 from draftsmith.eval.noted import NotingDrafter
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.settings import label
-from draftsmith.inference import ranks
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
+from draftsmith.models import ranks
 
 SLOTS, TOGETHER = 8, 32  # prompts that are decoded at a time; that are recorded together
 

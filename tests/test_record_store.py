@@ -20,10 +20,10 @@ from draftsmith.eval.record_store import RECORDS, UNFINISHED, RecordStore
 from draftsmith.eval.records import Divergence, RequestRecord, Round, request_line, request_of
 from draftsmith.eval.report import as_json, report_of
 from draftsmith.eval.settings import Settings, label
-from draftsmith.inference import ranks
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import USUAL_RULE
 from draftsmith.inference.sampler import Sampling
+from draftsmith.models import ranks
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 

@@ -22,7 +22,7 @@ def target():
 
 
 class Threads:
-    """Stands for `inference.ranks`: each thread is a process of the launch."""
+    """Stands for `models.ranks`: each thread is a process of the launch."""
 
     def __init__(self, count):
         self._count, self._barrier, self._sent = count, threading.Barrier(count, timeout=60), {}

@@ -225,7 +225,7 @@ def _open(options: argparse.Namespace, drafters: list[str], out: Path) -> "tuple
 def _helps(target: "Target", **writing: Any) -> bool:
     """Whether this process of a launch is not the first: it has decoded its share of what the first one wrote, and has nothing to say."""
     from draftsmith.data.shared_decoding import SharedDecoder
-    from draftsmith.inference import ranks
+    from draftsmith.models import ranks
 
     if ranks.state().is_main_process:
         return False

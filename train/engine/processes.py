@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftsmith.inference.ranks import COLLECTIVE_TIMEOUT
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
+from draftsmith.models.ranks import COLLECTIVE_TIMEOUT
 from draftsmith.train.engine.section import TrainSection
 
 Value = TypeVar("Value")
