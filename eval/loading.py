@@ -82,8 +82,8 @@ def decoding_dtype(stored: dict[str, Header]) -> torch.dtype:
 
 
 def chosen_dtype(dtype: str, begun: Callable[[], str | None]) -> str:
-    """The dtype for `open_models`. Under "auto", work of a stopped run goes on in its own, as `begun` reads it in the first rank (None: there is none),
-    since a second measurement may choose another."""
+    """The dtype for `open_models`. Under "auto", the work of a stopped run stays in its dtype, since a second measurement may choose another.
+    `begun` reads that dtype, in the first rank alone; None: there is no such work."""
     if dtype != "auto":
         return dtype
     own = ranks.agreed(begun() if ranks.state().is_main_process else None)

@@ -216,8 +216,8 @@ def _packing_pays(nodes: int, groups: int, dtype: torch.dtype) -> bool:
     """Whether a CPU is faster with the `groups` heads of a KV head as further queries of one head, for which the mask is repeated.
 
     One core, packed against SDPA's own handling: in float32 on an EPYC (8 heads, 2 KV heads, 600 keys) 90 against 150 us for one query, 440
-    against 400 for 16; in bfloat16 on a Xeon with AMX 1.0 to 2.1 ms against 1.8 to 4.1 for 8 queries (six shapes, 16 layers, 300 keys), 3.0 to 15
-    against 4.0 to 19 for 32, the same for 64. For one query in bfloat16 two or three heads are faster apart (145 against 108 ms for 64 requests).
+    against 400 for 16; in bfloat16 on a Xeon with AMX 1.3 to 7.5 ms against 1.8 to 18 for 8 queries (six shapes, 16 layers, 300 keys), 3.0 to 15
+    against 4.0 to 19 for 32, about the same for 64. For one query in bfloat16 two or three heads are faster apart (145 against 108 ms for 64 requests).
     """
     if dtype == torch.bfloat16:
         return nodes <= 32 and (nodes > 1 or groups > 3)

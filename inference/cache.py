@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SavedRow", "TreeCache", "index_tensor"]
 
 # A CPU's buffers from LARGE bytes on are parts of blocks of BLOCK bytes. glibc returns what has 32 MB and more to the system; smaller buffers stay
-# on the heap, where those of a cache with another capacity do not fit: after 17 minutes of caches of several sizes it had 3.2 GB.
+# on the heap, where those of a cache with another capacity do not fit: after 17 minutes of caches of several sizes the heap had 3.2 GB.
 LARGE, BLOCK = 1 << 20, 64 << 20
 
 

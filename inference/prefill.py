@@ -19,7 +19,7 @@ __all__ = ["Prefill"]
 # SmolLM2-135M in bf16, one core: on a Xeon with AMX 64 positions run at 620 tokens/s, 256 at 1,100, 1,024 at 1,200 to 1,800, 2,048 at 1,500; on an
 # EPYC (Zen 4) 8,192 rows of a matmul at half the rate of 256.
 CPU_POSITIONS = 1024
-CPU_CHUNK = 64  # positions that take a CPU as long as fewer
+CPU_CHUNK = 64  # a CPU takes as long for fewer positions
 
 
 class Prefill:
@@ -35,8 +35,7 @@ class Prefill:
             self._run_batch(sorted(batch, key=lambda request: request.slot))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk: a forward of
-        a chunk takes no longer than one of few positions. On a CPU there are no more than its caches hold. Requests with KV from before go
+        """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk. On a CPU there are no more than its caches hold. Requests with KV from before go
         alone: their lengths differ."""
         yield from ([request] for request in requests if request.reused)
         most, chunk = (CPU_POSITIONS, CPU_CHUNK) if self.target.device.type == "cpu" else (sys.maxsize, self.chunk)

@@ -98,7 +98,7 @@ def test_all_processes_together_complete_what_one_does_and_count_it(target, thre
         with decoder(target) as shared:
             return [shared.completions(prompts, report) for prompts in (PROMPTS, PROMPTS.share(0, 8), PROMPTS.share(0, 100))]
 
-    completed = threads(first, lambda: decoder(target).help())
+    completed = threads(first, decoder(target).help)
     assert completed == [expected, expected[:1], expected[:1]]  # of one prompt the first process has all, and the others none
     assert reported == [sum(len(c.tokens) for c in expected) + 2 * len(expected[0].tokens), len(expected) + 2]
 
@@ -107,14 +107,11 @@ def test_the_others_end_when_the_first_has_written_all_and_when_it_is_refused(ta
     def write(path, **more):
         return lambda: regenerate.with_decoder(CONVERSATIONS, tmp_path / path, target, SAMPLED, slots=2, show=False, **more)
 
-    def help():
-        return SharedDecoder(target, slots=2, kernels=False).help()
-
     monkeypatch.setattr(regenerate, "group_size", lambda kernels: 3)
-    summary = threads(write("shared"), help)
+    summary = threads(write("shared"), decoder(target).help)
     assert summary.rows == len(CONVERSATIONS)
     with pytest.raises(ValueError, match="got group 0"):
-        threads(write("shared", group=0), help)
+        threads(write("shared", group=0), decoder(target).help)
     monkeypatch.undo()
     write("alone", group=3)()
     assert (tmp_path / "shared").read_bytes() == (tmp_path / "alone").read_bytes()

@@ -132,8 +132,10 @@ def run_regenerate(arguments: list[str]) -> None:
     _check_writer(parser, options, ["target", "drafter", "slots", "kernels", "dtype", "trust_remote_code"])
     from draftsmith.data import conversations, regenerate
     from draftsmith.data.conversations import Source
+    from draftsmith.data.shared_decoding import SharedDecoder
     from draftsmith.eval.options import check_numbers
     from draftsmith.inference.terminal import printable
+    from draftsmith.models import ranks
 
     check_numbers(options)
     settings = regenerate.Settings(**{name: getattr(options, name) for name in SETTINGS})
@@ -157,10 +159,11 @@ def run_regenerate(arguments: list[str]) -> None:
     else:
         names = [] if options.drafter == "none" else [options.drafter]
         target, drafters = _open(options, names, out)
-        writing = {"drafter": drafters[0] if drafters else None, "slots": options.slots, "kernels": options.kernels}
-        if _helps(target, **writing):
+        decoding = {"drafter": drafters[0] if drafters else None, "slots": options.slots, "kernels": options.kernels}
+        if not ranks.state().is_main_process:
+            SharedDecoder(target, **decoding).help()
             return
-        summary = regenerate.with_decoder(examples, out, target, settings, **writing)
+        summary = regenerate.with_decoder(examples, out, target, settings, **decoding)
     print(f"{printable(str(out), '')}: {summary.report()}")
     if summary.status:
         raise SystemExit(summary.status)
@@ -174,8 +177,10 @@ def run_synthesise(arguments: list[str]) -> None:
     from draftsmith.data import openings, report, synthesise
     from draftsmith.data.regenerate import Settings
     from draftsmith.data.selection import Plan
+    from draftsmith.data.shared_decoding import SharedDecoder
     from draftsmith.eval.options import check_numbers, check_sampling
     from draftsmith.inference.terminal import printable
+    from draftsmith.models import ranks
     from draftsmith.models.model_files import read_tokenizer, require_tokenizer
 
     check_numbers(options)
@@ -202,10 +207,11 @@ def run_synthesise(arguments: list[str]) -> None:
         )
     else:
         target, _ = _open(options, [], out)
-        writing = {"slots": options.slots, "kernels": options.kernels}
-        if _helps(target, **writing):
+        decoding = {"slots": options.slots, "kernels": options.kernels}
+        if not ranks.state().is_main_process:
+            SharedDecoder(target, **decoding).help()
             return
-        summary = synthesise.with_decoder(plan, out, target, **writing)
+        summary = synthesise.with_decoder(plan, out, target, **decoding)
     report.console().print(summary.table())
     for line in (f"{out}:", *summary.report()):
         print(printable(line, ""))
@@ -220,17 +226,6 @@ def _open(options: argparse.Namespace, drafters: list[str], out: Path) -> "tuple
     processes.join()
     dtype = loading.chosen_dtype(options.dtype, lambda: begun_dtype(out))
     return loading.open_models(options.target, drafters, dtype, options.trust_remote_code)
-
-
-def _helps(target: "Target", **writing: Any) -> bool:
-    """Whether this process of a launch is not the first: it has decoded its share of what the first one wrote, and has nothing to say."""
-    from draftsmith.data.shared_decoding import SharedDecoder
-    from draftsmith.models import ranks
-
-    if ranks.state().is_main_process:
-        return False
-    SharedDecoder(target, **writing).help()
-    return True
 
 
 def run_datastore(arguments: list[str]) -> None:
@@ -341,7 +336,7 @@ def _add_writer(parser: argparse.ArgumentParser, writes: str, target: str | None
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="of the target (default: auto; a file goes on in its own)",
+        help="of the target (default: auto; a file that is continued stays in its own)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the target's model code from the Hub")
     parser.add_argument("--slots", type=int, default=32, help="conversations at the same time, in each process (default: 32)")

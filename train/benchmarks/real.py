@@ -57,8 +57,8 @@ class Stage:
 
     Attributes:
         name: for people, and in the list of stages that are done.
-        minutes: about what it took on two cores of an Intel Xeon with AMX. How long the rest takes is estimated from these and from what
-            earlier stages took.
+        minutes: about what it took on two cores of an Intel Xeon with AMX (of the drafters beside the head: less the probe of other loads). How
+            long the rest takes is estimated from these and from what earlier stages took.
         words: the command's arguments.
     """
 
@@ -87,10 +87,10 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     return [
         Stage("conversations, written by the target", 20, synthesis),
         Stage("features of the target", 5, ("data", "capture", *keys)),
-        Stage("EAGLE-3 head", 14, ("train", "eagle", *keys, *training)),
+        Stage("EAGLE-3 head", 16, ("train", "eagle", *keys, *training)),
         Stage("tree for this machine, and acceptance of the head", 10, ("eval", head, *measured)),
         *(
-            Stage(f"acceptance of {name}", 9, ("eval", drafter.format(head=head), *measured, *beside, "--out", str(folder / name)))
+            Stage(f"acceptance of {name}", 10, ("eval", drafter.format(head=head), *measured, *beside, "--out", str(folder / name)))
             for name, drafter in BESIDE.items()
         ),
     ]
@@ -145,7 +145,7 @@ def _launch(module: str, *words: str) -> None:
         try:
             status = process.wait()
         finally:
-            # It saves what it has done, and says so, as after Ctrl-C, which a shell's background job ignores. After Ctrl-C here `with` waits for nothing.
+            # The ranks save, and say so, as after Ctrl-C; a shell's background job ignores that signal. `with` would not wait after Ctrl-C.
             process.send_signal(signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT)
             process.wait()
     if status:
