@@ -37,7 +37,7 @@ def test_its_commands_exist(tmp_path):
 
 def report(tau):
     speed = {"tau": tau, "speedup": tau / 2, "speedup_over_transformers": tau}
-    return {"domains": {"0": {"code": {"tau": tau}}}, "speedups": {"code": speed}, "speed": speed}
+    return {"target": {"dtype": "bfloat16"}, "domains": {"0": {"code": {"tau": tau}}}, "speedups": {"code": speed}, "speed": speed}
 
 
 @pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt(), ValueError("no room")])
@@ -47,6 +47,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
 
     def run(words):
         ran.append(words[:2])
+        if "--out" in words:
+            assert words[-2:] == ("--dtype", "bfloat16") and acceptance.parser().parse_args(words[1:]).dtype == "bfloat16"  # as the head
         if len(ran) == 3:
             raise failing.pop()
         if words[0] == "eval":

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.eval.measurements import REPORT
 from draftsmith.inference import durable, machine
 from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
@@ -60,17 +61,23 @@ class Stage:
         minutes: about what it took on two cores of an Intel Xeon with AMX (of the drafters beside the head: less the probe of other loads). How
             long the rest takes is estimated from these and from what earlier stages took.
         words: the command's arguments.
+        beside: folder of a finished evaluation. This one runs in its precision; a second measurement of the CPU might choose another.
     """
 
     name: str
     minutes: float
     words: tuple[str, ...]
+    beside: Path | None = None
+
+    def command(self) -> tuple[str, ...]:
+        """All arguments, once the stages before are done."""
+        return self.words if self.beside is None else (*self.words, "--dtype", read_json(self.beside / REPORT)["target"]["dtype"])
 
 
 def stages(folder: Path, target: Path) -> list[Stage]:
     """All stages, in order."""
     chats, features, run = folder / "conversations.jsonl", folder / "features", folder / "eagle3"
-    head = str(run / "artifact")
+    head = run / "artifact"
     keys = (
         RECIPE,
         f"target.path={target}",
@@ -81,16 +88,16 @@ def stages(folder: Path, target: Path) -> list[Stage]:
     )
     training = ("features.mode=offline", f"train.output={run}", f"train.steps={STEPS}", "train.eval_every=200")
     measured = ("--target", str(target), "--prompts", "chat", "--temperature", "0")
-    beside = ("--timed", "3", "--probe", "0")  # the cost at other loads is the head's alone
+    fewer = ("--timed", "3", "--probe", "0")  # the cost at other loads is the head's alone
     sizes = ("--conversations", str(CONVERSATIONS), "--max-new-tokens", "384", "--slots", "64", "--exclude", "chat")
     synthesis = ("data", "synthesise", str(chats), "--target", str(target), *sizes)
     return [
         Stage("conversations, written by the target", 20, synthesis),
         Stage("features of the target", 5, ("data", "capture", *keys)),
         Stage("EAGLE-3 head", 16, ("train", "eagle", *keys, *training)),
-        Stage("tree for this machine, and acceptance of the head", 10, ("eval", head, *measured)),
+        Stage("tree for this machine, and acceptance of the head", 10, ("eval", str(head), *measured)),
         *(
-            Stage(f"acceptance of {name}", 10, ("eval", drafter.format(head=head), *measured, *beside, "--out", str(folder / name)))
+            Stage(f"acceptance of {name}", 10, ("eval", drafter.format(head=head), *measured, *fewer, "--out", str(folder / name)), head)
             for name, drafter in BESIDE.items()
         ),
     ]
@@ -111,11 +118,11 @@ def main(arguments: list[str]) -> None:
             print(f"[{number}/{len(todo)}] {stage.name}; about {left:.0f} min left in all", file=sys.stderr, flush=True)
             began = time.monotonic()
             with _advice_on_stop(number, len(todo)):
-                run(stage.words)
+                run(stage.command())
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
         measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in BESIDE}}
-        Console().print(table({name: read_json(where / "acceptance.json") for name, where in measured.items()}))
+        Console().print(table({name: read_json(where / REPORT) for name, where in measured.items()}))
         # The head is measured on the prompts that did not choose its tree, the others on all: the differences are of the same prompts.
         cli.run(["compare", "--measured", *map(str, measured.values())])
 
