@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -228,6 +229,16 @@ def test_other_data_or_a_target_in_another_precision_does_not_continue_a_run(wor
     assert "was made with data=" in line and "give another train.output" in line
 
 
+def test_a_resumed_run_keeps_the_precision_that_was_measured(workspace, target_folder, monkeypatch):
+    """A busy CPU, or another one, would choose another."""
+    output = f"train.output={workspace / 'measured'}"
+    monkeypatch.setattr("draftsmith.train.setup.fastest_dtype", lambda stored, precision: torch.bfloat16)
+    train(workspace, target_folder, output, "target.dtype=auto", "train.steps=2")
+    monkeypatch.setattr("draftsmith.train.setup.fastest_dtype", lambda stored, precision: torch.float32)
+    train(workspace, target_folder, output, "target.dtype=auto", "train.steps=3")
+    assert json.loads((workspace / "measured" / "artifact" / "config.json").read_text())["target"]["dtype"] == "bfloat16"
+
+
 def test_a_book_is_one_document_and_is_held_out_in_part(workspace, target_folder):
     (workspace / "book.txt").write_text("It was a dark and stormy night. " * 200)
     train(workspace, target_folder, f"train.output={workspace / 'book'}", f"data.train={workspace / 'book.txt'}")
@@ -395,6 +406,39 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     assert "bits per byte, all of it" in card and "text.txt`." in card and "PSF" not in card and "license" not in card
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+
+
+def test_a_tokenizer_stays_from_the_first_checkpoint_on(tmp_path):
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(TEXT * n for n in range(1, 41)))
+
+    def entries(size):
+        words = [f"architecture.vocab_size={size}", f"train.output={tmp_path}", f"data.cache={tmp_path}", f"data.train={tmp_path}/text.txt"]
+        return len(target.prepare_tokenizer(recipe.load(target.TargetRecipe, "target-tiny", words)))
+
+    assert [entries(320), entries(310)] == [320, 310]
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "state.json").write_text('{"sha256": {}}')
+    assert entries(320) == 310
+    with pytest.raises(ValueError, match="architecture.vocab_size=300 is less than the 310 entries"):
+        entries(300)
+
+
+def test_bits_per_byte_are_of_the_supervised_text():
+    tokenizer = target.train_tokenizer(300, [TEXT])
+    ids = torch.tensor([tokenizer(TEXT).input_ids[:8]])
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = target.LlamaForCausalLM(target.LlamaConfig(vocab_size=300, **sizes))
+
+    class Held:
+        def __len__(self):
+            return 1
+
+        def batch(self, rows):
+            return {"input_ids": ids, "loss_mask": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 0]])}
+
+    nats = -model(ids).logits[0, 4:6].log_softmax(-1)[[0, 1], ids[0, 5:7]].sum().item()
+    size = len(tokenizer.decode(ids[0, 5:7]).encode())
+    assert target.bits_per_byte(model, Held(), tokenizer) == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -344,9 +344,9 @@ def test_a_tap_that_the_target_lacks_is_refused(target):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["dflash.block_size=64", "data.seq_len=32"], "looks 64 positions ahead"),
+        (["dflash.block_size=64", "data.seq_len=32"], "dflash.block_size looks 64 positions ahead"),
         (["train.context_parallel=2"], "is for EAGLE"),
-        (["dflash.loss=best"], "best"),
+        (["dflash.loss=best"], "dflash.loss='best'"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(words, said):

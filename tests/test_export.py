@@ -18,6 +18,7 @@ from draftsmith.models.formats import engines, export, layouts, plain, verify
 from draftsmith.models.formats.engines import ENGINES, ROWS, serving
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.target import Target
+from draftsmith.models.weights import Header
 from draftsmith.train.exchange import export as command
 
 pytest.importorskip("gguf")
@@ -233,6 +234,12 @@ def test_the_dtype_of_a_target_is_that_of_most_weights_and_on_the_hub_what_its_c
     ):
         (copy / "config.json").write_text(json.dumps({name: value for name, value in config.items() if "dtype" not in name} | {key: said}))
         assert command.open_target(str(copy))[1] == dtype
+
+
+def test_the_dtype_of_a_quantised_target_is_that_of_what_is_not_quantised(monkeypatch):
+    headers = {"layer": Header("a", "F8_E4M3", (64, 64)), "scale": Header("a", "F32", (4,)), "norm": Header("a", "BF16", (64,))}
+    monkeypatch.setattr(Target, "load", lambda name, dtype, **options: dtype(headers))
+    assert command.open_target("quantised")[1] == torch.bfloat16
 
 
 def test_an_export_changes_nothing_that_is_exported_again(workshop, tmp_path):

@@ -352,6 +352,7 @@ def refusals():
         (["target.parallel=layers"], "target.parallel=layers: Medusa-2 trains adapters of a target that is complete"),
         (["target.quantise=bnb-nf4"], "target.quantise=bnb-nf4: Medusa-2 trains adapters"),
         (["joint.rank=-1"], "joint.rank"),
+        (["train.tau_prompts=1", "train.patience=2"], "train.patience=2 does nothing with joint.rank="),
         (["joint.base=mse"], "'kl' or 'ce'"),
     ]
 

@@ -185,7 +185,7 @@ def test_it_trains_saves_and_drafts_for_a_family(words, tmp_path, target_folder)
         (["pard.mask_token=9999"], "pard.mask_token=9999: .* has the tokens 0 to"),
         (["features.mode=offline"], "features.mode=offline: PARD trains on the text alone"),
         (["train.context_parallel=2"], "train.context_parallel=2 is for EAGLE"),
-        (["pard.steps=40"], "looks 41 positions ahead, data.seq_len=32"),
+        (["pard.steps=40"], "pard.steps looks 41 positions ahead, data.seq_len=32"),
         (["tree.nodes=5"], "a chain tree takes a depth alone, got a width or nodes"),
         (["tree.depth=5"], "looks 4 ahead at most; lower the depth"),
     ],

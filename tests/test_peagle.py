@@ -198,6 +198,20 @@ def test_a_warm_start_is_re_indexed_to_the_new_draft_vocabulary(tmp_path):
     for row, token in enumerate(new.vocabulary.targets.tolist()):
         assert torch.equal(new.lm_head.weight[row], old.lm_head.weight[there[token]] if token in there else fresh[row])
     assert min(seen[True], seen[False]) >= 3 and torch.equal(new.mask_hidden, old.mask_hidden)
+    with pytest.raises(ValueError, match="differs in mask_token_id"):
+        begin_with(make(target, mask_token_id=8), str(tmp_path / "old"), target, "peagle.start")
+
+
+def test_an_eagle_drafter_is_a_start_for_all_but_the_mask(tmp_path):
+    target = Target.wrap(random_model("llama"))
+    shape = {name: size for name, size in SIZES.items() if name not in ("steps", "mask_token_id")}
+    old, new = randomise(new_drafter("eagle", target, version=3, **shape), 0.3), make(target)
+    old.save_pretrained(tmp_path)
+    mask = new.mask_hidden.detach().clone()
+    begin_with(new, str(tmp_path), target, "peagle.start")
+    assert torch.equal(new.mask_hidden, mask)
+    same = [torch.equal(tensor, new.state_dict()[name]) for name, tensor in old.state_dict().items()]
+    assert all(same) and len(same) > 10
     new.save_pretrained(tmp_path / "new")
     again, ids, roots = load_drafter(tmp_path / "new", target), torch.arange(12) * 5 % VOCAB, torch.arange(2, 9)
     out = target.forward(ids[None], taps=(0, 1))

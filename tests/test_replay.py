@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from random_targets import random_model
 from safetensors.torch import load_file
 from torch import nn
 from zoo import tiny
@@ -205,12 +206,6 @@ def test_what_a_run_was_trained_on_must_be_there(tmp_path):
         buffer(tmp_path).refresh(12, lambda: False)
 
 
-def test_generations_too_close_are_refused(tmp_path):
-    plan = Plan({"samples": 0.5}, refresh_every=3, keep_generations=2, prompts=4, new_tokens=12, batch_size=BATCH)
-    with pytest.raises(ValueError, match="refresh_every=3"):
-        buffer(tmp_path, plan)
-
-
 def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
     plan = Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=20, batch_size=BATCH)
     third = buffer(tmp_path / "a", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
@@ -289,6 +284,15 @@ def test_corrections_are_where_the_target_spoke_against_a_draft(temperature):
                     assert int(student.logits(student.forward(prefix).hidden[0, -1]).argmax()) == ids[position + offset]
             position += step.length
     assert {supervised for supervised, _ in kinds} == {True, False} and len(kinds) > 3
+
+
+def test_a_student_of_fewer_tokens_reads_its_last_one_and_the_sample_has_the_targets_own():
+    student = Target.wrap(random_model("llama"))
+    prompts = [[3, 5, student.vocab_size + 4, 7], [student.vocab_size, 2]]
+    (first, mask), (second, _) = replay.samples(student, 0.0, 6)(prompts, [0, 1], 0)
+    assert first[:4] == prompts[0] and second[:2] == prompts[1] and mask == [False] * 4 + [True] * 6
+    read = [[min(token, student.vocab_size - 1) for token in prompt] for prompt in prompts]
+    assert [first[4:], second[2:]] == [answer.tokens for answer in Decoder(student).generate(read, None, 6)]
 
 
 def test_a_run_that_is_stopped_while_it_samples_ends_with_the_same_bits(tmp_path, target_folder, monkeypatch):

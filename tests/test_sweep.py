@@ -211,6 +211,12 @@ def test_every_method_that_trains_a_drafter_can_be_swept(stub):
         assert len(make_plan(command.parser().parse_intermixed_args(options)).recipes) == 2
 
 
+def test_a_value_that_goes_with_every_swept_one_need_not_go_with_the_recipes_own(stub):
+    """`student.layers` says nothing of the student that the recipe starts from."""
+    options = ["distill", "distill-tiny", "student.start=pruned,random", "student.layers=2", "--output", str(stub / "sweep")]
+    assert [each.student.start for each in make_plan(command.parser().parse_intermixed_args(options)).recipes] == ["pruned", "random"]
+
+
 def test_a_rung_of_medusa_2_has_its_share_of_steps_of_the_heads_alone(stub):
     """60 of 120 steps, 10 of 20; a plan of the recipe that ships is not refused for its 60."""
     grid = ["joint.heads_steps=60", "train.steps=120", "train.lr=1e-3,2e-3", "--rungs", "20,120", "--output", str(stub / "sweep")]

@@ -77,7 +77,7 @@ def writing(value: float):
 
     def write(part: Path) -> None:
         save_file({"w": torch.tensor([value])}, part / "model.safetensors")
-        (part / "config.json").write_text(json.dumps({"training": {"steps": 3}}))
+        (part / "config.json").write_text(json.dumps({"training": {"steps": 3}, "confidence_weights": [[0.5]]}))
         (part / "README.md").write_text("card")
 
     return write
@@ -89,7 +89,7 @@ def test_an_artifact_stays_only_with_its_weights_and_its_recipe(tmp_path):
     assert new
     for name in ("acceptance.json", "notes.txt"):
         (folder / name).write_text("mine")
-    (folder / "config.json").write_text(json.dumps({"training": {"steps": 3}, "tree": "measured"}))
+    (folder / "config.json").write_text(json.dumps({"training": {"steps": 3}, "tree": "measured", "confidence_weights": [[1.0]]}))
     assert not publish.replace_artifact(chosen, writing(1.0))[1] and "measured" in (folder / "config.json").read_text()
     assert not publish.replace_artifact(new_recipe(tmp_path, log_every=7), writing(1.0))[1], "a changeable key"
     with pytest.raises(FloatingPointError, match="artifact is not written: `w` of model.safetensors is not finite"):

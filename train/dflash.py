@@ -118,7 +118,7 @@ def choose_objective(recipe: DflashRecipe, target: Target) -> Objective:
 
 def check(recipe: DflashRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    check_blocks(recipe, recipe.dflash.loss, "dflash", recipe.dflash.block_size)
+    check_blocks(recipe, recipe.dflash.loss, "dflash", "block_size", recipe.dflash.block_size)
     weights = recipe.dflash.weights
     recipe.dflash.refuse_unread("dflash", ["gamma" if weights == "pace" else "smoothing"], f"dflash.weights={weights}")
 

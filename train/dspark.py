@@ -170,7 +170,7 @@ def choose_objective(recipe: DsparkRecipe, target: Target) -> Objective:
 
 def check(recipe: DsparkRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    check_blocks(recipe, recipe.dspark.loss, "dspark", recipe.dspark.block_size + 1)
+    check_blocks(recipe, recipe.dspark.loss, "dspark", "block_size", recipe.dspark.block_size + 1)
     if recipe.dspark.confidence and recipe.tree.width != 1:
         raise ValueError(
             f"dspark.confidence={recipe.dspark.confidence} ends chains, and the draft tree is none; add tree.width=1, or leave it out"

@@ -76,6 +76,7 @@ def check(recipe: LayerskipRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     target = recipe.target
     mix(recipe.layerskip.loss, "layerskip.loss")
+    recipe.train.refuse_unread("train", ["patience"], "LayerSkip, where no weights but the last are saved")
     if recipe.features.mode != "online":
         raise ValueError(f"features.mode={recipe.features.mode}: LayerSkip trains the target itself, no stored feature stays; leave it out")
     if target.parallel != "none" or target.quantise:

@@ -196,6 +196,7 @@ def check(recipe: MedusaRecipe) -> None:
 
 def _check_joint(recipe: MedusaRecipe) -> None:
     joint, target = recipe.joint, recipe.target
+    recipe.train.refuse_unread("train", ["patience"], f"joint.rank={joint.rank}, where no weights but the last are saved")
     if recipe.features.mode != "online":
         raise ValueError(
             f"features.mode={recipe.features.mode}: Medusa-2 needs gradients through the target, and a store has none; take features.mode=online, "

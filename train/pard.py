@@ -95,7 +95,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
 
 def check(recipe: PardRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    check_blocks(recipe, "nll", "pard", recipe.pard.steps + 1)
+    check_blocks(recipe, "nll", "pard", "steps", recipe.pard.steps + 1)
     if recipe.features.mode != "online":
         raise ValueError(f"features.mode={recipe.features.mode}: PARD trains on the text alone and reads no features; leave it out")
 

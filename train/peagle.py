@@ -136,7 +136,7 @@ def choose_objective(recipe: PeagleRecipe, target: Target) -> Objective:
 
 def check(recipe: PeagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    check_blocks(recipe, recipe.peagle.loss, "peagle", recipe.peagle.steps + 1)
+    check_blocks(recipe, recipe.peagle.loss, "peagle", "steps", recipe.peagle.steps + 1)
 
 
 def build_untrained(recipe: PeagleRecipe, target: Target) -> tuple[PeagleModel, Objective]:

@@ -26,12 +26,9 @@ from draftsmith.train.recipe import Recipe, changeable_keys, save
 if TYPE_CHECKING:
     from peft import PeftModel
 
-EVALUATED = (
-    "draftsmith",
-    "tree",
-    "training",
-    "transformers_version",
-)  # keys of a config that may differ in an artifact that is the same
+# Keys of a config that may differ in an artifact that is the same: an evaluation changes them, or they are fitted to its weights again, and
+# another machine rounds differently.
+EVALUATED = ("draftsmith", "tree", "training", "transformers_version", "confidence_weights", "temperatures")
 # README.md, the sign of completeness, first.
 MEASURED = ("README.md", "acceptance.json", "policy.json", "records.jsonl", "records.part.jsonl", "report.html", "survival.png")
 

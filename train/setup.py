@@ -19,7 +19,7 @@ from draftsmith.data.packing import PackedDataset, keeps_apart
 from draftsmith.data.prepare import load
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.report import many_dropped
-from draftsmith.eval.loading import DTYPES, encode, fastest_dtype, shipped_prompts, tree_spec_from_options
+from draftsmith.eval.loading import DTYPES, chosen_dtype, encode, fastest_dtype, shipped_prompts, tree_spec_from_options
 from draftsmith.inference import machine
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter
@@ -32,7 +32,7 @@ from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter,
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
-from draftsmith.train.engine import output, processes, replay
+from draftsmith.train.engine import output, processes, replay, resume
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES, TAU_PROMPTS
 from draftsmith.train.engine.say import say
@@ -145,9 +145,10 @@ def load_target_and_data(recipe: Recipe, *, training: bool = True) -> tuple[Targ
         processes.split_batch(recipe.train, state.num_processes)
         if recipe.train.kernels and (reason := missing(torch.device(str(state.device)))):
             raise ValueError(f"train.kernels=true: {reason}; leave it out")
+    dtype = chosen_dtype(section.dtype, lambda: resume.target_dtype_of(recipe.train.output)) if training else section.dtype
     target = Target.load(
         section.path,
-        dtype=DTYPES.get(section.dtype, _training_dtype),
+        dtype=DTYPES.get(dtype, _training_dtype),
         device=str(state.device),
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,

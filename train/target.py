@@ -56,7 +56,7 @@ from draftsmith.models.model_files import read_tokenizer
 from draftsmith.models.saving import save_model
 from draftsmith.models.student import scale_residuals
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import output, processes
+from draftsmith.train.engine import checkpoint, output, processes
 from draftsmith.train.engine.say import say
 from draftsmith.train.losses.chunked import chunked_cross_entropy
 from draftsmith.train.objective import Batch, Loss
@@ -119,7 +119,8 @@ def bits_per_byte(model: LlamaForCausalLM, valid: TokenStream, tokenizer: PreTra
         for start in range(0, len(valid), 8):
             batch = valid.batch(torch.arange(start, min(start + 8, len(valid))))
             nats += objective(model, batch).sum.item()
-            num_bytes += sum(len(str(tokenizer.decode(row[1:], skip_special_tokens=True)).encode()) for row in batch["input_ids"])
+            for row, supervised in zip(batch["input_ids"], batch["loss_mask"].bool(), strict=True):
+                num_bytes += len(str(tokenizer.decode(row[1:][supervised[1:]], skip_special_tokens=True)).encode())
             bar.update(start + len(batch["input_ids"]))
     return nats / math.log(2) / num_bytes
 
@@ -158,9 +159,10 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
 
 
 def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
-    """The recipe's tokenizer: copied or trained the first time, then read from `<output>/tokenizer`."""
+    """The recipe's tokenizer: copied or trained until there is a checkpoint, then read from `<output>/tokenizer`. The main process calls it first."""
     folder, section = Path(recipe.train.output) / "tokenizer", recipe.architecture
-    if not folder.is_dir():
+    # Without a checkpoint that folder may be of another recipe, whose run ended before it had one.
+    if not folder.is_dir() or (processes.join().is_main_process and not checkpoint.latest(folder.with_name("checkpoints"))):
         if section.tokenizer:
             tokenizer = read_tokenizer(section.tokenizer, key="architecture.tokenizer")
             if tokenizer is None:

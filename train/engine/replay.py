@@ -98,7 +98,7 @@ class Plan:
 
     Attributes:
         shares: share of the training sequences that is replaced by each kind of sample.
-        refresh_every: steps between two generations.
+        refresh_every: steps between two generations; 4 at least, since rows are read ahead.
         keep_generations: newest generations that sequences are drawn from.
         prompts: prompts of a generation, for each kind.
         new_tokens: tokens sampled for each prompt, at most.
@@ -114,10 +114,12 @@ class Plan:
 
 
 def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
-    """The student continues the prompts; all tokens of its answers are supervised."""
+    """The student continues the prompts; all tokens of its answers are supervised. Tokens that it lacks it reads as its last one."""
+    last = student.vocab_size - 1
 
     def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
-        answers = Decoder(student, slots=GROUP).generate(prompts, Sampling(temperature, seed=seed), new_tokens, requests=keys)
+        read = [[min(token, last) for token in prompt] for prompt in prompts]
+        answers = Decoder(student, slots=GROUP).generate(read, Sampling(temperature, seed=seed), new_tokens, requests=keys)
         return [
             (prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -206,9 +208,6 @@ class Replay:
         model: the model whose weights a generation belongs to; while samples are made it is in evaluation mode.
         vocab_size: V; samples with other tokens are left out.
         settings: as JSON, what else samples depend on; those of other settings are made again.
-
-    Raises:
-        ValueError: generations follow each other so closely that their sequences would be fetched before they are made.
     """
 
     def __init__(
@@ -221,10 +220,6 @@ class Replay:
         vocab_size: int,
         settings: dict[str, Any],
     ) -> None:
-        if plan.refresh_every < 4:
-            raise ValueError(
-                f"refresh_every={plan.refresh_every}: expected 4 steps between generations at least, since rows are read ahead"
-            )
         self.base, self.folder, self.plan, self.samplers, self.model, self.vocab_size = base, folder, plan, samplers, model, vocab_size
         self.settings = settings
         self.corpus, self.key = base.corpus, base.key

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from draftsmith.inference import machine
-from draftsmith.inference.reading import field
+from draftsmith.inference.reading import field, read_json
 from draftsmith.inference.terminal import printable
 from draftsmith.train import recipe as recipes
 from draftsmith.train.engine import checkpoint, optimizer, order, processes, trackers
@@ -98,6 +98,15 @@ def start_or_resume(
     if newest:
         sharded.load_optimizer_state(optimizer_state)
     return sharded, state | progress
+
+
+def target_dtype_of(output: str) -> str | None:
+    """The target's dtype in the newest checkpoint below a run's folder; None where none says it. `start_or_resume` says what is wrong with one."""
+    newest = checkpoint.latest(Path(output) / "checkpoints")
+    try:
+        return read_json(newest / "state.json")["fingerprint"][TARGET_DTYPE] if newest else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _precision(section: TrainSection) -> str:

@@ -78,6 +78,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     from draftsmith.models.drafter import DrafterModel
     from draftsmith.models.formats.engines import PARALLEL, VLLM_METHODS, served_depth
     from draftsmith.models.formats.verify import family_in
+    from draftsmith.models.pard import ParallelDraftModel
     from draftsmith.models.target import resolve_path
     from draftsmith.train.exchange import serving
 
@@ -92,7 +93,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
         raise ValueError(f"--depth {depth}: {drafter.method} looks {drafter.depth_limit} ahead at most; lower it")
     encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
     speculative = {"method": VLLM_METHODS[family], "model": str(folder.resolve()), "num_speculative_tokens": depth}
-    speculative |= PARALLEL if family == "peagle" else {}
+    speculative |= PARALLEL if family == "peagle" or isinstance(drafter, ParallelDraftModel) else {}
     request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}
     ids = [prompt.ids for prompt in encoded]
     try:

@@ -16,19 +16,20 @@ __all__ = ["chain_rows", "check_blocks", "draw_anchors", "draw_chains", "per_seq
 _ANCHORS = 1 << 20  # sets these draws apart from others of the same example and position
 
 
-def check_blocks(recipe: Recipe, loss: str, method: str, reach: int) -> None:
+def check_blocks(recipe: Recipe, loss: str, method: str, size: str, reach: int) -> None:
     """Check, before anything is loaded, what recipes of block drafters have in common. Raises ValueError, naming the keys.
 
     Args:
         recipe: of any of them.
         loss: what `mix` reads.
         method: its section's name.
+        size: the section's key that says how long a block is.
         reach: positions from an anchor to the end of its block.
     """
-    mix(loss)
+    mix(loss, f"{method}.loss")
     check_complete_sequences(recipe)
     if reach >= recipe.data.seq_len:
-        raise ValueError(f"{method}.block_size looks {reach} positions ahead, data.seq_len={recipe.data.seq_len} has fewer; lower it")
+        raise ValueError(f"{method}.{size} looks {reach} positions ahead, data.seq_len={recipe.data.seq_len} has fewer; lower it")
 
 
 def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -276,10 +276,6 @@ class ChunkedHead:
         ]
         self._chunk: tuple[Tensor, Tensor] | None = None
 
-    def logits(self, index: Tensor, used: Tensor) -> Tensor:
-        """`raw` in the dtype of the sums."""
-        return self.raw(index, used).to(self.sum_dtype)
-
     def raw(self, index: Tensor, used: Tensor) -> Tensor:
         """Logits [m,V] of positions index [m] in the head's dtype, without a graph; hidden states count as 0 where used [m] is False."""
         # Padding may hold inf or NaN; either times 0 is NaN in the head's gradient.

@@ -7,8 +7,8 @@
 Values between commas are swept, every combination is a trial, and a key with a single value is an override as for `draftsmith train`. Each
 rung is a training run of its own with its complete learning-rate schedule, and the warm-up in proportion; the last rung has the recipe's own
 train.steps. Trials of a rung see equally many tokens: where train.batch_size or data.seq_len is swept, the steps are set so. They are ranked by
-τ where train.tau_prompts is set (the best of the run), else by the simulated τ of the last evaluation on held-out data. The same command goes on
-where an earlier one stopped, and runs again only what failed.
+the τ of the last evaluation where train.tau_prompts is set, else by its simulated τ on held-out data. The same command goes on where an earlier
+one stopped, and runs again only what failed.
 """
 
 from typing import TYPE_CHECKING
