@@ -70,8 +70,9 @@ def evaluate_drafter(
         "settings": _settings(target, drafter, settings),
         "prompts": {"count": len(encoded), "hash": hash_of(prompts), "template_hash": _template_hash(target)},
         "skipped": skipped,
-        "machine": _machine(target),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        # Of the first rank alone: ranks of unequal machines share their records.
+        "machine": ranks.agreed(_machine(target)),
+        "versions": ranks.agreed({"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}),
     }
     with (store or RecordStore()).opened(header) as store:
         store.append_prompts(_prompt_records(target, encoded))
@@ -99,15 +100,15 @@ def _record_tree(
 ) -> Records:
     """Measure what a round costs, record positions and choose the tree by them, unless a run that was stopped has done it."""
     records = store.records()
+    context = statistics.median_low([len(prompt.ids) for prompt in prompts]) + settings.max_new_tokens // 2
+    reported = [prompt.ids[-context:] for prompt in prompts if prompt.index not in choosing]
     if not records.forward:
-        context = statistics.median_low([len(prompt.ids) for prompt in prompts]) + settings.max_new_tokens // 2
         forward = ranks.agreed(cost.measure_forward(target, context, max(settings.max_nodes, drafter.max_nodes)))
-        reported = [prompt.ids[-context:] for prompt in prompts if prompt.index not in choosing]
         with _complete_trees(drafter):
             drafting = ranks.agreed(cost.measure_drafting(target, drafter, reported[:4]))
         store.append([{"kind": "cost", "forward": forward, "drafting": drafting}])
-        if settings.probe_s:
-            store.append([{"kind": "load", **ranks.agreed(_load(target, drafter, reported, context, settings))}])
+    if settings.probe_s and not records.load:
+        store.append([{"kind": "load", **ranks.agreed(_load(target, drafter, reported, context, settings))}])
     if settings.choose:
         texts: dict[str, Sampling] = {}  # the target's own text does not depend on the rule
         for sampling in sorted(settings.samplings, key=lambda sampling: sampling.rule != USUAL_RULE):

@@ -144,7 +144,6 @@ class Prediction(NamedTuple):
     low: float | None
     high: float | None
     ms_per_token: float
-    plain_ms_per_token: float
 
 
 def predict(model: CostModel, rounds: Rounds, batch: int, context: int, tree: Tree | None = None) -> Prediction:
@@ -164,7 +163,7 @@ def predict(model: CostModel, rounds: Rounds, batch: int, context: int, tree: Tr
         probe = model.spread(batch, max(rounds.sizes), context)
         low = speedup * math.exp(-math.hypot(math.log(tau.estimate / tau.low), probe))
         high = speedup * math.exp(math.hypot(math.log(tau.high / tau.estimate), probe))
-    return Prediction(batch, context, tau.estimate, cost, speedup, low, high, plain / speedup, plain)
+    return Prediction(batch, context, tau.estimate, cost, speedup, low, high, plain / speedup)
 
 
 def by_batch(model: CostModel, rounds: Rounds, context: int, tree: Tree | None = None) -> dict[str, Any]:

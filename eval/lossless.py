@@ -35,6 +35,7 @@ REGION = 48  # positions before the divergence that are compared: enough for a m
 # draft tree and of a prefill; besides them, one is of a text alone and one uses the model's own attention.
 WIDTHS = (1, 5, 16)
 ALONE = 3  # width of the forward of a text alone
+PREFILL = 256  # positions of the forwards before: attention's mask has their square
 TOGETHER = 8  # texts in a batch of reference forwards: narrow ones cost nearly as much for one
 
 
@@ -151,12 +152,12 @@ def reference_states(target: Target, texts: list[list[int]]) -> list[Tensor]:
 
 
 def _in_chunks(target: Target, texts: list[list[int]], widths: Sequence[int]) -> list[Tensor]:
-    """Hidden states [len(widths),S,H] of the last positions of each text: all texts in one batch, in chunks of each width in turn, after one
-    chunk of all tokens before."""
+    """Hidden states [len(widths),S,H] of the last positions of each text: all texts in one batch, in chunks of each width in turn, after all
+    tokens before in chunks of a prefill's width."""
     cache = TreeCache(len(texts), max(map(len, texts)) + max(widths), target.device)
     firsts = [max(0, len(text) - REGION) for text in texts]
-    if max(firsts):
-        _forward(target, cache, [text[:first] for text, first in zip(texts, firsts, strict=True)])
+    for start in range(0, max(firsts), PREFILL):
+        _forward(target, cache, [text[start : min(start + PREFILL, first)] for text, first in zip(texts, firsts, strict=True)])
     states: list[list[Tensor]] = [[] for _ in texts]
     for width in widths:
         cache.reset()

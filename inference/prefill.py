@@ -1,6 +1,5 @@
 """Prefill: prompts go through the target, and the drafter and the history start on them."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -20,6 +19,8 @@ __all__ = ["Prefill"]
 # EPYC (Zen 4) 8,192 rows of a matmul at half the rate of 256.
 CPU_POSITIONS = 1024
 CPU_CHUNK = 64  # a CPU takes as long for fewer positions
+# Of the prompts that start together on a GPU: their hidden states are in memory at once, 1 GB of 4,096 in 16 bits.
+GPU_POSITIONS = 1 << 17
 
 
 class Prefill:
@@ -35,14 +36,16 @@ class Prefill:
             self._run_batch(sorted(batch, key=lambda request: request.slot))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk. On a CPU there are no more than its caches hold. Requests with KV from before go
-        alone: their lengths differ."""
+        """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk. On a CPU a
+        forward has no more positions than its caches hold, on a GPU all prompts together no more than its memory has space for. Requests with
+        KV from before go alone: their lengths differ."""
         yield from ([request] for request in requests if request.reused)
-        most, chunk = (CPU_POSITIONS, CPU_CHUNK) if self.target.device.type == "cpu" else (sys.maxsize, self.chunk)
+        cpu = self.target.device.type == "cpu"
+        most, chunk = (CPU_POSITIONS, CPU_CHUNK) if cpu else (GPU_POSITIONS, self.chunk)
         batch: list[Request] = []
         for request in sorted((request for request in requests if not request.reused), key=lambda request: len(request.prompt)):
             size = len(request.prompt)
-            positions = min(size, self.chunk) * (len(batch) + 1)
+            positions = (min(size, self.chunk) if cpu else size) * (len(batch) + 1)
             if batch and (positions > most or size > max(chunk, 2 * len(batch[0].prompt))):
                 yield batch
                 batch = []

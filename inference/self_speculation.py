@@ -30,6 +30,7 @@ from draftsmith.inference.verify import Verdict
 __all__ = ["SelfSpeculation", "early_exit", "skip_layers"]
 
 
+CHUNK = 256  # positions of a text per forward: attention's mask has their square
 ROOTS = 16  # chains that are drafted at a time along a text
 
 
@@ -150,8 +151,11 @@ class SelfSpeculation:
         length = len(ids)
         cache = TreeCache(1, length + ROOTS * self.depth_limit, self.device)
         with tree_attention(self.target.model):
-            chunk = TreeAttention.causal(cache, length)
-            self.target.forward(ids[None], position_ids=chunk.positions(), cache=cache, tree=chunk)
+            for tokens in ids.split(CHUNK):
+                chunk = TreeAttention.causal(cache, len(tokens))
+                self.target.forward(tokens[None], position_ids=chunk.positions(), cache=cache, tree=chunk)
+                cache.advance([len(tokens)])
+        cache.reset()
         return PrefixKV(ids, cache)
 
     @torch.inference_mode()

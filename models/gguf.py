@@ -136,15 +136,22 @@ def _convert(file: Path, path: str, prefix: str, identity: str, folder: Path) ->
         raise ValueError(f"{prefix}{path!r}: GGUF files need the package gguf; pip install 'draftsmith[gguf]'") from None
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
-        kind = GGUFReader(file).get_field("general.file_type")
+        reader = GGUFReader(file)
+        kind, parts = (reader.get_field(name) for name in ("general.file_type", "split.count"))
+        count = int(parts.contents()) if parts else 1
         dtype = _DTYPES.get(int(kind.contents()), torch.bfloat16) if kind else torch.bfloat16
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source, **_dequantised())
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True, **source, **_dequantised()
+        )
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{prefix}{path!r} cannot be dequantised: {' '.join(str(error).split())[:200]}; give safetensors") from None
     config: Any = model.config
     config.__dict__.pop("quantization_config", None)  # the weights are plain tensors now
     check_supported(config)
+    if missing := sorted(loading["missing_keys"]):  # transformers gives those random values
+        advice = f"it is one of {count} files: join them with llama-gguf-split --merge" if count > 1 else "download it again"
+        raise ValueError(f"{prefix}{path!r} has {len(missing)} missing tensors ({missing[0]}); {advice}, or give safetensors")
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)  # `save_pretrained` refuses the model that was quantised
     plain.load_state_dict({name: tensor.to(dtype) for name, tensor in model.state_dict().items()}, assign=True)

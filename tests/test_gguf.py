@@ -52,11 +52,13 @@ def random_llama() -> LlamaForCausalLM:
     return model
 
 
-def write(path, model: LlamaForCausalLM, kind="F32", architecture="llama"):
-    """Write the model as llama.cpp's converter does, and set its matrices to what the file's numbers stand for."""
+def write(path, model: LlamaForCausalLM, kind="F32", architecture="llama", without="", parts=1):
+    """Write the model as llama.cpp's converter does, and set its matrices to what the file's numbers stand for. `without` is a tensor."""
     writer = gguf.GGUFWriter(path, architecture)
     config, kind = model.config, gguf.GGMLQuantizationType[kind]
     writer.add_file_type({"F32": 0, "F16": 1, "Q8_0": 7}[kind.name])
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -84,6 +86,8 @@ def write(path, model: LlamaForCausalLM, kind="F32", architecture="llama"):
             "lm_head.weight": "output.weight",
         }
         label = stored.get(name) or f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
+        if label == without:
+            continue
         values = tensor.numpy()
         if tensor.ndim < 2:
             writer.add_tensor(label, values)
@@ -123,6 +127,19 @@ def test_the_weights_are_what_the_file_says(tmp_path, cache, kind, dtype):
     assert target.tokenizer.chat_template == TEMPLATE and target.stop_ids == {256}
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert target.identity.weights_hash == folder.name == json.loads((folder / "gguf.json").read_text())["hash"]
+
+
+def test_a_file_without_all_tensors_is_refused(tmp_path, cache):
+    """transformers would give them random values."""
+    write(tmp_path / "model.gguf", random_llama(), without="blk.1.ffn_up.weight")
+    with pytest.raises(
+        ValueError, match=r"has 1 missing tensors \(model.layers.1.mlp.up_proj.weight\); download it again, or give safetensors"
+    ):
+        Target.load(str(tmp_path / "model.gguf"))
+    write(tmp_path / "part.gguf", random_llama(), without="blk.1.ffn_up.weight", parts=2)
+    with pytest.raises(ValueError, match="; it is one of 2 files: join them with llama-gguf-split --merge, or give safetensors"):
+        Target.load(str(tmp_path / "part.gguf"))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_file_is_dequantised_once_and_another_is_another(tmp_path, cache, capsys):

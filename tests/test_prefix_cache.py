@@ -271,8 +271,9 @@ def test_what_changes_the_state_is_noticed(target, name):
     turn(prompt, True)
 
 
+@pytest.mark.parametrize("added", [1, 12])
 @pytest.mark.parametrize("name", ["draft model", "eagle", "peagle"])
-def test_a_window_beside_it_is_lossless(target, name, monkeypatch):
+def test_a_window_beside_it_is_lossless(target, name, added, monkeypatch):
     """Drafts of several layers may differ then: the window of a full prefill begins later. Texts that the window has lost are encoded anew."""
     monkeypatch.setattr(draft_window, "SPARE", 3)
     drafter = DRAFTERS[name](target)
@@ -284,7 +285,8 @@ def test_a_window_beside_it_is_lossless(target, name, monkeypatch):
         answers = kept.answers(conversations, Sampling(), ())[0]
         assert answers == texts(plain.generate(conversations, max_new_tokens=NEW, stop_ids=()))
         pairs = zip(conversations, answers, strict=True)
-        conversations = [prompt[:8] if turn == 2 else prompt + answer + [rng.randrange(VOCAB)] for prompt, answer in pairs]
+        more = [rng.randrange(VOCAB) for _ in range(added)]
+        conversations = [prompt[:8] if turn == 2 else prompt + answer + more for prompt, answer in pairs]
     assert len(kept.kept) >= 3
 
 

@@ -9,6 +9,7 @@ import torch
 from regeneration import make_target
 
 from draftsmith.eval import acceptance
+from draftsmith.inference import machine
 from draftsmith.train import cli, data_cli, recipe
 from draftsmith.train.benchmarks import real
 from draftsmith.train.eagle import EagleRecipe
@@ -37,18 +38,26 @@ def test_its_commands_exist(tmp_path):
 
 def report(tau):
     speed = {"tau": tau, "speedup": tau / 2, "speedup_over_transformers": tau}
-    return {"target": {"dtype": "bfloat16"}, "domains": {"0": {"code": {"tau": tau}}}, "speedups": {"code": speed}, "speed": speed}
+    return {
+        "target": {"dtype": "bfloat16"},
+        "machine": {"threads": 1},
+        "domains": {"0": {"code": {"tau": tau}}},
+        "speedups": {"code": speed},
+        "speed": speed,
+    }
 
 
 @pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt(), ValueError("no room")])
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
     monkeypatch.setattr(real, "_gguf", lambda: Path("model.gguf"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     ran, failing = [], [stop]
 
     def run(words):
         ran.append(words[:2])
         if "--out" in words:
             assert words[-2:] == ("--dtype", "bfloat16") and acceptance.parser().parse_args(words[1:]).dtype == "bfloat16"  # as the head
+            assert machine.threads() == 1
         if len(ran) == 3:
             raise failing.pop()
         if words[0] == "eval":

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 from conftest import save_byte_target
+from load_records import load_record
 
 from draftsmith.data.prompts import Prompt
-from draftsmith.eval import decoding, record_store
+from draftsmith.eval import decoding, evaluation, record_store
 from draftsmith.eval.evaluation import evaluate_drafter
 from draftsmith.eval.load_check import timed_batches
 from draftsmith.eval.record_store import RECORDS, UNFINISHED, RecordStore
@@ -158,6 +159,19 @@ def test_a_process_that_ends_leaves_all_that_it_recorded(target, tmp_path, monke
 
 def no_locks(*_):
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_probe_that_was_stopped_is_measured_by_the_next_run(target, tmp_path, monkeypatch):
+    """The cost of a round is recorded before it, and stays."""
+    settings, forwards = replace(SETTINGS, probe_s=1.0), []
+    real = evaluation.cost.measure_forward
+    monkeypatch.setattr(evaluation.cost, "measure_forward", lambda *words: forwards.append(1) or real(*words))
+    monkeypatch.setattr(evaluation, "_load", lambda *words: (_ for _ in ()).throw(Stop))
+    with pytest.raises(Stop):
+        measure(target, tmp_path, settings=settings)
+    monkeypatch.setattr(evaluation, "_load", lambda *words: load_record())
+    records = measure(target, tmp_path, settings=settings)
+    assert records.load == load_record() and len(forwards) == 1
 
 
 def test_no_prompt_is_recorded_twice_by_another_number_of_processes(target, tmp_path, monkeypatch):

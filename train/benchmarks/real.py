@@ -61,7 +61,8 @@ class Stage:
         minutes: about what it took on two cores of an Intel Xeon with AMX (of the drafters beside the head: less the probe of other loads). How
             long the rest takes is estimated from these and from what earlier stages took.
         words: the command's arguments.
-        beside: folder of a finished evaluation. This one runs in its precision; a second measurement of the CPU might choose another.
+        beside: folder of a finished evaluation. This one runs in its precision and with its threads; a second measurement of the CPU might choose
+            others.
     """
 
     name: str
@@ -69,9 +70,15 @@ class Stage:
     words: tuple[str, ...]
     beside: Path | None = None
 
-    def command(self) -> tuple[str, ...]:
-        """All arguments, once the stages before are done."""
-        return self.words if self.beside is None else (*self.words, "--dtype", read_json(self.beside / REPORT)["target"]["dtype"])
+    def run(self) -> None:
+        """Run the command, once the stages before are done."""
+        if self.beside is None:
+            run(self.words)
+            return
+        like = read_json(self.beside / REPORT)
+        torch.set_num_threads(like["machine"]["threads"])
+        os.environ["OMP_NUM_THREADS"] = str(like["machine"]["threads"])  # a number that is given is not measured
+        run((*self.words, "--dtype", like["target"]["dtype"]))
 
 
 def stages(folder: Path, target: Path) -> list[Stage]:
@@ -118,7 +125,7 @@ def main(arguments: list[str]) -> None:
             print(f"[{number}/{len(todo)}] {stage.name}; about {left:.0f} min left in all", file=sys.stderr, flush=True)
             began = time.monotonic()
             with _advice_on_stop(number, len(todo)):
-                run(stage.command())
+                stage.run()
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
         measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in BESIDE}}
