@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
         drafter.tree_spec = loading.tree_spec_from_options(tree, drafter, chosen.depth, chosen.width, chosen.nodes)
         loading.check_rule(rule, drafter)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
-    longest = max(len(prompt.ids) for prompt in encoded) + chosen.max_new_tokens
+    longest = max((len(prompt.ids) for prompt in encoded), default=0) + chosen.max_new_tokens
     for drafter in drafters.values():
         if isinstance(drafter, DraftModel):
             drafter.check(longest)
