@@ -150,7 +150,7 @@ def test_lora_trains_adapters_alone(tmp_path, words, target_folder):
         (["features.mode=offline"], "features.mode=offline: LayerSkip trains the target itself"),
         (["target.quantise=bnb-int8"], "target.quantise=bnb-int8 is for a frozen target"),
         (["target.parallel=layers"], "target.parallel=layers is for a frozen target"),
-        (["train.context_parallel=2"], "context_parallel is for EAGLE"),
+        (["train.context_parallel=2"], "context_parallel=2 is for EAGLE"),
         (["train.tau_prompts=1", "train.patience=2"], "train.patience=2 does nothing with LayerSkip"),
     ],
 )

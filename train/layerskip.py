@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 FirstLayers = Annotated[int, Field(ge=1, le=1000)]
 
@@ -84,8 +84,7 @@ def check(recipe: LayerskipRecipe) -> None:
         raise ValueError(
             f"{got} is for a frozen target, LayerSkip trains it; leave it out, and take layerskip.lora or a launcher for memory"
         )
-    if recipe.train.context_parallel > 1:
-        raise ValueError("train.context_parallel is for EAGLE's steps; LayerSkip is trained without it")
+    check_complete_sequences(recipe)
 
 
 def objective(model: PreTrainedModel, batch: Batch, *, section: LayerskipSection, seed: int) -> Loss:

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, ReplaySection, Section, load
+from draftsmith.train.recipe import Recipe, ReplaySection, Section, check_complete_sequences, load
 
 
 class MedusaSection(Section):
@@ -181,11 +181,7 @@ def joint_objective(model: JointModel, batch: Batch, *, target: Target, recipe: 
 
 def check(recipe: MedusaRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
-    if recipe.train.context_parallel > 1:
-        raise ValueError(
-            f"train.context_parallel={recipe.train.context_parallel} is for EAGLE; Medusa's heads look at single positions and need little "
-            "memory for a long sequence: leave it out, and lower train.micro_batch_size or data.seq_len instead"
-        )
+    check_complete_sequences(recipe)
     if recipe.medusa.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
     replay.check_heads(recipe, recipe.replay, "medusa")

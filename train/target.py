@@ -10,7 +10,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, Section, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class ArchitectureSection(Section):
@@ -186,8 +186,7 @@ def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
 
 def check(recipe: TargetRecipe) -> None:
     """Check that the keys fit together. Raises ValueError, naming the keys."""
-    if recipe.train.context_parallel > 1:
-        raise ValueError("train.context_parallel is for EAGLE's steps; a target is trained without it")
+    check_complete_sequences(recipe)
     sizes = recipe.architecture
     if sizes.hidden_size % (2 * sizes.num_heads):
         raise ValueError(
