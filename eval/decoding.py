@@ -178,13 +178,13 @@ def _timed_divergences(
     settings: Settings,
     context: int,
 ) -> list[Divergence | None]:
-    """Where each answer of a batch diverges from plain decoding's, None where it does not. A batch with a divergence is decoded again, up to its
-    last one, to judge it."""
+    """Where each answer of a batch diverges from plain decoding's, None where it does not. A batch with a divergence is decoded again to judge it, a
+    single answer up to there; of several the shapes of all rounds must be the same."""
     pairs = [(plain.tokens, drafted.tokens) for plain, drafted in zip(timed["plain"].answers, timed["drafted"].answers, strict=True)]
     differences = [index for pair in pairs if (index := lossless.first_difference(*pair)) is not None]
     if not _checked(sampling) or not differences:
         return [None] * len(batch)
-    most = min(settings.max_new_tokens, max(differences) + 1)
+    most = differences[0] + 1 if len(batch) == 1 else settings.max_new_tokens
     options: dict[str, Any] = {"slots": settings.slots, "context": context, "kernels": settings.kernels, "exact": settings.exact}
     prompts, requests = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
     again = [lossless.decode_recorded(target, each, prompts, requests, sampling, most, **options) for each in (None, drafter)]

@@ -403,7 +403,7 @@ def test_a_small_target_from_scratch(tmp_path, capsys):
     exit_on_error(target.main, [str(ROOT / "recipes" / "target-tiny.yaml"), *words])
     assert re.search(r"2 steps, held out \d+\.\d+ bits per byte", capsys.readouterr().out)
     card = (tmp_path / "artifact" / "README.md").read_text()
-    assert "bits per byte, all of it" in card and "text.txt`." in card and "PSF" not in card and "license" not in card
+    assert "bits per byte, all of its supervised tokens" in card and "text.txt`." in card and "PSF" not in card and "license" not in card
     tensors = load_file(tmp_path / "artifact" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 

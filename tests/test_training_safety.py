@@ -95,6 +95,12 @@ def test_an_artifact_stays_only_with_its_weights_and_its_recipe(tmp_path):
     with pytest.raises(FloatingPointError, match="artifact is not written: `w` of model.safetensors is not finite"):
         publish.replace_artifact(chosen, writing(float("nan")))
     assert (folder / "acceptance.json").is_file() and load_file(folder / "model.safetensors")["w"] == 1.0
+    unfitted = {"training": {"steps": 3}, "tree": "measured"}
+    before = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(unfitted))
+    assert publish.replace_artifact(chosen, writing(1.0))[1], "confidences that were not fitted before"
+    (folder / "config.json").write_text(before)
+    (folder / "acceptance.json").write_text("mine")
     assert publish.replace_artifact(chosen, writing(2.0))[1]
     assert not (folder / "acceptance.json").exists() and (folder / "notes.txt").read_text() == "mine"
     assert load_file(folder / "model.safetensors")["w"] == 2.0 and "measured" not in (folder / "config.json").read_text()

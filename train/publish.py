@@ -26,9 +26,8 @@ from draftsmith.train.recipe import Recipe, changeable_keys, save
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Keys of a config that may differ in an artifact that is the same: an evaluation changes them, or they are fitted to its weights again, and
-# another machine rounds differently.
-EVALUATED = ("draftsmith", "tree", "training", "transformers_version", "confidence_weights", "temperatures")
+EVALUATED = ("draftsmith", "tree", "training", "transformers_version")  # keys of a config that may differ in an artifact that is the same
+FITTED = ("confidence_weights", "temperatures")  # fitted to its weights again, which rounds differently on another machine
 # README.md, the sign of completeness, first.
 MEASURED = ("README.md", "acceptance.json", "policy.json", "records.jsonl", "records.part.jsonl", "report.html", "survival.png")
 
@@ -163,11 +162,13 @@ def _same(part: Path, folder: Path, changeable: set[str]) -> bool:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What training says in an artifact's config: all but what an evaluation changes, and what it says of the data, which may be gone since."""
+    """What training says in an artifact's config: all but what an evaluation changes, the values of what is fitted, and what it says of the data,
+    which may be gone since."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     entry = config.get("draftsmith", config)
     training = {key: value for key, value in (entry.get("training") or {}).items() if key != "data"}
-    return {key: value for key, value in (config | entry).items() if key not in EVALUATED} | {"training": training}
+    kept = {key: value for key, value in (config | entry).items() if key not in EVALUATED}
+    return kept | {key: kept.get(key) is not None for key in FITTED} | {"training": training}
 
 
 def _move(part: Path, folder: Path) -> None:

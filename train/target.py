@@ -152,7 +152,7 @@ def write_card(folder: Path, recipe: TargetRecipe, model: nn.Module, bits: float
         "",
         f"- Data: {data}.",
         f"- Training: {recipe.train.steps:,} steps, {tokens:,} tokens, {recipe.train.optimizer}, on {device}; stored as bf16.",
-        f"- Held-out text: {bits:.3f} bits per byte, all of it, of the stored weights.",
+        f"- Held-out text: {bits:.3f} bits per byte, all of its supervised tokens, of the stored weights.",
         f"- Make it again: `accelerate launch train/target.py {output}/recipe.yaml`, then copy `{output}/artifact`.",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
