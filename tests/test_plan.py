@@ -42,7 +42,11 @@ CASES = {
     "mlp, own weights": (mlp, "mlp-tiny", ["mlp.tie_weights=false", "mlp.distill=0.5", "mlp.heads=3"]),
     "mlp, LSTM by CE": (mlp, "mlp-tiny", ["mlp.cell=lstm", "mlp.distill=0.0", "mlp.inner_size=96"]),
     "dflash": (dflash, "dflash-tiny", []),
-    "dflash, causal, paced": (dflash, "dflash-tiny", ["dflash.causal=true", "dflash.weights=pace", "dflash.loss=0.5 kl + 0.5 nll"]),
+    "dflash, causal, paced": (
+        dflash,
+        "dflash-tiny",
+        ["dflash.causal=true", "dflash.weights=pace", "dflash.gamma=4", "dflash.loss=0.5 kl + 0.5 nll"],
+    ),
     "dspark": (dspark, "dspark-tiny", []),
     "dspark, gated": (dspark, "dspark-tiny", ["dspark.markov=gated"]),
     "dspark, rnn": (dspark, "dspark-tiny", ["dspark.markov=rnn"]),
