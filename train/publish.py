@@ -167,8 +167,8 @@ def _config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     entry = config.get("draftsmith", config)
     training = {key: value for key, value in (entry.get("training") or {}).items() if key != "data"}
-    kept = {key: value for key, value in (config | entry).items() if key not in EVALUATED}
-    return kept | {key: kept.get(key) is not None for key in FITTED} | {"training": training}
+    entries = {key: value for key, value in (config | entry).items() if key not in EVALUATED}
+    return entries | {key: entries.get(key) is not None for key in FITTED} | {"training": training}
 
 
 def _move(part: Path, folder: Path) -> None:
