@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     longest = max((len(prompt.ids) for prompt in encoded), default=0) + chosen.max_new_tokens
     for drafter in drafters.values():
-        if isinstance(drafter, DraftModel) and not chosen.expected:  # which reads the texts as they come
+        if isinstance(drafter, DraftModel) and not chosen.expected:  # --expected checks the texts themselves
             drafter.check(longest)
     settings = Settings(chosen.max_new_tokens, [Sampling(rule=rule, **each) for each in samplings], chosen.slots, chosen.expected)
     report = compare_drafters(target, drafters, encoded, skipped, settings)

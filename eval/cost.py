@@ -36,7 +36,7 @@ def measure_forward(target: Target, context: int, max_nodes: int, repeats: int =
     times: dict[int, list[float]] = {size: [] for size in sizes}
     with torch.inference_mode(), tree_attention(target.model), packed_weights():
         cache = TreeCache(1, context + max_nodes, target.device)
-        cache.advance([context])  # its keys and values are 0: the times are those of a text
+        cache.advance([context])  # keys and values of zeros take as long as those of a text
         for repeat in range(repeats + 1):
             for size in sizes:
                 seconds = _time_forward(target, cache, _chain(target, size))

@@ -178,8 +178,11 @@ def _timed_divergences(
     settings: Settings,
     context: int,
 ) -> list[Divergence | None]:
-    """Where each answer of a batch diverges from plain decoding's, None where it does not. A batch with a divergence is decoded again to judge it, a
-    single answer up to there; of several the shapes of all rounds must be the same."""
+    """Where each answer of a batch diverges from plain decoding's, None where it does not.
+
+    A batch with a divergence is decoded again to judge it: a single answer up to the divergence, several answers to their ends, so that their
+    rounds have the same shapes as before.
+    """
     pairs = [(plain.tokens, drafted.tokens) for plain, drafted in zip(timed["plain"].answers, timed["drafted"].answers, strict=True)]
     differences = [index for pair in pairs if (index := lossless.first_difference(*pair)) is not None]
     if not _checked(sampling) or not differences:

@@ -70,7 +70,7 @@ def evaluate_drafter(
         "settings": _settings(target, drafter, settings),
         "prompts": {"count": len(encoded), "hash": hash_of(prompts), "template_hash": _template_hash(target)},
         "skipped": skipped,
-        # Of the first rank alone: ranks of unequal machines share their records.
+        # Every rank takes the first one's, since the finished file has one header.
         "machine": ranks.agreed(_machine(target)),
         "versions": ranks.agreed({"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}),
     }

@@ -114,7 +114,7 @@ def make_plan(options: Namespace) -> Plan:
         module.check(recipe)
         return recipe
 
-    base = recipes.load(schema, options.recipe, as_words(fixed))  # no trial has all of its values, so that they need not go together
+    base = recipes.load(schema, options.recipe, as_words(fixed))  # not checked: it has the recipe's own values of the swept keys
     for key in MEASURE_KEYS:
         if len(grid.get(key, [])) > 1 and not base.train.tau_prompts:
             raise ValueError(
