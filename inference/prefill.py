@@ -19,9 +19,9 @@ __all__ = ["Prefill"]
 # EPYC (Zen 4) 8,192 rows of a matmul at half the rate of 256.
 CPU_POSITIONS = 1024
 CPU_CHUNK = 64  # a CPU takes as long for fewer positions
-# Of the prompts that start together on a GPU, divided by the hidden states that a drafter reads of each position: all are in memory at once, and
-# twice while they are put together. Of 4,096 entries in 16 bits these are 2 GB.
-GPU_POSITIONS = 1 << 17
+# Hidden states, taps included, of the prompts that start together on a GPU. All are in memory at once, twice while chunks are concatenated: with
+# 4,096 entries in 16 bits that is 2 GB.
+GPU_STATES = 1 << 17
 
 
 class Prefill:
@@ -38,11 +38,11 @@ class Prefill:
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Requests that go through the target together. No prompt is more than twice as long as another, unless both fit into a chunk. On a CPU a
-        forward has no more positions than its caches hold, on a GPU all prompts together no more than GPU_POSITIONS. Requests with KV from before
-        go alone: their lengths differ."""
+        forward has no more positions than its caches hold; on a GPU all prompts together have at most GPU_STATES hidden states. Requests with KV
+        from before go alone: their lengths differ."""
         yield from ([request] for request in requests if request.reused)
         cpu = self.target.device.type == "cpu"
-        most, chunk = (CPU_POSITIONS, CPU_CHUNK) if cpu else (GPU_POSITIONS // (1 + len(self.drafter.taps)), self.chunk)
+        most, chunk = (CPU_POSITIONS, CPU_CHUNK) if cpu else (GPU_STATES // (1 + len(self.drafter.taps)), self.chunk)
         batch: list[Request] = []
         for request in sorted((request for request in requests if not request.reused), key=lambda request: len(request.prompt)):
             size = len(request.prompt)

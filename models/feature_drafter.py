@@ -169,7 +169,7 @@ class PairDrafter(DrafterModel):
         """Append sizes[r] − first pairs to each of the R slots, those from `first` on of feature [R,n,·] and tokens [R,n]."""
         cache, start = self._state.cache, first
         while start < max(sizes):
-            # A resumed row of a windowed cache may be near its limit. Each chunk evicts what the window no longer sees. P-EAGLE has masks behind it.
+            # A resumed row of a windowed cache may be near its limit. Each chunk evicts what the window no longer sees. P-EAGLE adds J − 1 masks.
             space = cache.capacity - max(cache.length_bounds()[slot] for slot in slots) - (self._state.last_output.shape[1] - 1)
             width = max(1, min(self.chunk, space))
             counts = [min(max(size - start, 0), width) for size in sizes]

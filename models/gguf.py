@@ -49,7 +49,7 @@ def folder_of(path: str, key: str) -> str:
 
     Raises:
         FileNotFoundError: no such file, here or on the Hub.
-        ValueError: no GGUF file, or one of an architecture or format that transformers cannot dequantise.
+        ValueError: no GGUF file, one without all tensors, or one of an architecture or format that transformers cannot dequantise.
     """
     file, prefix = _file(path, key), f"{key}: " if key else ""
     with open(file, "rb") as content:

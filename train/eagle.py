@@ -309,7 +309,7 @@ def begin_with(drafter: EagleModel, path: str, target: Target, key: str) -> None
             "norm_before_fc",
             "norm_before_residual",
             "rope_theta",
-            *(["mask_token_id"] if type(start) is type(drafter) else []),  # of P-EAGLE alone
+            *(["mask_token_id"] if type(start) is type(drafter) else []),  # EAGLE has none
         )
         if getattr(start.config, name, None) != getattr(drafter.config, name, None)
     ]

@@ -70,8 +70,8 @@ class Stage:
     words: tuple[str, ...]
     beside: Path | None = None
 
-    def run(self) -> None:
-        """Run the command, once the stages before are done."""
+    def execute(self) -> None:
+        """Run the command. The stages before are done."""
         if self.beside is None:
             run(self.words)
             return
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> None:
             print(f"[{number}/{len(todo)}] {stage.name}; about {left:.0f} min left in all", file=sys.stderr, flush=True)
             began = time.monotonic()
             with _advice_on_stop(number, len(todo)):
-                stage.run()
+                stage.execute()
             minutes[stage.name] = (time.monotonic() - began) / 60
             durable.write_text(folder / DONE, json.dumps(minutes, indent=1) + "\n")
         measured = {"EAGLE-3": folder / "eagle3" / "artifact", **{name: folder / name for name in BESIDE}}

@@ -114,7 +114,7 @@ class Plan:
 
 
 def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
-    """The student continues the prompts; all tokens of its answers are supervised. Tokens that it lacks it reads as its last one."""
+    """The student continues the prompts; all tokens of its answers are supervised. The student reads its last token where it lacks one."""
     last = student.vocab_size - 1
 
     def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:

@@ -101,7 +101,7 @@ def start_or_resume(
 
 
 def target_dtype_of(output: str) -> str | None:
-    """The target's dtype in the newest checkpoint below a run's folder; None where none says it. `start_or_resume` says what is wrong with one."""
+    """The target's dtype in the newest checkpoint below a run's folder; None where there is none. `start_or_resume` refuses a damaged one."""
     newest = checkpoint.latest(Path(output) / "checkpoints")
     try:
         return read_json(newest / "state.json")["fingerprint"][TARGET_DTYPE] if newest else None

@@ -96,7 +96,7 @@ def open_target(name: str, revision: str | None = None, trust_remote_code: bool 
 
     target = Target.load(name, dtype=note, layers=False, revision=revision, trust_remote_code=trust_remote_code)
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    if known := [name for name, _ in weights.most_common() if name in dtypes]:  # of a quantised target what is left as it was
+    if known := [name for name, _ in weights.most_common() if name in dtypes]:  # of a quantised target, the weights that are not quantised
         return target, dtypes[known[0]]
     raw, _ = raw_config(name, revision or "main")  # of the Hub not all headers are at hand, and the loaded config says float32
     said = [scope.get(key) for scope in (raw, raw.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
