@@ -1,7 +1,7 @@
-"""The fit of τ over training, against numpy's least squares and simulated runs; and the runs that it is fitted to."""
+"""The fit of τ over training, against weighted draws and simulated runs; and the runs that it is fitted to."""
 
 import json
-import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,44 +18,66 @@ from draftsmith.train.plan.scaling import Point
 from draftsmith.train.sweep.trial import Result
 
 
-def tau_of(odds):
-    """τ of a chain of 4 where the accepted share of it has these odds."""
-    return 1 + 4 * odds / (1 + odds)
+def tau_of(tokens, start=0.1, ceiling=2.5, exponent=1.0, middle=3e5):
+    """τ after a training, by the formula of scaling.py."""
+    return 1 + start + (ceiling - start) / (1 + (middle / tokens) ** exponent)
 
 
-def test_the_line_is_numpys_least_squares():
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(10_000, 10_000_000, 9).tolist()
-    odds = 0.01 * np.array(tokens) ** 0.27 * np.exp(generator.normal(0, 0.1, 9))
-    taus = tau_of(odds).tolist()
-    line = scaling.fit(tokens, taus)
-    (slope, offset), covariance = np.polyfit(np.log(tokens), np.log(odds), 1, cov=True)
-    assert line.exponent == pytest.approx(slope, abs=1e-9) and line.level - line.exponent * line.center == pytest.approx(offset, abs=1e-9)
-    assert line.spread is not None and line.spread**2 / line.width == pytest.approx(covariance[0, 0], rel=1e-9)
-    assert scaling.predict(line, 5e6).estimate == pytest.approx(tau_of(math.exp(slope * math.log(5e6) + offset)))
-    assert 4.8 < scaling.predict(line, 1e12).estimate < 5
+def test_predictions_are_those_of_weighted_draws_from_the_prior():
+    """B, A, β, ln h and ln σ drawn from the prior and weighted by the likelihood of the runs: another way to the same distribution."""
+    tokens, taus, further = [5e4, 1e5, 2e5, 4e5, 1e6, 2e6], [1.3, 1.5, 1.7, 2.3, 2.6, 3.0], 6e6
+    generator, count = np.random.default_rng(0), 4_000_000
+    ends = np.sort(generator.uniform(0, 4, (2, count)), axis=0)
+    exponent = generator.uniform(0.2, 2.5, count)
+    middle = generator.uniform(np.log(5e4 / 30), np.log(2e6 * 30), count)
+    spread = np.exp(generator.uniform(np.log(0.02), np.log(3), count))
+    rise = lambda n: ends[0] + (ends[1] - ends[0]) / (1 + np.exp(exponent * (middle - np.log(n))))  # noqa: E731
+    squares = sum((tau - 1 - rise(n)) ** 2 / (tau - 1) + scaling.LEAST_ERROR**2 for n, tau in zip(tokens, taus, strict=True))
+    weight = np.exp(-squares / 2 / spread**2) / spread ** len(tokens)
+    predicted = rise(further)
+    measured = predicted + spread * np.sqrt(np.maximum(predicted, 0.05)) * generator.normal(0, 1, count)
+
+    def quantile(values, share):
+        order = np.argsort(values)
+        return 1 + values[order][np.searchsorted(np.cumsum(weight[order]), share * weight.sum())]
+
+    curves = scaling.fit(tokens, taus)
+    tau = scaling.predict(curves, further)
+    assert tau.estimate == pytest.approx(quantile(predicted, 0.5), abs=0.05)
+    assert (tau.low, tau.high) == (pytest.approx(quantile(measured, 0.025), abs=0.08), pytest.approx(quantile(measured, 0.975), abs=0.08))
+    assert scaling.ceiling(curves).estimate == pytest.approx(quantile(ends[1], 0.5), abs=0.05)
 
 
-@pytest.mark.parametrize("runs", [3, 5, 14])
-def test_intervals_contain_a_further_run(runs):
-    generator, inside = np.random.default_rng(1), 0
-    tokens = np.geomspace(50_000, 800_000, runs)
-
-    def taus(amounts):
-        return tau_of(0.02 * amounts**0.25 * np.exp(generator.normal(0, 0.05, np.shape(amounts))))
-
-    for _ in range(2000):
-        tau = scaling.predict(scaling.fit(tokens.tolist(), taus(tokens).tolist()), 2e6)
-        inside += tau.low < taus(np.array(2e6)) < tau.high
-    assert 0.93 < inside / 2000 < 0.97  # the standard error is 0.005
+def test_exact_runs_give_their_curve():
+    tokens = np.geomspace(2e4, 5e6, 12).tolist()
+    curves = scaling.fit(tokens, [tau_of(n) for n in tokens])
+    for n in (1e4, 3e5, 2e7):
+        assert scaling.predict(curves, n).estimate == pytest.approx(tau_of(n), abs=0.02)
+    assert scaling.ceiling(curves).estimate == pytest.approx(3.5, abs=0.02)
 
 
-def test_two_runs_have_no_interval_and_one_has_no_line():
-    assert scaling.predict(scaling.fit([1e5, 4e5], [tau_of(0.1), tau_of(0.2)]), 1.6e6) == (pytest.approx(tau_of(0.4)), None, None)
-    with pytest.raises(ValueError, match="two lengths at least; got 1"):
-        scaling.fit([1e5, 1e5], [1.2, 1.4])
-    scaling.fit([1e5, 4e5], [1.0, 1.4])  # no draft accepted
-    scaling.fit([1e5, 4e5], [1.4, 5.0])  # all
+def test_intervals_contain_a_further_run():
+    generator, inside, tokens = np.random.default_rng(1), 0, np.geomspace(50_000, 3_000_000, 6)
+    for _ in range(120):
+        start, ceiling = np.sort(generator.uniform(0, 4, 2))
+        exponent, middle = generator.uniform(0.2, 2.5), np.exp(generator.uniform(np.log(5e4), np.log(1e7)))
+
+        def measured(amounts, curve=(start, ceiling, exponent, middle)):
+            rise = tau_of(amounts, *curve) - 1
+            return np.clip(1 + rise + 0.05 * np.sqrt(rise) * generator.normal(0, 1, np.shape(amounts)), 1, 5)
+
+        tau = scaling.predict(scaling.fit(tokens.tolist(), measured(tokens).tolist()), 2e7)
+        inside += tau.low <= measured(np.array(2e7)) <= tau.high
+    assert 0.9 < inside / 120 <= 1  # the standard error is 0.02
+
+
+def test_what_has_no_curve():
+    with pytest.raises(ValueError, match="three lengths at least; got 2"):
+        scaling.fit([1e5, 1e5, 2e5], [1.2, 1.4, 1.5])
+    with pytest.raises(ValueError, match="τ of the runs falls from 3 to 1.5"):
+        scaling.fit(np.geomspace(1e5, 1e6, 12).tolist(), np.linspace(3, 1.5, 12).tolist())
+    assert scaling.predict(scaling.fit([1e5, 4e5, 1e6], [1.0, 1.0, 1.0]), 2e6).low == 1.0  # no draft accepted
+    assert scaling.predict(scaling.fit([1e5, 4e5, 1e6], [5.0, 5.0, 5.0]), 2e6).high == 5.0  # all
 
 
 def test_students_quantiles_fall_to_the_normals():
@@ -64,29 +86,35 @@ def test_students_quantiles_fall_to_the_normals():
     assert t_quantile(11) == pytest.approx(2.201, abs=0.03) and t_quantile(29) == pytest.approx(2.045, abs=0.03)
 
 
+def curves_of(tokens=(5e4, 1e5, 2e5, 4e5, 8e5, 1.6e6), **curve):
+    return scaling.fit(tokens, [tau_of(n, **curve) for n in tokens])
+
+
 def test_where_one_overtakes_another():
-    steep, flat = scaling.fit([1e5, 1e6], [1.1, 1.4]), scaling.fit([1e5, 1e6], [1.2, 1.4])
-    assert scaling.crossing(steep, flat) == pytest.approx(1e6) and scaling.crossing(flat, steep) == pytest.approx(1e6)
-    assert scaling.crossing(steep, steep) is None
-    assert scaling.crossing(scaling.fit([1e5, 1e6], [1.100, 1.41]), scaling.fit([1e5, 1e6], [1.5, 3.0])) is None  # far beyond both
+    steep, flat = curves_of(exponent=2.0), curves_of(exponent=1.0)  # both are half-way at 300,000
+    assert scaling.overtaken(flat, steep) == pytest.approx(3e5, rel=0.15) and scaling.overtaken(steep, flat) is None
+    assert scaling.overtaken(steep, steep) is None
+    higher = curves_of(start=0.5, ceiling=3.0)  # ahead from the start
+    assert scaling.overtaken(flat, higher) is None and scaling.overtaken(higher, flat) is None
 
 
-def points(slopes):
+def points(middles):
     return [
-        Point(method, "tiny", tokens, tokens / 1000, tau_of(0.1 * (tokens / 1e5) ** slope))
-        for method, slope in slopes.items()
-        for tokens in (50_000, 100_000, 200_000)
+        Point(method, "tiny", tokens, tokens / 1000, tau_of(tokens, middle=middle, exponent=2.0 if method == "eagle-3" else 1.0))
+        for method, middle in middles.items()
+        for tokens in (50_000, 100_000, 200_000, 400_000, 800_000)
     ]
 
 
 def test_the_table_and_the_picture(tmp_path):
-    measured = points({"eagle-1": 0.3, "eagle-3": 0.5})
+    measured = points({"eagle-1": 3e5, "eagle-3": 3e5})
     text = benchmark.table(measured)
-    assert "| 100,000 tokens | 1.36 (100 s) | 1.36 (100 s) |" in text and "| (τ − 1) / (5 − τ) rises as | n^0.30 | n^0.50 |" in text
-    assert (
-        "- By training tokens, eagle-3 overtakes eagle-1 at about 100,000.\n- By seconds of training, eagle-3 overtakes eagle-1 at about 100.\n"
-        in text
-    )
+    assert "| 100,000 tokens | 1.70 (100 s) | 1.34 (100 s) |" in text
+    interval = r"[34]\.\d\d \([23]\.\d\d – [34]\.\d\d\)"
+    assert re.search(rf"\| predicted, 8,000,000 tokens \| {interval} \| {interval} \|\n\| ceiling \| {interval} \| {interval} \|\n", text)
+    overtakes = re.findall(r"- By ([a-z ]+), (\S+) overtakes (\S+) at about ([\d,]+)\.", text)
+    assert [each[:3] for each in overtakes] == [("training tokens", "eagle-3", "eagle-1"), ("seconds of training", "eagle-3", "eagle-1")]
+    assert [int(each[3].replace(",", "")) for each in overtakes] == [pytest.approx(3e5, rel=0.15), pytest.approx(300, rel=0.15)]
     benchmark.draw(measured, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
@@ -115,22 +143,22 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
             record(run, Result(1 + run.tokens / 1e6, run.steps / 4) if "eagle" not in run.name else Result(None, 0.0, "out of memory"))
 
     monkeypatch.setattr(benchmark.trial, "run_all", run_all)
-    benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000"])
-    assert "| (τ − 1) / (5 − τ) rises as | n^1.02 |" in capsys.readouterr().out and len(asked) == 2
+    benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000,200000"])
+    assert "| 199,680 tokens | 1.20 (49 s) |" in capsys.readouterr().out and len(asked) == 3
     written = [Point(**entry) for entry in json.loads((tmp_path / "out" / "scaling.json").read_text())]
     assert [asdict(point) for point in written] == [
         {"method": "medusa", "target": "tiny", "tokens": tokens, "seconds": tokens / 4096, "tau": 1 + tokens / 1e6}
-        for tokens in (49_152, 99_328)
+        for tokens in (49_152, 99_328, 199_680)
     ]
     with pytest.raises(ValueError, match="eagle1-tiny-49152-0 failed: out of memory"):
-        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "eagle:eagle1-tiny", "--tokens", "50000,100000"])
-    assert asked[2:] == ["eagle1-tiny-49152-0"]
+        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "eagle:eagle1-tiny", "--tokens", "50000,100000,200000"])
+    assert asked[3:] == ["eagle1-tiny-49152-0"]
     with pytest.raises(ValueError, match=r"has runs of medusa-tiny with train.lr 0.006, now 0.001; give the same, or another folder"):
-        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000", "train.lr=1e-3"])
-    assert len(asked) == 3
+        benchmark.main([str(tmp_path / "out"), "medusa:medusa-tiny", "--tokens", "50000,100000,200000", "train.lr=1e-3"])
+    assert len(asked) == 4
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n")
-    own = [str(tmp_path / "own"), "medusa:medusa-tiny", "--tokens", "50000,100000", f"data.train={text}"]
+    own = [str(tmp_path / "own"), "medusa:medusa-tiny", "--tokens", "50000,100000,200000", f"data.train={text}"]
     benchmark.main(own)
     text.write_text("x = 2\n")
     with pytest.raises(
@@ -139,7 +167,7 @@ def test_finished_runs_are_not_trained_again(tmp_path, monkeypatch, capsys):
         benchmark.main(own)
 
 
-def test_recipes_of_one_method_have_lines_of_their_own(tmp_path):
+def test_recipes_of_one_method_have_curves_of_their_own(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text((Path(recipe.__file__).parents[1] / "recipes" / "medusa-tiny.yaml").read_text())
     trained = benchmark.runs_of(tmp_path, ["medusa:medusa-tiny", f"medusa:{own}", "eagle:eagle3-tiny"], [], [50_000], [0])
@@ -150,8 +178,8 @@ def test_recipes_of_one_method_have_lines_of_their_own(tmp_path):
     ("words", "message"),
     [
         (["eagle3-tiny"], "'eagle3-tiny' is not of the form script:recipe"),
-        (["eagle:eagle3-tiny", "--tokens", "50000"], "expected two lengths at least"),
-        (["eagle:eagle3-tiny", "--tokens", "50000,52000"], "50,000 and 52,000 tokens are too close for a line"),
+        (["eagle:eagle3-tiny", "--tokens", "50000,100000"], "expected three lengths at least"),
+        (["eagle:eagle3-tiny", "--tokens", "50000,52000,100000"], "50,000 and 52,000 tokens are too close for a curve"),
         (["eagle:eagle3-tiny", "--tokens", "50000,5e5"], "--tokens 50000,5e5: expected distinct integers"),
         (["eagle:eagle3-tiny", "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
         (["eagle:eagle3-tiny", "--jobs", "-1"], "--jobs -1: expected 1 to 512"),
@@ -168,15 +196,14 @@ def test_what_is_refused(words, message, tmp_path):
 def test_a_plan_predicts_from_the_shipped_runs(monkeypatch, tmp_path):
     file = tmp_path / "scaling.json"
     measured = [
-        *points({"eagle-3": 0.5, "eagle-1": 0.1}),
-        Point("eagle-3", "large", 1000, 1.0, 2.0),
-        Point("eagle-3", "large", 4000, 1.0, 3.0),
+        *points({"eagle-3": 3e5, "eagle-1": 1e5}),
+        *(Point("eagle-3", "large", tokens, 1.0, 2.0 + tokens / 4000) for tokens in (1000, 2000, 4000)),
     ]
     file.write_text(json.dumps([asdict(point) for point in measured]))
     monkeypatch.setattr(scaling, "SHIPPED", file)
     plan = report("eagle3-tiny", ["train.steps=800"], Machine(1, 1, 80 * GIB, cpu=True))
     assert list(plan["tau"]) == ["tiny"]  # 409,600 tokens are more than 30 times those of `large`
-    assert plan["tau"]["tiny"]["estimate"] == pytest.approx(tau_of(0.1 * 4.096**0.5))
+    assert plan["tau"]["tiny"]["estimate"] == pytest.approx(tau_of(409_600, exponent=2.0), abs=0.05)
     assert report("medusa-tiny", [], Machine(1, 1, 80 * GIB, cpu=True))["tau"] == {}
 
 
@@ -185,4 +212,5 @@ def test_the_shipped_runs_are_runs():
     assert len(shipped) >= 8 and all(point.tokens > 0 and point.seconds > 0 and 1 <= point.tau <= 5 for point in shipped)
     for name in {(point.method, point.target) for point in shipped}:
         own = [point for point in shipped if (point.method, point.target) == name]
-        assert scaling.fit([point.tokens for point in own], [point.tau for point in own]).exponent > 0
+        curves = scaling.fit([point.tokens for point in own], [point.tau for point in own])
+        assert all(scaling.predict(curves, point.tokens).low <= point.tau <= scaling.predict(curves, point.tokens).high for point in own)

@@ -1,4 +1,4 @@
-"""How τ rises with training tokens and time: runs of several lengths of each recipe, lines through them, and where one overtakes another.
+"""How τ rises with training tokens and time: runs of several lengths of each recipe, curves through them, and where one overtakes another.
 
 python -m draftsmith.train.benchmarks.scaling runs/scaling medusa:medusa-tiny eagle:eagle1-tiny eagle:eagle3-tiny distill:distill-tiny
 python -m draftsmith.train.benchmarks.scaling runs/scaling-smollm2 eagle:eagle3-smollm2-135m target.path=FOLDER data.train=answers.jsonl
@@ -24,7 +24,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.reading import read_json, require_same
 from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
-from draftsmith.train.plan.scaling import Line, Point, crossing, fit, method_name, predict
+from draftsmith.train.plan.scaling import Curves, Point, ceiling, fit, method_name, middle_tau, overtaken, predict
 from draftsmith.train.sweep import trial
 from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, sections_of_data, step_tokens
 from draftsmith.train.sweep.trial import Result, Run
@@ -78,7 +78,7 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         raise ValueError(f"recipes {', '.join(stems)}: the runs of two would share a name; rename one")
     for shorter, longer in itertools.pairwise(sorted(budgets)):
         if longer <= CLOSE * shorter:
-            raise ValueError(f"lengths of {shorter:,} and {longer:,} tokens are too close for a line; give lengths more than 5 % apart")
+            raise ValueError(f"lengths of {shorter:,} and {longer:,} tokens are too close for a curve; give lengths more than 5 % apart")
     for name, stem in zip(names, stems, strict=True):
         script, colon, recipe = name.partition(":")
         if not colon:
@@ -123,8 +123,8 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
     ]
 
 
-def lines(points: Sequence[Point], axis: str) -> dict[str, Line]:
-    """The line of each method over `tokens` or `seconds`."""
+def fitted(points: Sequence[Point], axis: str) -> dict[str, Curves]:
+    """The curves of each method over `tokens` or `seconds`."""
     return {
         method: fit([getattr(point, axis) for point in own], [point.tau for point in own])
         for method in dict.fromkeys(point.method for point in points)
@@ -133,7 +133,7 @@ def lines(points: Sequence[Point], axis: str) -> dict[str, Line]:
 
 
 def table(points: Sequence[Point]) -> str:
-    """The runs, the lines, and where one overtakes another, as Markdown."""
+    """The runs, what their curves predict, and where one overtakes another, as Markdown."""
     methods = list(dict.fromkeys(point.method for point in points))
     budgets: list[int] = []  # lengths up to 5 % apart share a row: recipes differ in the tokens of a step
     for tokens in sorted(point.tokens for point in points):
@@ -145,35 +145,36 @@ def table(points: Sequence[Point]) -> str:
             own = [point for point in points if point.method == method and tokens <= point.tokens <= CLOSE * tokens]
             cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
         text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
-    by_tokens = lines(points, "tokens")
-    text.append(f"| (τ − 1) / (5 − τ) rises as | {' | '.join(f'n^{by_tokens[method].exponent:.2f}' for method in methods)} |")
-    ahead = {method: predict(line, 10 * budgets[-1]) for method, line in by_tokens.items()}
-    cells = (f"{tau.estimate:.2f} ({shown(tau.low, tau.high)})" if tau.low else f"{tau.estimate:.2f}" for tau in ahead.values())
-    text += [f"| predicted, {10 * budgets[-1]:,} tokens | {' | '.join(cells)} |", ""]
+    by_tokens = fitted(points, "tokens")
+    for title, predicted in (
+        (f"predicted, {10 * budgets[-1]:,} tokens", lambda curves: predict(curves, 10 * budgets[-1])),
+        ("ceiling", ceiling),
+    ):
+        taus = (predicted(by_tokens[method]) for method in methods)
+        text.append(f"| {title} | {' | '.join(f'{tau.estimate:.2f} ({shown(tau.low, tau.high)})' for tau in taus)} |")
+    text.append("")
     for axis, title in AXES.items():
-        fitted = lines(points, axis)
-        for first, second in itertools.combinations(methods, 2):
-            at = crossing(fitted[first], fitted[second])
+        curves = fitted(points, axis)
+        for first, second in itertools.permutations(methods, 2):
+            at = overtaken(curves[first], curves[second])
             if at:
-                later = first if fitted[first].exponent > fitted[second].exponent else second
-                text.append(f"- By {title}, {later} overtakes {second if later == first else first} at about {at:,.0f}.")
+                text.append(f"- By {title}, {second} overtakes {first} at about {at:,.0f}.")
     return "\n".join(text) + "\n"
 
 
 def draw(points: Sequence[Point], picture: Path) -> None:
-    """τ − 1 over tokens and over time, both in logarithms: dots are runs, lines are fits."""
+    """τ − 1 over tokens and over time, both in logarithms: dots are runs, lines are the curves' medians."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.2), dpi=130, layout="constrained")
     for number, (axis, title) in enumerate(AXES.items(), 1):
         axes = figure.add_subplot(1, 2, number)
-        for color, (method, line) in zip(itertools.cycle(colormaps["tab20"].colors), lines(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
+        for color, (method, curves) in zip(itertools.cycle(colormaps["tab20"].colors), fitted(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
             own = [point for point in points if point.method == method]
-            along = [line.least * (line.most / line.least) ** (part / 32) for part in range(33)]
+            along = [curves.least * (curves.most / curves.least) ** (part / 32) for part in range(33)]
             axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color)
-            label = f"{method}, n^{line.exponent:.2f}"
-            axes.plot(along, [predict(line, amount).estimate - 1 for amount in along], lw=1.2, color=color, label=label)
+            axes.plot(along, [middle_tau(curves, amount) - 1 for amount in along], lw=1.2, color=color, label=method)
         axes.set(xscale="log", yscale="log", xlabel=title)
         axes.set_title("τ − 1, greedy chain of 4" if number == 1 else "", loc="left", fontsize=10, fontweight="bold")
         axes.grid(alpha=0.25, which="both")
@@ -197,14 +198,14 @@ def main(arguments: list[str]) -> None:
     check_jobs(chosen.jobs)
     words, keys = [word for word in chosen.words if "=" not in word], [word for word in chosen.words if "=" in word]
     budgets, seeds = integers("--tokens", chosen.tokens), integers("--seeds", chosen.seeds)
-    if len(budgets) < 2:
-        raise ValueError(f"--tokens {chosen.tokens}: expected two lengths at least, for a line")
+    if len(budgets) < 3:
+        raise ValueError(f"--tokens {chosen.tokens}: expected three lengths at least, for a curve")
     trained = runs_of(chosen.folder, words, keys, budgets, seeds)
     with claim(chosen.folder, "scaling of τ", (RESULTS, TABLE, PICTURE, POINTS, "runs"), "folder"):
         points = train_all(chosen.folder, trained, chosen.jobs)
+        durable.write_text(chosen.folder / POINTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
         text = table(points)
         durable.write_text(chosen.folder / TABLE, text)
-        durable.write_text(chosen.folder / POINTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
         draw(points, chosen.folder / PICTURE)
     print(text, end="")
 

@@ -1,26 +1,34 @@
-"""How τ rises with training: a power of the training tokens, fitted to measured runs, and what it predicts for a recipe.
+"""How τ rises with training: curves between a start and a ceiling, fitted to measured runs, and what they predict for a recipe.
 
-s = (τ − 1) / K is the share of a chain of K that is accepted. s / (1 − s) = C nᵝ is a line in logarithms, fitted by least squares: far below the
-ceiling τ = 1 + K the rise of τ − 1 is a power, and τ never passes the ceiling. A prediction's interval is Student's, with the spread of the runs
-about the line. scaling.json holds the runs that ship (train/benchmarks/scaling.py writes such a file).
+τ − 1 = B + (A − B) / (1 + (h / n)ᵝ) rises from B, what a drafter has almost without training, to the ceiling A, and is half-way at n = h. No one
+curve is chosen: curves are drawn by their probability given the runs. (β, h) come from a grid, and (B, A) and the spread from their
+distributions in a Bayesian linear regression of τ − 1 for this (β, h) (Gelman et al. 2013, §14.2; flat priors within 0 ≤ B ≤ A ≤ K). The errors'
+variance is in proportion to τ − 1, as for a count. A prediction's interval holds 95 % of the drawn curves with an error added. scaling.json
+holds the runs that ship (train/benchmarks/scaling.py writes such a file).
 
-Letters: n training tokens, m runs, K draft depth.
+Letters: n training tokens, m runs, G cells of the grid, D drawn curves, K draft depth.
 """
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.eval.intervals import Interval, t_quantile
+import torch
+from torch import Tensor
+
+from draftsmith.eval.intervals import Interval
 from draftsmith.train.recipe import Recipe
 
 SHIPPED = Path(__file__).with_name("scaling.json")
 DEPTH = 4  # K of the runs
-LEAST = 1e-3  # of s and of 1 − s: a run whose drafts are all rejected, or all accepted, has no logarithm
-FURTHEST = 30  # times above the longest or below the shortest run: no prediction there
+FURTHEST = 30  # times above the longest or below the shortest run: no prediction there, and no h
+EXPONENTS = torch.linspace(0.2, 2.5, 40, dtype=torch.float64)  # β of the grid
+MIDDLES = 150  # h of the grid
+DRAWS = 100_000  # before those with impossible B and A are dropped: with few runs that is most of them
+LEAST_ERROR = 0.02  # of a run, in √(τ − 1): τ of a few prompts is not more exact
+LEAST_VARIED = 0.05  # τ − 1 below which the errors' variance falls no further
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +51,27 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """ln(s / (1 − s)) = level + exponent · (ln n − center).
+class Curves:
+    """Drawn curves.
 
     Attributes:
-        spread: standard deviation of the runs about the line; None with two runs.
-        width: Σ (ln n − center)².
-        runs: m.
+        ends: B and A, [D,2].
+        exponent: β, [D].
+        middle: ln h, [D].
+        error: of a further run, in √(τ − 1), [D].
         least, most: n of the shortest and the longest run.
     """
 
-    level: float
-    exponent: float
-    center: float
-    width: float
-    spread: float | None
-    runs: int
+    ends: Tensor
+    exponent: Tensor
+    middle: Tensor
+    error: Tensor
     least: float
     most: float
+
+    def at(self, amount: float) -> Tensor:
+        """τ − 1 at n, [D]."""
+        return (self.ends * _shares(self.exponent, self.middle, amount)).sum(-1)
 
 
 def method_name(script: str, recipe: Recipe) -> str:
@@ -69,49 +80,77 @@ def method_name(script: str, recipe: Recipe) -> str:
     return script if version is None else f"{script}-{version}"
 
 
-def fit(amounts: Sequence[float], taus: Sequence[float]) -> Line:
-    """The line through m runs.
+def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:
+    """Curves through m runs.
 
     Args:
         amounts: n of each run, or its seconds.
         taus: τ of each.
 
     Raises:
-        ValueError: fewer than two different amounts.
+        ValueError: fewer than three different amounts, or runs whose τ falls.
     """
-    if len(set(amounts)) < 2:
-        raise ValueError(f"a line needs runs of two lengths at least; got {len(set(amounts))}")
-    shares = [min(max((tau - 1) / DEPTH, LEAST), 1 - LEAST) for tau in taus]
-    x, y = [math.log(n) for n in amounts], [math.log(share / (1 - share)) for share in shares]
-    center, level = statistics.fmean(x), statistics.fmean(y)
-    width = sum((a - center) ** 2 for a in x)
-    exponent = sum((a - center) * (b - level) for a, b in zip(x, y, strict=True)) / width
-    left = sum((b - level - exponent * (a - center)) ** 2 for a, b in zip(x, y, strict=True))
-    spread = math.sqrt(left / (len(x) - 2)) if len(x) > 2 else None
-    return Line(level, exponent, center, width, spread, len(x), min(amounts), max(amounts))
+    if len(set(amounts)) < 3:
+        raise ValueError(f"curves need runs of three lengths at least; got {len(set(amounts))}")
+    least, most, freedom = min(amounts), max(amounts), len(amounts) - 2
+    middles = torch.linspace(math.log(least / FURTHEST), math.log(most * FURTHEST), MIDDLES, dtype=torch.float64)
+    exponent, middle = (each.flatten() for each in torch.meshgrid(EXPONENTS, middles, indexing="ij"))  # [G]
+    rise = torch.tensor(taus, dtype=torch.float64) - 1
+    scale = rise.clamp_min(LEAST_VARIED).rsqrt()  # errors of one variance
+    shares = torch.stack([_shares(exponent, middle, amount) for amount in amounts], 1) * scale[:, None]  # [G,m,2]
+    factor = torch.linalg.cholesky(shares.mT @ shares + 1e-9 * torch.eye(2, dtype=torch.float64))  # [G,2,2]
+    ends = torch.cholesky_solve(shares.mT @ (rise * scale)[:, None], factor)  # least squares, [G,2,1]
+    squares = (rise * scale - (shares @ ends).squeeze(-1)).square().sum(-1) + len(amounts) * LEAST_ERROR**2
+    # The probability of the runs for (β, h), with B, A and the spread integrated out.
+    logarithm = -freedom / 2 * squares.log() - factor.diagonal(dim1=1, dim2=2).log().sum(-1)
+    generator = torch.Generator().manual_seed(0)
+    cell = torch.multinomial((logarithm - logarithm.max()).exp(), DRAWS, replacement=True, generator=generator)
+    normal = torch.randn(freedom + 3, DRAWS, dtype=torch.float64, generator=generator)
+    spread = (squares[cell] / normal[3:].square().sum(0)).sqrt()  # [D]
+    away = torch.linalg.solve_triangular(factor[cell].mT, normal[:2].T[..., None], upper=True)  # of covariance (sharesᵀ shares)⁻¹
+    ends = (ends[cell] + spread[:, None, None] * away).squeeze(-1)
+    possible = (0 <= ends[:, 0]) & (ends[:, 0] <= ends[:, 1]) & (ends[:, 1] <= DEPTH)
+    if not possible.any():
+        by_amount = [tau for _, tau in sorted(zip(amounts, taus, strict=True))]
+        raise ValueError(f"τ of the runs falls from {by_amount[0]:.3g} to {by_amount[-1]:.3g}: no curve rises through them")
+    return Curves(*(each[possible] for each in (ends, exponent[cell], middle[cell], spread * normal[2])), least, most)
 
 
-def predict(line: Line, amount: float) -> Interval:
-    """τ of a further run of this length, with its 95 % interval; the ends are None where only two runs were measured."""
-    away = math.log(amount) - line.center
-    middle = line.level + line.exponent * away
-    if line.spread is None:
-        return Interval(_tau(middle), None, None)
-    half = t_quantile(line.runs - 2) * line.spread * math.sqrt(1 + 1 / line.runs + away * away / line.width)
-    return Interval(*map(_tau, (middle, middle - half, middle + half)))
+def _shares(exponent: Tensor, middle: Tensor, amount: float) -> Tensor:
+    """What B and A each count at n, [...,2]."""
+    share = torch.sigmoid(exponent * (math.log(amount) - middle))
+    return torch.stack((1 - share, share), -1)
 
 
-def _tau(log_odds: float) -> float:
-    return 1 + DEPTH / (1 + math.exp(-log_odds))
+def middle_tau(curves: Curves, amount: float) -> float:
+    """The median of the curves' τ at n."""
+    return 1 + float(curves.at(amount).median())
 
 
-def crossing(first: Line, second: Line) -> float | None:
-    """Where both lines predict the same τ; None where that is more than FURTHEST times beyond what was measured, or nowhere."""
-    if first.exponent == second.exponent:
+def predict(curves: Curves, amount: float) -> Interval:
+    """τ of a further run of this length, with its 95 % interval."""
+    rise = curves.at(amount)
+    return Interval(middle_tau(curves, amount), *_middle_95(rise + curves.error * rise.clamp_min(LEAST_VARIED).sqrt()))
+
+
+def ceiling(curves: Curves) -> Interval:
+    """1 + A, τ of an endless training, with its 95 % interval."""
+    return Interval(1 + float(curves.ends[:, 1].median()), *_middle_95(curves.ends[:, 1]))
+
+
+def _middle_95(rise: Tensor) -> tuple[float, float]:
+    low, high = torch.quantile(rise.clamp(0, DEPTH), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return 1 + low, 1 + high
+
+
+def overtaken(first: Curves, second: Curves) -> float | None:
+    """From where on `second` is ahead, which was behind before: at most FURTHEST times the longest run; None without such a length."""
+    least, most = min(first.least, second.least), FURTHEST * max(first.most, second.most)
+    amounts = torch.logspace(math.log10(least), math.log10(most), 100).tolist()
+    ahead = [middle_tau(second, amount) > middle_tau(first, amount) for amount in amounts]
+    if not ahead[-1] or all(ahead):
         return None
-    at = (second.level - second.exponent * second.center - first.level + first.exponent * first.center) / (first.exponent - second.exponent)
-    least, most = math.log(min(first.least, second.least) / FURTHEST), math.log(max(first.most, second.most) * FURTHEST)
-    return math.exp(at) if least <= at <= most else None
+    return amounts[max(number for number, is_ahead in enumerate(ahead) if not is_ahead) + 1]
 
 
 def read(file: Path) -> list[Point]:
@@ -125,7 +164,7 @@ def expected(script: str, recipe: Recipe, tokens: int) -> dict[str, Interval]:
     result = {}
     for target in dict.fromkeys(point.target for point in own):
         points = [point for point in own if point.target == target]
-        line = fit([point.tokens for point in points], [point.tau for point in points])
-        if line.least / FURTHEST <= tokens <= line.most * FURTHEST:
-            result[target] = predict(line, tokens)
+        curves = fit([point.tokens for point in points], [point.tau for point in points])
+        if curves.least / FURTHEST <= tokens <= curves.most * FURTHEST:
+            result[target] = predict(curves, tokens)
     return result
