@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.formats import engines, export, layouts, plain, verify
-from draftsmith.models.formats.engines import ENGINES, ROWS, serving
+from draftsmith.models.formats.engines import ENGINES, ROWS
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
@@ -66,10 +66,27 @@ def test_each_drafter_is_exported_to_each_engine(workshop, name, engine, tmp_pat
     assert card.startswith("---\nlicense: apache-2.0") and "## Serve" in card
 
 
-def test_an_engine_drafts_a_token_where_the_best_tree_has_none():
-    """Which eval chooses where drafting does not pay: engines refuse a draft length of 0."""
-    line = serving(ROWS["medusa", "vllm"], "org/model", "drafter", 0)
-    assert '"num_speculative_tokens":1' in line
+def test_an_engine_drafts_a_token_where_the_best_tree_has_none(workshop, tmp_path):
+    """Which eval chooses where drafting does not pay: engines refuse a draft length of 0, and transformers then drafts nothing."""
+    target = Target.load(str(workshop / "target"))
+    save_drafter("eagle3", target, tmp_path / "eagle3", tree=[])
+    save_drafter("eagle3 of speculators", target, tmp_path / "library", tree=[])
+    config = json.loads((save_drafter("student", target, tmp_path / "student") / "config.json").read_text())
+    config["draftsmith"]["tree"] = []
+    (tmp_path / "student" / "config.json").write_text(json.dumps(config))
+
+    def export_to(name, engine):
+        words = [str(tmp_path / name), "--to", engine, "--output", str(tmp_path / f"{name}-{engine}"), "--target", str(workshop / "target")]
+        command.main(words)
+        return tmp_path / f"{name}-{engine}"
+
+    assert '"num_speculative_tokens":1' in (export_to("eagle3", "vllm") / "README.md").read_text()
+    for name in ("eagle3", "student"):
+        settings = yaml.safe_load((export_to(name, "tensorrt-llm") / "tensorrt-llm.yaml").read_text())
+        assert settings["speculative_config"]["max_draft_len"] == 1
+    library = json.loads((export_to("library", "speculators") / "config.json").read_text())
+    assert library["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 1
+    assert json.loads((export_to("student", "transformers") / "generation_config.json").read_text())["num_assistant_tokens"] == 1
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,9 @@ def test_an_engine_that_stops_is_one_line(served_folder, monkeypatch, capsys, tm
 
 def test_no_python_and_too_deep_chains(served_folder, capsys):
     assert "could not be started (No such file or directory)" in failing(capsys, check.main, words(served_folder, "--python", "/no/python"))
+    assert "--max-new-tokens 2: expected 3 to" in failing(capsys, check.main, words(served_folder, "--max-new-tokens", 2))
+    plain = ["--target", served_folder / "target", "--dtype", "bfloat16"]
+    assert "--dtype is of a run in an engine" in failing(capsys, check.main, [served_folder / "heads", *plain])
     assert "medusa looks 3 ahead at most; lower it" in failing(capsys, check.main, words(served_folder, "--depth", 4))
 
 

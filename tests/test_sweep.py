@@ -61,8 +61,8 @@ if fault in ("wait", "stop") and not resumed:
         os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
     raise SystemExit(9)
-tau = 1 + lr * steps + 0.5 * int(values.get("train.seed", 0))
-rows = [{"step": 1, "seconds": 2.0}, {"step": steps, "seconds": 1.0}, {"step": steps, "valid_loss": 1.0, "valid_sim_tau": tau}]
+tau = fault if isinstance(fault, float) else 1 + lr * steps + 0.5 * int(values.get("train.seed", 0))
+rows = [{"step": 1, "seconds": 2.0}, {"step": steps, "seconds": 1.0}, {"step": steps, "valid_loss": 1.0, "valid_sim_tau": tau, "valid_tau": tau}]
 if fault == "nan":
     rows[-1] = {"step": steps}
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
@@ -177,6 +177,7 @@ def test_the_best_third_survives_whatever_fails_or_ties():
         ([f"k{n}=1,2,3,4" for n in range(5)], "the grid has 1,024 trials; expected at most 512"),
         ([FOUR, "train.output=x"], "the folder of the sweep is --output"),
         ([FOUR, "data.valid=a,b"], "data.valid must be equal for all trials"),
+        ([FOUR, "data.loops=false,true"], "data.loops changes what simulated τ is measured with"),
         (["data.train=a,b"], "each trial would be measured on a part of its own data; give data.valid"),
         ([FOUR, "train.profile='20:40'"], "recipe key 'train.profile': step 40 is past train.steps=30"),
         (["train.profile=null,'2:40'", "--rungs", "30,90"], "(a run of the first rung has 30 steps; --rungs gives others)"),
@@ -277,15 +278,20 @@ def test_results_of_data_that_have_changed_do_not_count(stub, capsys):
     texts = [stub / name for name in ("a.txt", "b.txt", "valid.txt")]
     for file in texts:
         file.write_text("x = 1\n")
-    given = (f"data.train={texts[0]},{texts[1]}", f"data.valid={texts[2]}", "data.exclude=[chat]", "train.lr=0.1")
+    texts += [stub / "template.jinja", stub / "prompts.jsonl"]
+    texts[3].write_text("{{ messages }}\n")
+    texts[4].write_text('{"prompt": "x"}\n')
+    given = (f"data.train={texts[0]},{texts[1]}", f"data.valid={texts[2]}", "data.exclude=[chat]", "train.lr=0.1", "train.tau_prompts=1")
+    given += (f"data.template={texts[3]}", f"train.tau_file={texts[4]}")
     sweep(stub, *given)
     sweep(stub, *given)
     for file in texts:
+        before = file.read_text()
         file.write_text("x = 2\n")
         assert re.search(
             f"is of a sweep with contents of {file} .*, now .*; give another --output", failing(capsys, command.main, words(stub, *given))
         )
-        file.write_text("x = 1\n")
+        file.write_text(before)
     texts[1].unlink()
     assert "b.txt" in failing(capsys, command.main, words(stub, *given))
 
@@ -306,6 +312,18 @@ def test_failures_rank_last_with_their_reason_and_run_again(stub, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("train.lr=0.4")
 
 
+def test_a_trial_that_failed_may_still_make_another_the_best(stub, capsys):
+    """First 0.3 and 0.2 reach the last rung, where 0.2 is the better one. Then 0.4 takes its place, and is the worst there."""
+    (stub / "faults.json").write_text('{"0.4": "error", "0.3@90": 3.0, "0.2@90": 9.0, "0.4@90": 1.0}')
+    sweep(stub, FOUR, "--eta", "2")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("train.lr=0.2")
+    (stub / "faults.json").write_text('{"0.4@90": 1.0}')
+    sweep(stub, FOUR, "--eta", "2")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].endswith("train.lr=0.3") and (Path(said[-2].rpartition(" is ")[2]) / "artifact").is_dir()
+    assert len(list((stub / "sweep").rglob("artifact"))) == 1
+
+
 def test_where_all_fail_one_line_says_why(stub, capsys):
     (stub / "faults.json").write_text(json.dumps(dict.fromkeys(("0.1", "0.2", "0.3", "0.4"), "error")))
     line = failing(capsys, command.main, words(stub, FOUR))
@@ -319,7 +337,7 @@ def test_seeds_rank_by_their_mean(stub):
     table = (stub / "sweep" / "table.md").read_text()
     mean, spread = 1 + 27 + 7 / 6, torch.tensor([0.0, 1.0, 2.5]).std().item()
     assert re.search(rf"^\| 1 +\| 0.3 .*\| {mean:.3f} ± {spread:.3f} ", table, re.M) and re.search(r"^\| 3 +\| 0.4 .*failed", table, re.M)
-    assert len(list((stub / "sweep").rglob("artifact"))) == 3
+    assert len(list((stub / "sweep").rglob("artifact"))) == 6  # one trial has failed; the same command may change the order
 
 
 def test_a_signal_stops_the_runs_which_save_and_the_same_command_goes_on(stub, capsys):

@@ -207,7 +207,7 @@ def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device
 def check_parameters(count: int, keys: str, device: torch.device, section: TrainSection) -> None:
     """`check_memory` for a model of so many parameters."""
     alone = processes.join().num_processes == 1 and not processes.deepspeed()
-    trained = 12 if section.weights == "bfloat16" else 16  # bytes, with gradient and AdamW's state
+    trained = (12 if section.weights == "bfloat16" else 16) - (4 if section.optimizer == "muon" else 0)  # bytes, with gradient and state
     needed, free = count * (trained if alone else 4), free_memory(device)
     if needed > free:
         raise ValueError(

@@ -23,7 +23,7 @@ from draftsmith.inference import durable
 from draftsmith.models.drafter import CONFIG, WEIGHTS, methods
 from draftsmith.models.eagle import NORMS, EagleConfig, EagleModel
 from draftsmith.models.formats import quantise
-from draftsmith.models.formats.engines import eagle_limits, scales_embedding
+from draftsmith.models.formats.engines import eagle_limits, scales_embedding, served_depth
 from draftsmith.models.formats.layouts import EAGLE1, EMBEDDING, MIDLAYER, NUMBERED, Layout
 from draftsmith.models.model_files import check_config
 from draftsmith.models.peagle import PeagleConfig, PeagleModel
@@ -82,7 +82,7 @@ def write_eagle(drafter: EagleModel, folder: Path, dtype: torch.dtype | None = N
     dtype = dtype or drafter.fc.weight.dtype
     layout = layout_of(config, config.num_layers == 1 and not library)
     tensors = stored_tensors(drafter, layout, dtype)
-    raw = _speculators(_config(config, target, dtype), target, drafter.max_depth) if library else _config(config, target, dtype)
+    raw = _speculators(_config(config, target, dtype), target, served_depth(config)) if library else _config(config, target, dtype)
     _write(folder, tensors, json.dumps(raw, indent=2) + "\n")
     by_engine: dict[str, list[str]] = {}
     for limit in eagle_limits(config, target):

@@ -176,8 +176,7 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
 
 
 def serving(row: Row, target: str, folder: str, depth: int) -> str:
-    """The line that starts the engine, which drafts one token at least."""
-    depth = max(1, depth)
+    """The line that starts the engine."""
     return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
 
 
@@ -185,7 +184,12 @@ def served_depth(config: DrafterConfig) -> int:
     """Tokens that an engine is set to draft at a time: the depth of the tree. In DFlash's block all rows see each other unless it is causal,
     and an engine makes as many rows as it drafts tokens, so that it has to draft those of the block."""
     complete = isinstance(config, DflashConfig) and not config.causal
-    return config.depth if complete else parse_tree_spec(config.tree).max_depth
+    return config.depth if complete else chain_depth(config.tree)
+
+
+def chain_depth(tree: Any) -> int:
+    """The depth of a tree as configs have it, 1 at least: engines refuse a draft length of 0, that of the tree where no draft pays."""
+    return max(1, parse_tree_spec(tree).max_depth)
 
 
 def scales_embedding(target: Target) -> bool:

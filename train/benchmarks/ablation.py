@@ -80,7 +80,7 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
         contents, steps = contents_of([changed]), max(1, tokens // step_tokens(changed))
         for seed in integers("--seeds", options.seeds):
             name = f"{stem}-{seed}"
-            folder = options.folder / "runs" / name
+            folder = options.folder / "runs" / stem / name
             own = (*as_words(of_length(changed, steps)), f"train.eval_every={steps}", f"train.seed={seed}", f"train.output={folder}")
             words = as_words(dict(word.split("=", 1) for word in (*SHORT, *options.words, *keys, *own)))
             run = Run(

@@ -61,8 +61,8 @@ def name_of(cell: Cell, seed: int) -> str:
 
 
 def write_target_samples(target: Target) -> Path:
-    """A file with TEXTS excerpts of training modules, each continued by the target at T = 1."""
-    out = FOLDER / "own.jsonl"
+    """A file with TEXTS excerpts of training modules, each continued by the target at T = 1. It has its name when it is complete."""
+    part = FOLDER / "own.part.jsonl"
     modules = list(stdlib.modules("train"))
     generator = torch.Generator().manual_seed(0)
 
@@ -76,8 +76,8 @@ def write_target_samples(target: Target) -> Path:
                 yield Conversation(f"{number:05d}:{module}:{start}", "code", text=text)
 
     settings = regenerate.Settings(temperature=1.0, max_new_tokens=190, prompt_tokens=64)
-    print(regenerate.with_decoder(excerpts(), out, target, settings, slots=32).report())
-    return out
+    print(regenerate.with_decoder(excerpts(), part, target, settings, slots=32).report())
+    return part.rename(FOLDER / "own.jsonl")
 
 
 def train(steps: int) -> None:

@@ -71,9 +71,12 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         seeds: of the weights and of the order of samples.
 
     Raises:
-        ValueError: a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths within 5 % of each other.
+        ValueError: a key of the draft tree, a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths
+            within 5 % of each other.
     """
     runs, stems = [], [Path(name.partition(":")[2]).stem for name in names]
+    if trees := [key for key in keys if key.startswith("tree.")]:
+        raise ValueError(f"{trees[0]}: every run is measured with a chain of 4; leave it out")
     if len(set(stems)) < len(stems):
         raise ValueError(f"recipes {', '.join(stems)}: the runs of two would share a name; rename one")
     for shorter, longer in itertools.pairwise(sorted(budgets)):

@@ -155,10 +155,10 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
         import torch
 
         model = Target.load(path, dtype=torch.float32, trust_remote_code=trust_remote_code).model
-    tree = entry.get("tree") or default_paths(3, 7)
-    from draftsmith.inference.expand import parse_tree_spec
+    tree = default_paths(3, 7) if entry.get("tree") is None else entry["tree"]
+    from draftsmith.models.formats.engines import chain_depth
 
-    depth = parse_tree_spec(tree).max_depth
+    depth = chain_depth(tree)
     made_for = recorded or loaded.identity.to_dict()
     source = Source(model, loaded, local, made_for, tree, depth, depth, entry.get("training"), entry.get("confidence", 0.0))
     return source, stored

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +122,11 @@ def prepare(artifact: Path, output: Path, repo: str, engines: list[str], texts: 
             content = without_texts(content) if path == "acceptance.json" and not texts else content
             durable.write_text(part / path, json.dumps(content) + "\n")
         check_folder(str(part))
-        serve = "\n\n".join((*_export(part, engines, repo), *_to_export(method, entry, depth, engines, repo)))
+        try:
+            exports = _export(part, engines, repo)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(part), str(artifact))) from None
+        serve = "\n\n".join((*exports, *_to_export(method, entry, depth, engines, repo)))
         report = read_json(part / "acceptance.json") if "acceptance.json" in contents.files else None
         text = card.published(
             readme.read_text(encoding="utf-8"), entry, method, report, repo, serve or "No engine serves it yet; Draftsmith does."
@@ -154,10 +157,9 @@ def _drafter(artifact: Path) -> tuple[str, dict[str, Any], int]:
         FileNotFoundError, ValueError: no folder, or no drafter of Draftsmith in it.
     """
     from draftsmith.inference.draft_model import DraftModel
-    from draftsmith.inference.expand import parse_tree_spec
     from draftsmith.models.artifact import student_entry
     from draftsmith.models.drafter import is_drafter, load_config
-    from draftsmith.models.formats.engines import served_depth
+    from draftsmith.models.formats.engines import chain_depth, served_depth
 
     if not artifact.is_dir():
         raise FileNotFoundError(f"no folder {artifact}; give the folder `artifact` of a run")
@@ -167,7 +169,7 @@ def _drafter(artifact: Path) -> tuple[str, dict[str, Any], int]:
     entry = student_entry(str(artifact))
     if entry is None:
         raise ValueError(f"{artifact} is no drafter of Draftsmith; train one, or take in another's with draftsmith import")
-    return DraftModel.method, entry, parse_tree_spec(entry["tree"]).max_depth
+    return DraftModel.method, entry, chain_depth(entry["tree"])
 
 
 def _check_loads(folder: Path, method: str, entry: dict[str, Any]) -> None:
@@ -210,9 +212,7 @@ def _export(part: Path, engines: list[str], repo: str) -> list[str]:
     from draftsmith.models.formats.export import export
     from draftsmith.train.exchange.export import open_source
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*acceptance may differ a little")
-        source, stored = open_source(str(part), None)
+    source, stored = open_source(str(part), None)
     texts = []
     for engine in engines:
         folder, name = f"engines/{engine}", repo.partition("/")[2]

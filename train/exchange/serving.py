@@ -100,7 +100,7 @@ class Served:
 
     @property
     def same(self) -> bool:
-        """Whether the proposals are those made here, but for near ties."""
+        """Whether the proposals are those made here, but for the share that near ties may change."""
         return self.rounds > 0 and len(self.differences) <= (1 - LEAST_EQUAL) * self.rounds
 
 
@@ -220,6 +220,8 @@ def draft_after(target: Target, drafter: Any, prompts: list[list[int]], answers:
         depth: K.
     """
     drafter.tree_spec = StaticTree.chain(depth)
+    if getattr(drafter, "stop", None) is not None:
+        drafter.stop = None  # engines draft all of a chain
     proposals, texts = [], []
     began = time.perf_counter()
     with _watched(drafter) as seen:

@@ -262,7 +262,7 @@ def _show_work(plan: dict[str, Any], console: Console) -> None:
 def _show_features(features: dict[str, Any], console: Console) -> None:
     each, prepared = f"{features['bytes_per_token'] / 1e3:,.1f} kB a token", features["prepared"]
     if prepared is None:
-        console.print(f"features {_size(features['bytes'])} at most: {each}, the data is not prepared yet")
+        console.print(f"features {_size(features['bytes'])} for the tokens of this run: {each}, the data is not prepared yet")
     else:
         console.print(f"features {_size(features['bytes'])}: {each}, {_count(prepared)} are prepared")
     if features["read_mb_per_s"]:
@@ -305,8 +305,9 @@ def _show_advice(plan: dict[str, Any], console: Console) -> None:
         if plan["chosen"] != "one":
             words += ["--num_processes", str(step["ranks"])]
             if machine["nodes"] > 1:
-                words += ["--num_machines", str(machine["nodes"])]
-        console.print("run     ", *words, plan["script"], plan["recipe"], *map(shlex.quote, overrides), soft_wrap=True)
+                words += ["--num_machines", str(machine["nodes"]), "--machine_rank $NODE_RANK", "--main_process_ip $MASTER_ADDR"]
+                words.append("--main_process_port ${MASTER_PORT:-29500}")  # as recipes/accelerate-multi-node.yaml explains
+        console.print("run     ", *words, plan["script"], shlex.quote(plan["recipe"]), *map(shlex.quote, overrides), soft_wrap=True)
         return
     least = min(estimate["total"] for estimate in plan["launchers"])
     usable = USABLE * machine["memory"] / GIB

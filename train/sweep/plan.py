@@ -1,5 +1,6 @@
 """What a sweep will run, checked before anything runs."""
 
+import hashlib
 import importlib
 import re
 from argparse import Namespace
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from draftsmith.data.prompts import shipped_or_given
 from draftsmith.train import cli
 from draftsmith.train import recipe as recipes
 from draftsmith.train.engine.redact import redacted
@@ -29,8 +31,16 @@ EQUAL_KEYS = (
     "train.tau_temperature",
     "data.valid",
 )
-# Keys with which simulated τ means another thing.
-MEASURE_KEYS = ("distill.temperature", "distill.top_k", "data.last_turn", "data.template")
+# Keys with which simulated τ means another thing, some since they choose among the held-out data too.
+MEASURE_KEYS = (
+    "distill.temperature",
+    "distill.top_k",
+    "data.last_turn",
+    "data.template",
+    "data.exclude",
+    "data.near_duplicate",
+    "data.loops",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,8 @@ def make_plan(options: Namespace) -> Plan:
         return recipe
 
     base = recipes.load(schema, options.recipe, as_words(fixed))  # not checked: it has the recipe's own values of the swept keys
+    if len(grid.get("data.train", [])) > 1 and base.data.valid is None:
+        raise ValueError("several data.train and no data.valid: each trial would be measured on a part of its own data; give data.valid")
     for key in MEASURE_KEYS:
         if len(grid.get(key, [])) > 1 and not base.train.tau_prompts:
             raise ValueError(
@@ -146,13 +158,18 @@ def sections_of_data(recipe: Recipe) -> str:
 
 
 def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
-    """Hashes of the data that recipes train on, as settings: a finished run counts only while its data are as they were.
+    """Hashes of the data that recipes train on, of chat templates and of prompts for τ, as settings: a finished run counts only while they are
+    as they were.
 
     Raises:
         ValueError: a source does not exist.
     """
-    plans = dict.fromkeys(recipe.data.plan() for recipe in recipes)  # files are read once
-    return {f"contents of {name}": content for plan in plans for name, content in plan.contents().items()}
+    recipes = list(recipes)
+    contents = {name: content for plan in {recipe.data.plan(): None for recipe in recipes} for name, content in plan.contents().items()}
+    for name in {file for recipe in recipes for file in (recipe.data.template, recipe.train.tau_file) if file}:
+        if (file := shipped_or_given(name)).is_file():
+            contents[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:20]
+    return {f"contents of {name}": contents[name] for name in sorted(contents)}
 
 
 def module_of(method: str) -> ModuleType:
@@ -177,8 +194,6 @@ def _checked_grid(grid: dict[str, list[str]], seeds: str | None) -> tuple[dict[s
     for key in EQUAL_KEYS:
         if len(grid.get(key, [])) > 1:
             raise ValueError(f"{key} must be equal for all trials, or they cannot be compared; give a single value")
-    if len(grid.get("data.train", [])) > 1 and "data.valid" not in grid:
-        raise ValueError("several data.train and no data.valid: each trial would be measured on a part of its own data; give data.valid")
     if seeds and "train.seed" in grid:
         raise ValueError("train.seed and --seeds: give one of them; with --seeds a trial is ranked by its mean")
     trials = trials_of({key: values for key, values in grid.items() if len(values) > 1})

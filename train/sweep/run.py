@@ -98,7 +98,7 @@ def _point(runs: list[Run], results: dict[str, Result]) -> Point:
 
 
 def _publish(plan: Plan, standings: list[Standing]) -> None:
-    """Write and print what came out, and delete the weights of all runs but the winner's.
+    """Write and print what came out, and delete the weights of all runs but the winner's; while trials have failed, of all but the last rung's.
 
     Raises:
         ValueError: all trials of the last rung that ran failed.
@@ -112,9 +112,12 @@ def _publish(plan: Plan, standings: list[Standing]) -> None:
             f"all {len(failed)} trials of rung {rungs} of the sweep failed, the first with: {failed[0].points[-1].error} "
             f"(logs: {plan.folder / 'trials'}); the same command runs them again"
         )
+    # A trial that failed may still push another out of the last rung, and so make another the best.
+    failures = any(point.mean is None for each in standings for point in each.points)
+    kept = [each.number for each in standings if each.points[-1].mean is not None] if failures else [best.number]
     for number in range(len(plan.trials)):
         for rung in range(rungs):
-            if (number, rung) != (best.number, rungs - 1):
+            if number not in kept or rung < rungs - 1:
                 for run in plan.runs(number, rung):
                     trial.remove_weights(run)
     measure = "τ" if plan.base.train.tau_prompts else "simulated τ"
