@@ -69,20 +69,20 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.eagle import begin_with
 from draftsmith.train.engine import output
-from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, per_sequence, retained, states_before, tokens_behind
+from draftsmith.train.losses.anchors import chain_rows, check_blocks, draw_chains, retained, states_before, tokens_behind
 from draftsmith.train.losses.draft import chunked_draft_loss
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
 def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: PeagleSection, seed: int = 0) -> Loss:
-    """Σ_t loss(p_{t+1}, q_0(t)) + Σ_b n_b · Σ_{a,i} decay^i · loss(p_{a+1+i}, q_{a,i}) / (number of a, i).
+    """Σ_t loss(p_{t+1}, q_0(t)) + Σ_{a,i} decay^i · loss(p_{a+1+i}, q_{a,i}).
 
     q_0(t) [D] is the pair's distribution of token t + 2, at all positions whose token is supervised and of the same document. q_{a,i} is that
     of mask i behind the pair at a drawn position a of sequence b, of token a + 2 + i; it counts while all tokens from a + 2 on are supervised
     and of a's document. Which positions have a mask at level i, COD draws: a share max(r^i, least_retention) of those that can, among those
-    that have masks up to level i − 1. p_s [V] is the target's distribution of the token after position s. n_b are the supervised tokens of
-    the sequence. The loop divides by Σ_b n_b.
+    that have masks up to level i − 1. p_s [V] is the target's distribution of the token after position s. The loop divides by the supervised
+    tokens.
     """
     ids, document, size = batch["input_ids"], batch["document"], section.steps
     shares = retained(section.retention, section.least_retention, size - 1)
@@ -111,7 +111,7 @@ def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: Pe
         drafter.head(),
         states_before(out.hidden, at.flatten(1).gather(1, entry)),
         target.logits,
-        (per_sequence(counted[:, None].float(), batch)[:, 0] * section.decay**rows.level).flatten()[None],
+        (counted * section.decay**rows.level).flatten()[None],
         [0],
         targets,
         section.loss,
