@@ -585,6 +585,7 @@ SIZES = [
         for name, words, says in (
             ("heads that do not divide", "architecture.hidden_size=30 architecture.num_heads=4", "architecture.hidden_size=30"),
             ("KV heads that do not divide", "architecture.num_heads=4 architecture.num_kv_heads=3", "architecture.num_kv_heads=3"),
+            ("a key of drafters", "train.normalise=all", "train.normalise=all does nothing with `train target`"),
             ("sizes past the memory", "architecture.hidden_size=131072 architecture.num_layers=200", "memory"),
             ("layers without end", "architecture.num_layers=1000000", "less than or equal to"),
             ("a vocabulary without end", "architecture.vocab_size=1000000000", "less than or equal to"),

@@ -28,11 +28,7 @@ HALF = {"weights": "bfloat16", "precision": "bf16"}
 METHODS = {
     "medusa": (medusa.main, "medusa-tiny", ["medusa.heads=2"]),
     "hydra": (hydra.main, "hydra-tiny", ["hydra.heads=2", "hydra.layers=2", "hydra.prefix=true"]),
-    "mlp": (
-        mlp.main,
-        "mlp-tiny",
-        ["mlp.heads=3", "mlp.cell=lstm"] + ["replay.rejections=0.5", "replay.refresh_every=4", "replay.prompts=20", "replay.new_tokens=4"],
-    ),
+    "mlp": (mlp.main, "mlp-tiny", ["mlp.heads=3", "mlp.cell=lstm"]),
     "dspark": (
         dspark.main,
         "dspark-tiny",

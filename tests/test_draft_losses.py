@@ -326,16 +326,22 @@ def test_a_tiny_overlap_still_has_a_gradient():
         assert 0.99 < gradient.abs().max() <= 1 and gap(gradient, want) < 1e-5
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_target_that_masks_tokens(name):
+def test_a_target_that_masks_tokens(name, shared):
+    """Shared: the drafter's logits come from a head that masks the same tokens."""
     one = problem()
     raw = one.target_hidden @ one.target_w.T
     raw[:, one.targets[::3]] = -torch.inf
     raw[7, one.targets] = -torch.inf
     one.target_head = lambda x: raw[: len(x)]
+    weight = one.w
+    if shared:
+        mask = torch.zeros(len(weight)).index_fill(0, torch.arange(0, len(weight), 3), -torch.inf)
+        one.w = lambda x: x @ weight.T + mask
     got = chunked(one, name)
     got.sum.backward()
-    assert got.sum.isfinite() and one.hidden.grad.isfinite().all() and one.w.grad.isfinite().all()
+    assert got.sum.isfinite() and one.hidden.grad.isfinite().all() and (shared or weight.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["weight", "callable"])

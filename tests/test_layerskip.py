@@ -152,6 +152,8 @@ def test_lora_trains_adapters_alone(tmp_path, words, target_folder):
         (["target.parallel=layers"], "target.parallel=layers is for a frozen target"),
         (["train.context_parallel=2"], "context_parallel=2 is for EAGLE"),
         (["train.tau_prompts=1", "train.patience=2"], "train.patience=2 does nothing with LayerSkip"),
+        (["train.compile=true"], "train.compile=True does nothing with LayerSkip"),
+        (["target.dtype=bfloat16"], "target.dtype=bfloat16 does nothing with LayerSkip"),
     ],
 )
 def test_wrong_words_are_refused(words, more, says):

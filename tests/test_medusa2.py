@@ -119,8 +119,9 @@ def test_at_first_the_heads_are_trained_alone():
     loss.sum.backward()
     assert all((parameter.grad == 0).all() for parameter in model.adapters())
     assert all(parameter.grad.abs().max() > 0 for name, parameter in heads.named_parameters() if not name.endswith("bias"))
+    assert progress.stage == 0
     progress.steps = 10
-    assert objective(model, batch(48)).sum.isfinite()
+    assert objective(model, batch(48)).sum.isfinite() and progress.stage == 1  # FLOPs are counted again
     assert all(parameter.grad is not None for parameter in model.adapters())
 
 

@@ -29,6 +29,13 @@ def gradients(model, seed):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+def test_a_rate_of_tables_needs_a_table(tmp_path):
+    model = Small()
+    model.lm_head.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"train\.head_lr=0\.005 does nothing: no embedding and no output layer is trained; leave it out"):
+        optimizer.new_optimizer(model, new_recipe(tmp_path, head_lr=0.005).train)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_each_parameter_gets_the_update_of_torchs_optimizer(decay, tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer, "_iteration_dtype", lambda device: torch.bfloat16)  # torch's, on every processor

@@ -184,6 +184,7 @@ def test_it_trains_saves_and_drafts_for_a_family(words, tmp_path, target_folder)
         (["pard.mask_token=null"], "pard.mask_token: the tokenizer has all .* ids of .*; name a token that texts do not have"),
         (["pard.mask_token=9999"], "pard.mask_token=9999: .* has the tokens 0 to"),
         (["features.mode=offline"], "features.mode=offline: PARD trains on the text alone"),
+        (["train.compile=true"], "train.compile=True does nothing with PARD"),
         (["train.context_parallel=2"], "train.context_parallel=2 is for EAGLE"),
         (["pard.steps=40"], "pard.steps looks 41 positions ahead, data.seq_len=32"),
         (["tree.nodes=5"], "a chain tree takes a depth alone, got a width or nodes"),

@@ -138,3 +138,8 @@ def test_a_key_that_does_nothing_is_refused(method, keys, says):
     module = importlib.import_module(f"draftsmith.train.{method}")
     with pytest.raises(ValueError, match=re.escape(says)):
         module.check(recipe.load(schema_of(f"{method}-tiny"), f"{method}-tiny.yaml", [f"{method}.{key}" for key in keys]))
+
+
+def test_layers_that_do_not_run_are_not_compiled():
+    with pytest.raises(ValueError, match="train.compile=True does nothing with features.mode=offline"):
+        recipe.load(schema_of("medusa-tiny"), "medusa-tiny.yaml", ["features.mode=offline", "features.store=x", "train.compile=true"])

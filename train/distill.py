@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, TrainSection, TreeSection, load
+from draftsmith.train.recipe import Changeable, Recipe, Section, TrainSection, TreeSection, load
 
 MEASURED = 4096  # tokens by which the parts of a pruned student are chosen
 
@@ -47,7 +47,7 @@ class StudentSection(Section):
     )
 
 
-class DistillSection(ReplaySection):
+class DistillSection(Section):
     """the loss, and the student's own samples"""
 
     loss: str = Field(
@@ -59,6 +59,18 @@ class DistillSection(ReplaySection):
     )
     top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
     on_policy: float = Field(default=0.0, ge=0, le=1, description="λ, share of the training sequences that the student has sampled itself")
+    rejections: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the training sequences that the target writes with the drafter as it is by then, with supervision only where "
+        "the target rejected a draft",
+    )
+    refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
+    keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")
+    prompts: int = Field(default=64, ge=1, le=10**6, description="prompts of a generation, cut from the training examples")
+    new_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens sampled for each prompt, at most")
+    sample_temperature: float = Field(default=1.0, ge=0, le=100, description="temperature at which they are sampled")
     confidence: float = Field(
         default=0.0, ge=0, lt=1, description="the trained drafter stops a draft where its best token is less likely than this"
     )

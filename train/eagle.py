@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, load
+from draftsmith.train.recipe import Changeable, Recipe, Section, load
 
 
 class EagleSection(Section):
@@ -67,7 +67,7 @@ class EagleSection(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="version 3: share of the run over which the trained steps rise from 1 to K, which is cheaper; 0: K from the start. The simulated τ of "
+        description="version 3: share of the run over which the trained steps rise from 1 to K, each for equally long, which is cheaper; 0: K from the start. The simulated τ of "
         "training is that of the trained steps",
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")
@@ -93,7 +93,6 @@ class EagleSection(Section):
 
 class EagleRecipe(Recipe):
     eagle: EagleSection = EagleSection()
-    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -181,7 +180,7 @@ def objective3(
 
 
 def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
-    """How many of the K steps are trained now: 1 at first, K from the share `rise` of the run on. The number is written to `progress.stage`."""
+    """How many of the K steps are trained now: each number for rise / K of the run, K to its end. It is written to `progress.stage`."""
     if progress is None or not section.rise:
         return section.steps
     progress.stage = min(section.steps, 1 + int(section.steps * progress.steps / (section.rise * progress.total)))
@@ -354,10 +353,6 @@ def check(recipe: EagleRecipe) -> None:
     length, ranks = recipe.data.seq_len, recipe.train.context_parallel
     if length % ranks:
         raise ValueError(f"data.seq_len={length} cannot be shared out over train.context_parallel={ranks} ranks; make it a multiple")
-    replay.check_heads(recipe, recipe.replay, "eagle")
-    unfit = ["eagle.prompts=true"] * recipe.eagle.prompts + [f"train.context_parallel={ranks}"] * (ranks > 1)
-    if recipe.replay.rejections and unfit:
-        raise ValueError(f"{unfit[0]} does not go with replay.rejections={recipe.replay.rejections}; leave out one of them")
 
 
 def choose_objective(
@@ -400,7 +395,6 @@ def main(arguments: list[str]) -> None:
         if section.start and not section.train_head:  # checkpoints hold what is trained
             fingerprint["frozen weights"] = replay.digest(drafter, trained=False)
         monitors = setup.monitors(recipe, target, drafter)
-        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         monitors["progress"] = progress = Progress()
         measure = choose_objective(recipe, target, context, progress)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)

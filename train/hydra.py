@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, ReplaySection, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class HydraSection(Section):
@@ -38,7 +38,6 @@ class HydraSection(Section):
 
 class HydraRecipe(Recipe):
     hydra: HydraSection = HydraSection()
-    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -58,7 +57,7 @@ from draftsmith.models.hydra import HydraModel
 from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import attention_sizes
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import confidence, output, replay
+from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -97,7 +96,6 @@ def check(recipe: HydraRecipe) -> None:
     check_complete_sequences(recipe)
     if recipe.hydra.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"hydra.heads={recipe.hydra.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
-    replay.check_heads(recipe, recipe.replay, "hydra")
     check_top_k(recipe.hydra, "hydra")
 
 
@@ -129,7 +127,6 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "hydra.start")
         fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
-        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         accelerator, steps = loop.fit(recipe, drafter, choose_objective(recipe, target), train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:
             confidence.fit(drafter, target, valid)

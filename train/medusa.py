@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, ReplaySection, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class MedusaSection(Section):
@@ -63,7 +63,6 @@ class JointSection(Section):
 class MedusaRecipe(Recipe):
     medusa: MedusaSection = MedusaSection()
     joint: JointSection = JointSection()
-    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -157,6 +156,7 @@ def joint_objective(model: JointModel, batch: Batch, *, target: Target, recipe: 
     """
     section, joint = recipe.medusa, recipe.joint
     weight = heads_weight(joint, progress.steps, recipe.train.steps)
+    progress.stage = int(weight > 0)
     if not weight:
         loss = objective(model.heads, batch, target=target, section=section)
         idle = torch.stack([parameter.sum() for parameter in model.adapters()]).sum()  # all launchers want a gradient of each parameter
@@ -184,7 +184,6 @@ def check(recipe: MedusaRecipe) -> None:
     check_complete_sequences(recipe)
     if recipe.medusa.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"medusa.heads={recipe.medusa.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
-    replay.check_heads(recipe, recipe.replay, "medusa")
     check_top_k(recipe.medusa, "medusa")
     if recipe.joint.rank:
         _check_joint(recipe)
@@ -201,11 +200,6 @@ def _check_joint(recipe: MedusaRecipe) -> None:
     if joint.heads_steps >= recipe.train.steps:
         raise ValueError(
             f"joint.heads_steps={joint.heads_steps} leaves no step with adapters of train.steps={recipe.train.steps}; lower it"
-        )
-    if recipe.replay.rejections:
-        raise ValueError(
-            f"replay.rejections={recipe.replay.rejections}: Medusa-2 changes the target, which would write the samples; leave it out, or take "
-            "joint.rank=0"
         )
     changed = f"target.parallel={target.parallel}" if target.parallel != "none" else f"target.quantise={target.quantise}"
     if target.parallel != "none" or target.quantise:
@@ -253,7 +247,6 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "medusa.start")
         fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
-        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         model, measure = drafter, partial(objective, target=target, section=section)
         if recipe.joint.rank:
             fingerprint["target's weights"] = replay.digest(target.model, trained=False)  # the checkpoints hold the adapters alone

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Recipe, ReplaySection, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Recipe, Section, check_complete_sequences, load
 
 
 class MlpSection(Section):
@@ -41,7 +41,6 @@ class MlpSection(Section):
 
 class MlpRecipe(Recipe):
     mlp: MlpSection = MlpSection()
-    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -59,7 +58,7 @@ from draftsmith.models.drafter import new_drafter
 from draftsmith.models.mlp import MlpModel
 from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import confidence, output, replay
+from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses import blocks
 from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -105,7 +104,6 @@ def check(recipe: MlpRecipe) -> None:
         raise ValueError("mlp.tie_weights=false with mlp.cell=lstm: its heads share their weights; leave it out")
     if recipe.mlp.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"mlp.heads={recipe.mlp.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
-    replay.check_heads(recipe, recipe.replay, "mlp")
     check_top_k(recipe.mlp, "mlp")
 
 
@@ -133,7 +131,6 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "mlp.start")
         fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
-        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

@@ -9,7 +9,7 @@ import sys
 from pydantic import Field
 
 from draftsmith.train.cli import prepare_script
-from draftsmith.train.recipe import Changeable, Recipe, ReplaySection, Section, check_complete_sequences, load
+from draftsmith.train.recipe import Changeable, Recipe, Section, check_complete_sequences, load
 
 
 class MtpSection(Section):
@@ -35,7 +35,6 @@ class MtpSection(Section):
 
 class MtpRecipe(Recipe):
     mtp: MtpSection = MtpSection()
-    replay: ReplaySection = ReplaySection()
 
 
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
@@ -53,7 +52,7 @@ from draftsmith.models.mtp import KINDS, MtpModel, layer_of
 from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
-from draftsmith.train.engine import confidence, output, replay
+from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
@@ -98,7 +97,6 @@ def check(recipe: MtpRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.mtp.loss, "mtp.loss")
     check_complete_sequences(recipe)
-    replay.check_heads(recipe, recipe.replay, "mtp")
 
 
 def architecture(section: MtpSection, target: Target) -> dict[str, Any]:
@@ -138,7 +136,6 @@ def main(arguments: list[str]) -> None:
             setup.start_from(drafter, section.start, target, "mtp.start")
         fingerprint = setup.fingerprint(recipe, target, train)
         monitors = setup.monitors(recipe, target, drafter)
-        train, monitors["refresh"] = setup.with_rejections(recipe, recipe.replay, target, drafter, train)
         measure = partial(objective, target=target, section=section)
         accelerator, steps = loop.fit(recipe, drafter, measure, train, valid, fingerprint, **monitors)
         if accelerator.is_main_process:

@@ -77,5 +77,5 @@ Objective = Callable[[Any, Batch], Loss]  # (the model that is trained, a batch)
 
 
 def supervised_tokens(batch: Batch, positions: slice = slice(None)) -> Tensor:
-    """The weight of a batch [B,S]: its supervised tokens at `positions`. It needs no forward, and never counts a document's first token."""
+    """The weight of a batch [B,S]: its supervised tokens at `positions`. It needs no forward. Masks of corpora never count a document's first token."""
     return batch["loss_mask"][:, positions].sum().double()

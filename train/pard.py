@@ -96,6 +96,7 @@ def objective(model: PreTrainedModel, batch: Batch, *, vocab_size: int, section:
 def check(recipe: PardRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     check_blocks(recipe, "nll", "pard", "steps", recipe.pard.steps + 1)
+    recipe.train.refuse_unread("train", ["compile"], "PARD, which runs no target")
     if recipe.features.mode != "online":
         raise ValueError(f"features.mode={recipe.features.mode}: PARD trains on the text alone and reads no features; leave it out")
 
@@ -105,7 +106,7 @@ def mask_token_of(section: PardSection, model: PreTrainedModel, target: Target) 
     size = len(model.get_input_embeddings().get_parameter("weight"))
     token = section.mask_token if section.mask_token is not None else getattr(model.config, MASK_TOKEN, None)
     if token is None:
-        token = len(target.tokenizer or ())
+        token = max(target.tokenizer.get_vocab().values(), default=-1) + 1 if target.tokenizer else 0
         if token >= size:
             raise ValueError(f"pard.mask_token: the tokenizer has all {size} ids of {section.start!r}; name a token that texts do not have")
     if not 0 <= token < size:

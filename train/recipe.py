@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from draftsmith.data.conversations import Source
@@ -149,23 +149,6 @@ class TreeSection(Section):
     )
 
 
-class ReplaySection(Section):
-    """training on drafts that the target rejected"""
-
-    rejections: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="share of the training sequences that the target writes with the drafter as it is by then, with supervision only where "
-        "the target rejected a draft",
-    )
-    refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
-    keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")
-    prompts: int = Field(default=64, ge=1, le=10**6, description="prompts of a generation, cut from the training examples")
-    new_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens sampled for each prompt, at most")
-    sample_temperature: float = Field(default=1.0, ge=0, le=100, description="temperature at which they are sampled")
-
-
 class Recipe(Section):
     """The sections that all methods share. A method's script adds its own."""
 
@@ -174,6 +157,12 @@ class Recipe(Section):
     features: FeaturesSection = FeaturesSection()
     tree: TreeSection = TreeSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _compile(self) -> "Recipe":
+        if self.features.mode == "offline":
+            self.train.refuse_unread("train", ["compile"], "features.mode=offline, which runs no layers")
+        return self
 
     @property
     def needs_target_layers(self) -> bool:

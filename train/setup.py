@@ -32,11 +32,10 @@ from draftsmith.models.drafter import DrafterConfig, DrafterModel, load_drafter,
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
-from draftsmith.train.engine import output, processes, replay, resume
-from draftsmith.train.engine.replay import Replay
+from draftsmith.train.engine import output, processes, resume
 from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES, TAU_PROMPTS
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import Recipe, ReplaySection, TrainSection, TreeSection
+from draftsmith.train.recipe import Recipe, TrainSection, TreeSection
 
 
 def new_drafter_and_data(
@@ -109,10 +108,10 @@ def datasets(
 ) -> tuple[PackedDataset | FeatureDataset, PackedDataset | FeatureDataset]:
     """Training and held-out sequences, with the target's features (taps `reads`) where features.mode is not online."""
     section = recipe.features
+    if recipe.train.compile:
+        target.compile()
     if section.mode == "online":
         target.mask_blocks()
-        if recipe.train.compile:
-            target.compile()
         return packed_dataset(recipe, target, corpora["train"]), packed_dataset(recipe, target, corpora["valid"])
     store = open_store(recipe, target, reads)
     return feature_data(recipe, target, corpora["train"], store, reads), feature_data(recipe, target, corpora["valid"], store, reads)
@@ -276,19 +275,6 @@ def fingerprint(recipe: Recipe, target: Target, train: PackedDataset | FeatureDa
 def _tau_prompts(section: TrainSection, target: Target) -> list[Prompt]:
     """The prompts on which a run measures τ."""
     return prompts.load(section.tau_file, section.tau_prompts) if section.tau_file else shipped_prompts(target, section.tau_prompts)
-
-
-def with_rejections(
-    recipe: Recipe, section: ReplaySection, target: Target, drafter: DrafterModel, train: PackedDataset | FeatureDataset
-) -> tuple[PackedDataset | FeatureDataset | Replay, Callable[..., None] | None]:
-    """The training data with a share of texts among it in which the target rejected drafts of `drafter`, and what `loop.fit` takes as
-    `refresh`; the data as they are and None where `section` wants none."""
-    if not section.rejections:
-        return train, None
-    assert isinstance(train, PackedDataset), "replay.check refuses stored features"
-    sampler = replay.rejections(target, drafter, section.sample_temperature, section.new_tokens)
-    mixed = replay.mixed_in(recipe, section, train, {"rejections": (section.rejections, sampler)}, drafter, target)
-    return mixed, mixed.refresh
 
 
 def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:

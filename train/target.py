@@ -1,5 +1,5 @@
 """Train a small language model from text: a target such as the shipped `tiny`, or a draft model for one. It reads the recipe's `data`, `train`
-(without tau_*) and `architecture` alone.
+and `architecture` alone.
 
 draftsmith train target target-tiny          (about an hour and a half on two CPU cores)
 accelerate launch train/target.py recipes/target-tiny.yaml
@@ -187,6 +187,8 @@ def prepare_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerFast:
 def check(recipe: TargetRecipe) -> None:
     """Check that the keys fit together. Raises ValueError, naming the keys."""
     check_complete_sequences(recipe)
+    recipe.data.refuse_unread("data", ["pack"], "`train target`, which cuts a stream of texts")
+    recipe.train.refuse_unread("train", ["tau_prompts", "normalise", "compile"], "`train target`, which trains no drafter")
     sizes = recipe.architecture
     if sizes.hidden_size % (2 * sizes.num_heads):
         raise ValueError(

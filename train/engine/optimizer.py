@@ -26,10 +26,13 @@ RMS = 0.2  # of an entry of an update at rate 1, as AdamW's (Liu et al. 2025, ht
 def new_optimizer(model: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters. Norms and biases have no weight decay. A group's "factor" multiplies the learning rate.
 
-    A model may have `learning_rates`: the highest learning rate of a part of it, by the part's name.
+    A model may have `learning_rates`: the highest learning rate of a part of it, by the part's name. Raises ValueError for train.head_lr
+    where no table of tokens is trained.
     """
     rates: dict[str, float] = getattr(model, "learning_rates", {})
     tables = section.lr if section.head_lr is None else section.head_lr
+    if section.head_lr is not None and "table" not in {kind for _, kind in _kinds(model, section).values()}:
+        raise ValueError(f"train.head_lr={section.head_lr} does nothing: no embedding and no output layer is trained; leave it out")
     by_kind: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, (parameter, kind) in _kinds(model, section).items():
         rate = rates.get(name.partition(".")[0], tables if kind == "table" else section.lr)

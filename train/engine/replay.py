@@ -2,7 +2,7 @@
 
 GKD and DistillSpec (https://arxiv.org/abs/2306.13649, https://arxiv.org/abs/2310.08461) train on what the student samples, so that it sees
 its own mistakes. There are two kinds of sampled sequences: `samples` are a student's text; `rejections` are the target's text, supervised
-only where the target rejected a draft. Heads, which write no text by themselves, have the second kind alone.
+only where the target rejected a draft.
 
 A generation is one set of such sequences. Generation g is made with the weights after g · refresh_every steps. Steps
 g · refresh_every … (g+1) · refresh_every − 1 draw from generations g − keep_generations … g − 1 (the first steps from generation 0), so that
@@ -34,16 +34,16 @@ from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import read_json
 from draftsmith.inference.sampler import Sampling, uniform
 from draftsmith.inference.tree import StaticTree
-from draftsmith.models.drafter import DrafterModel
 from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.train.engine.order import order_positions
 from draftsmith.train.engine.say import say
-from draftsmith.train.recipe import Recipe, ReplaySection
+from draftsmith.train.recipe import Recipe
 
 GROUP = 16  # prompts that are decoded together, and so the most that a kill can cost
 NGRAM = 4  # tokens of the n-grams by which a repetitive sample is recognised
 MIN_DISTINCT = 0.5  # share of distinct n-grams below which a sample is repetitive
+SETTINGS = ("refresh_every", "keep_generations", "prompts", "new_tokens", "sample_temperature")  # keys that sampled sequences depend on
 
 Sample = tuple[list[int], list[bool]]  # token ids, and which of them are supervised
 Sampler = Callable[[list[list[int]], list[int], int], list[Sample]]  # prompts, noise keys, seed -> a sample of each
@@ -54,7 +54,7 @@ def check(recipe: Recipe, name: str, *kinds: str) -> None:
 
     Args:
         recipe: of the run.
-        name: of the section, a `ReplaySection`.
+        name: of the section, which has the keys SETTINGS.
         kinds: its keys that are shares of the training sequences.
 
     Raises:
@@ -79,16 +79,6 @@ def check(recipe: Recipe, name: str, *kinds: str) -> None:
         raise ValueError(
             f"{name}.new_tokens={section.new_tokens} leaves few tokens for prompts in data.seq_len={recipe.data.seq_len}; "
             "make it half of that at most"
-        )
-
-
-def check_heads(recipe: Recipe, section: ReplaySection, name: str) -> None:
-    """`check` of the section `replay` of heads, whose own section is `name`. Raises ValueError also where they train for complete chains."""
-    check(recipe, "replay", "rejections")
-    if section.rejections and getattr(recipe, name).end_to_end:
-        raise ValueError(
-            f"{name}.end_to_end=true needs several supervised tokens in a row, replay.rejections={section.rejections} supervises single ones; "
-            "leave out one of them"
         )
 
 
@@ -128,31 +118,22 @@ def samples(student: Target, temperature: float, new_tokens: int) -> Sampler:
     return sample
 
 
-def rejections(target: Target, drafter: DraftModel | DrafterModel, temperature: float, new_tokens: int) -> Sampler:
+def rejections(target: Target, drafter: DraftModel, temperature: float, new_tokens: int) -> Sampler:
     """The target continues the prompts with the help of a drafter, whose drafts are chains as deep as its trees; the tokens that replaced a
     rejected draft are supervised."""
 
     def sample(prompts: list[list[int]], keys: list[int], seed: int) -> list[Sample]:
         sampling = Sampling(temperature, seed=seed, rule="rejection")
-        with _chains(drafter):
+        tree, drafter.tree_spec = drafter.tree_spec, StaticTree.chain(drafter.max_depth)
+        try:
             answers = Decoder(target, drafter, slots=GROUP).generate(prompts, sampling, new_tokens, requests=keys)
+        finally:
+            drafter.tree_spec = tree
         return [
             (prompt + answer.tokens, [False] * len(prompt) + corrected(answer)) for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
     return sample
-
-
-@contextmanager
-def _chains(drafter: DraftModel | DrafterModel) -> Iterator[None]:
-    """Within it the drafter drafts chains as deep as its trees."""
-    owner, name = (drafter.config, "tree") if isinstance(drafter, DrafterModel) else (drafter, "tree_spec")  # a config's tree is published
-    tree = getattr(owner, name)
-    drafter.tree_spec = StaticTree.chain(drafter.max_depth)
-    try:
-        yield
-    finally:
-        setattr(owner, name, tree)
 
 
 def corrected(answer: Completion) -> list[bool]:
@@ -166,7 +147,7 @@ def corrected(answer: Completion) -> list[bool]:
 
 def mixed_in(
     recipe: Recipe,
-    section: ReplaySection,
+    section: Any,
     base: PackedDataset,
     samplers: dict[str, tuple[float, Sampler]],
     model: nn.Module,
@@ -192,7 +173,7 @@ def mixed_in(
     )
     makers = {kind: sampler for kind, (_, sampler) in samplers.items()}
     identity = target.identity.to_dict() | {"name": ""}
-    settings = {name: getattr(section, name) for name in ReplaySection.model_fields}
+    settings = {name: getattr(section, name) for name in SETTINGS}
     settings |= {"shares": plan.shares, "data": base.key, "seed": base.seed, "target": identity}
     return Replay(base, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size, settings)
 

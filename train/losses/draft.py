@@ -341,8 +341,8 @@ def _through_softmax(q: Tensor, below: Tensor) -> Tensor:
 
 
 def _softened(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature)."""
-    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    """log softmax(logits / temperature), of masked tokens FLOOR."""
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1).clamp_(min=FLOOR)
 
 
 def _target_log_probs(raw: Tensor, target_ids: Tensor | None, temperature: float, top_k: int) -> Tensor:

@@ -8,7 +8,6 @@ import importlib
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -109,9 +108,7 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
         if re.search(r"^def build_untrained\(", script.read_text(encoding="utf-8"), re.M)
     )
     methods = {script.stem: importlib.import_module(f"draftsmith.train.{script.stem}") for script in scripts}
-    added = {name: schema_of(method).model_fields.keys() - Recipe.model_fields.keys() for name, method in methods.items()}
-    counts = Counter(section for sections in added.values() for section in sections)
-    own = {name: {section for section in sections if counts[section] == 1} for name, sections in added.items()}  # `replay` is of several
+    own = {name: schema_of(method).model_fields.keys() - Recipe.model_fields.keys() for name, method in methods.items()}
     matching = [name for name, sections in own.items() if sections & named]
     if not matching:
         matching = [name for name in methods if re.match(rf"{name}\d*(-|$)", file.stem)]

@@ -114,10 +114,10 @@ def _publish(plan: Plan, standings: list[Standing]) -> None:
         )
     # A trial that failed may still push another out of the last rung, and so make another the best.
     failures = any(point.mean is None for each in standings for point in each.points)
-    kept = [each.number for each in standings if each.points[-1].mean is not None] if failures else [best.number]
+    with_weights = [each.number for each in standings if each.points[-1].mean is not None] if failures else [best.number]
     for number in range(len(plan.trials)):
         for rung in range(rungs):
-            if number not in kept or rung < rungs - 1:
+            if number not in with_weights or rung < rungs - 1:
                 for run in plan.runs(number, rung):
                     trial.remove_weights(run)
     measure = "τ" if plan.base.train.tau_prompts else "simulated τ"
