@@ -80,6 +80,11 @@ def dtype_of(name: str, stored: "torch.dtype") -> "torch.dtype":
     return stored if name == "auto" else DTYPES[name]
 
 
+def recorded_revision(name: str, recorded: dict[str, Any]) -> str | None:
+    """The commit of the target `name` that a drafter was made for; None where that is another target, or a folder."""
+    return (recorded.get("revision") or None) if name == recorded.get("name") and not Path(name).exists() else None
+
+
 def open_target(name: str, revision: str | None = None, trust_remote_code: bool = False) -> tuple["Target", "torch.dtype"]:
     """A target in float32 without its decoder layers, and the dtype that its checkpoint has. Raises as `Target.load`."""
     import torch
@@ -135,10 +140,10 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
         )
     folder = Path(resolve_path(path))
     local = folder if folder.is_dir() else None
-    revision = recorded.get("revision") if name == recorded.get("name") and not Path(name).exists() else None
+    revision = recorded_revision(name, recorded)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=PRECISION)
-        loaded, stored = open_target(name, revision or None, trust_remote_code)
+        loaded, stored = open_target(name, revision, trust_remote_code)
         if published or trained:
             import torch
 
@@ -149,7 +154,7 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
             return Source(
                 drafter, loaded, local, config.target, config.tree, served_depth(config), drafter.depth_limit, config.training
             ), stored
-        check_pair(name, path, revision=revision or None, trust_remote_code=trust_remote_code)
+        check_pair(name, path, revision=revision, trust_remote_code=trust_remote_code)
         if recorded and (warning := check_same(TargetIdentity.from_dict(recorded), loaded.identity)):
             warnings.warn(warning, stacklevel=2)
         import torch

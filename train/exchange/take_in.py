@@ -33,19 +33,20 @@ def main(arguments: list[str]) -> None:
     from draftsmith.inference import durable
     from draftsmith.models.artifact_files import TERMS
     from draftsmith.models.formats.published import KINDS, folder_of, format_of, read_published, target_of
-    from draftsmith.train.exchange.export import PRECISION, open_target
+    from draftsmith.train.exchange.export import PRECISION, open_target, recorded_revision
 
     output = Path(os.path.expanduser(chosen.output)).absolute()
     if output.is_symlink() or (output.exists() and (not output.is_dir() or os.listdir(output))):
         raise ValueError(f"--output {chosen.output}: expected a new or an empty folder; name another")
     if not format_of(chosen.drafter):
         raise ValueError(f"{chosen.drafter!r} is no published drafter ({KINDS}); a draft model or an artifact of ours needs no import")
-    name = chosen.target or target_of(chosen.drafter).get("name")
+    recorded = target_of(chosen.drafter)
+    name = chosen.target or recorded.get("name")
     if not name:
         raise ValueError(f"{chosen.drafter!r} does not say which target it was made for; give --target")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=PRECISION)
-        target, stored = open_target(name, trust_remote_code=chosen.trust_remote_code)
+        target, stored = open_target(name, recorded_revision(name, recorded), chosen.trust_remote_code)
         drafter = read_published(chosen.drafter, target)
     local = Path(os.path.expanduser(chosen.drafter))
     imported = local.name if local.is_dir() else chosen.drafter
