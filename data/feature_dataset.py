@@ -55,7 +55,7 @@ class FeatureDataset:
         return len(self.packed)
 
     def weight(self, rows: Tensor) -> float:
-        """Number of supervised tokens of these sequences."""
+        """As that of `PackedDataset`."""
         return self.packed.weight(rows)
 
     def batch(self, rows: Tensor) -> dict[str, Tensor]:

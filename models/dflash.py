@@ -132,16 +132,6 @@ class DflashModel(PairDrafter):
             every = torch.arange(target.vocab_size, device=target.device)
             self.mask_embedding.copy_(target.embed(every).float().mean(0))
 
-    def attach(self, target: Target) -> "DflashModel":
-        """As the base class; also raises ValueError for a tap that is none of the target's layers."""
-        wrong = [tap for tap in self.taps if not 0 <= tap < target.num_layers]
-        if wrong:
-            raise ValueError(
-                f"this {self.method} drafter reads taps {list(self.taps)}; target {target.identity.name!r} has layers "
-                f"0..{target.num_layers - 1}: {wrong} are not of it"
-            )
-        return super().attach(target)
-
     # The network
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:

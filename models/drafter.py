@@ -128,7 +128,7 @@ class DrafterModel(PreTrainedModel):
         """Keep a reference to the target, after checking that this drafter was made for it.
 
         Raises:
-            ValueError: another target, or a target of other sizes.
+            ValueError: another target, a target of other sizes, or one without a layer that a tap reads.
         """
         if self.config.target:
             warning = check_same(TargetIdentity.from_dict(self.config.target), target.identity)
@@ -140,6 +140,11 @@ class DrafterModel(PreTrainedModel):
                 raise ValueError(
                     f"this drafter has {name} {mine}, target {target.identity.name!r} has {theirs}; load the target it was made for"
                 )
+        if wrong := [tap for tap in self.taps if not 0 <= tap < target.num_layers]:
+            raise ValueError(
+                f"this {self.method} drafter reads taps {list(self.taps)}; target {target.identity.name!r} has layers 0..{target.num_layers - 1}: "
+                f"{wrong} are not of it"
+            )
         self._target = target
         return self
 

@@ -217,16 +217,6 @@ class EagleModel(FeatureDrafter):
             rows = self.target.head_weight[self._vocabulary.targets.to(self.target.head_weight.device)]
             self.lm_head.weight.copy_(rows.to(self.lm_head.weight.device)).mul_(self.target.head_scale)
 
-    def attach(self, target: Target) -> "EagleModel":
-        """As the base class; also raises ValueError for a tap that is none of the target's layers."""
-        wrong = [tap for tap in self.taps if not 0 <= tap < target.num_layers]
-        if wrong:
-            raise ValueError(
-                f"this EAGLE drafter reads taps {list(self.taps)}; target {target.identity.name!r} has layers 0..{target.num_layers - 1}: "
-                f"{wrong} are not of it"
-            )
-        return super().attach(target)
-
     # The network
 
     def feature_of(self, out: TargetOutput | NodeOutput) -> Tensor:

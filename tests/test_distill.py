@@ -16,8 +16,8 @@ from draftsmith.eval import acceptance
 from draftsmith.models import student as students
 from draftsmith.models.target import Target
 from draftsmith.train import data_cli, distill
-from draftsmith.train.distill import DistillSection, along_chains, objective
-from draftsmith.train.losses.survival import chain
+from draftsmith.train.distill import DistillSection, objective
+from draftsmith.train.losses.survival import along_chains, chain
 from draftsmith.train.objective import supervised_tokens
 
 DEPTH = 3

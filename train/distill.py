@@ -96,7 +96,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.data.packing import PackedDataset
@@ -118,7 +117,7 @@ from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import checkpoint, order, output, processes, replay
 from draftsmith.train.engine.replay import Replay
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
-from draftsmith.train.losses.survival import survival_metrics
+from draftsmith.train.losses.survival import along_chains, survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -186,12 +185,6 @@ def objective(model: PreTrainedModel, batch: Batch, *, target: Target, section: 
     metrics = {"acceptance": losses.overlap.sum(), "top1": losses.hits.sum()}
     chains = survival_metrics(along_chains(losses.overlap[0], document, depth), along_chains(weight, document, depth))
     return Loss(losses.sum, tokens, metrics | chains)
-
-
-def along_chains(values: Tensor, document: Tensor, depth: int) -> Tensor:
-    """values [M] by position, document [B,S] -> [K,M]: entry (k, t) is the value at position t + k, and 0 where the document has ended."""
-    values = values.view(document.shape)
-    return torch.stack([shift_left(values, k, document).flatten() for k in range(depth)])
 
 
 def tree_spec_of(tree: TreeSection) -> TreeSpec:

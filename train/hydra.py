@@ -69,7 +69,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens x_{t+1} … x_{t+1+k}. r_t [H] is
     the target's hidden state h_t, or with `prefix` what a decoder layer makes of h_s, s ≤ t, of the same document. p_s [V] is the target's
     distribution of the token after position s. The mean of head k in document d is over the supervised tokens that the head predicts there,
-    n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
+    n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d. With `end_to_end` it is `head_losses`' other loss.
     """
     hidden, ids = target.features(batch).hidden, batch["input_ids"]
     root = drafter.root_states(drafter.feature_of(TargetOutput(hidden)), batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]

@@ -44,8 +44,6 @@ if __name__ == "__main__":  # --help is answered before the imports below, which
 from functools import partial
 from typing import Any, cast
 
-import torch
-
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.kangaroo import CHAIN, KangarooModel
@@ -55,7 +53,7 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
-from draftsmith.train.losses.survival import survival_metrics
+from draftsmith.train.losses.survival import along_chains, survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -81,9 +79,7 @@ def objective(drafter: KangarooModel, batch: Batch, *, target: Target, section: 
         tokens=shift_left(batch["input_ids"], 1, document).flatten(),
     )
     # A chain along the text drafts at each position what is drafted there after any other root.
-    hits = losses.hits.view(document.shape)
-    chains = torch.stack([shift_left(hits, k, document).flatten() for k in range(CHAIN)])
-    counted = torch.stack([shift_left(weights, k, document).flatten() for k in range(CHAIN)])
+    chains, counted = along_chains(losses.hits, document, CHAIN), along_chains(weights, document, CHAIN)
     weight = supervised_tokens(batch)
     return Loss(losses.sum, weight, survival_metrics(chains, counted))
 

@@ -215,7 +215,7 @@ class Replay:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def weight(self, rows: Tensor) -> float:
-        """Supervised tokens of the sequences of these numbers."""
+        """As that of `PackedDataset`."""
         return sum(source.weight(torch.tensor([row])) for source, row in self._sources(rows))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ p is the target distribution over V, q the draft distribution over D, p̃ = p ov
   lk_hybrid   w · kl + (1 − w) · tv          the same; w = exp(−ηα), η = 3, is a constant to the gradient
 
 The losses against p̃, and the kl in lk_hybrid, are 0 where the target's best token is OOV (EAGLE-3's position mask); tv and lk are not.
-Where α = 0, since a top-k cut may leave p no token in D, lk is infinite and has no gradient: it used as 0.
+Where α = 0, since a top-k cut may leave p no token in D, lk is infinite and has no gradient: it counts as 0.
 
 A temperature T softens p and q in all losses, nll and α included. The gradient has the chain rule's 1/T; no T² makes up
 for it. top_k cuts p to its k likeliest tokens of V, with all that tie with the k-th, and renormalises it.

@@ -2,13 +2,15 @@
 
 S_k is the probability that the first k drafts of a chain are accepted, and the simulated τ = 1 + Σ_k S_k. Decoding tells the true τ.
 
-Letters: K draft steps · M positions (batch and sequence flattened).
+Letters: B rows · S positions · K draft steps · M positions (batch and sequence flattened).
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from draftsmith.models.training_time_test import shift_left
 
 
 class Chain(NamedTuple):
@@ -32,6 +34,12 @@ def chain(acceptance: Tensor, weights: Tensor) -> Chain:
     """
     anchors = (weights > 0).all(0)
     return Chain((acceptance.cumprod(0) * anchors).sum(1), anchors.sum())
+
+
+def along_chains(values: Tensor, document: Tensor, depth: int) -> Tensor:
+    """values [M] by position, document [B,S] -> [K,M]: entry (k, t) is the value at position t + k, and 0 where the document has ended."""
+    values = values.view(document.shape)
+    return torch.stack([shift_left(values, k, document).flatten() for k in range(depth)])
 
 
 def survival_metrics(acceptance: Tensor, weights: Tensor) -> dict[str, Tensor]:
