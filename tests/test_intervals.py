@@ -127,3 +127,9 @@ def test_a_single_short_answer_leaves_an_interval_of_the_differences_size():
     rounds = torch.tensor([[12.0] * 8 + [11.0] * 3 + [1.0], [1.0] * 12])
     interval = of_difference(tokens, rounds)
     assert interval.estimate == pytest.approx(10.06, abs=0.01) and interval.high - interval.low < 7
+
+
+def test_students_quantiles_fall_to_the_normals():
+    quantiles = [intervals.t_quantile(freedom) for freedom in range(1, 200)]
+    assert quantiles == sorted(quantiles, reverse=True) and quantiles[-1] == pytest.approx(1.972, abs=0.005)
+    assert intervals.t_quantile(11) == pytest.approx(2.201, abs=0.03) and intervals.t_quantile(29) == pytest.approx(2.045, abs=0.03)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftsmith.eval.intervals import t_quantile
 from draftsmith.train import eagle, medusa, recipe
 from draftsmith.train.benchmarks import scaling as benchmark
 from draftsmith.train.plan import scaling
@@ -24,7 +23,7 @@ def tau_of(tokens, start=0.1, ceiling=2.5, exponent=1.0, middle=3e5):
 
 
 def test_predictions_are_those_of_weighted_draws_from_the_prior():
-    """B, A, β, ln h and ln σ drawn from the prior and weighted by the likelihood of the runs: another way to the same distribution."""
+    """B, A, β, ln h and ln σ drawn, and weighted by their prior and by the likelihood of the runs: another way to the same distribution."""
     tokens, taus, further = [5e4, 1e5, 2e5, 4e5, 1e6, 2e6], [1.3, 1.5, 1.7, 2.3, 2.6, 3.0], 6e6
     generator, count = np.random.default_rng(0), 4_000_000
     ends = np.sort(generator.uniform(0, 4, (2, count)), axis=0)
@@ -34,6 +33,8 @@ def test_predictions_are_those_of_weighted_draws_from_the_prior():
     rise = lambda n: ends[0] + (ends[1] - ends[0]) / (1 + np.exp(exponent * (middle - np.log(n))))  # noqa: E731
     squares = sum((tau - 1 - rise(n)) ** 2 / (tau - 1) + scaling.LEAST_ERROR**2 for n, tau in zip(tokens, taus, strict=True))
     weight = np.exp(-squares / 2 / spread**2) / spread ** len(tokens)
+    varied = np.diff([1 / (1 + np.exp(exponent * (middle - np.log(n)))) for n in (tokens[0], tokens[-1])], axis=0)[0]
+    weight *= varied  # from flat in B and A to flat in τ at the first and the last run
     predicted = rise(further)
     measured = predicted + spread * np.sqrt(np.maximum(predicted, 0.05)) * generator.normal(0, 1, count)
 
@@ -57,7 +58,7 @@ def test_exact_runs_give_their_curve():
 
 
 def test_intervals_contain_a_further_run():
-    generator, inside, tokens = np.random.default_rng(1), 0, np.geomspace(50_000, 3_000_000, 6)
+    generator, inside, widths, tokens = np.random.default_rng(1), 0, [], np.geomspace(50_000, 3_000_000, 6)
     for _ in range(120):
         start, ceiling = np.sort(generator.uniform(0, 4, 2))
         exponent, middle = generator.uniform(0.2, 2.5), np.exp(generator.uniform(np.log(5e4), np.log(1e7)))
@@ -68,22 +69,18 @@ def test_intervals_contain_a_further_run():
 
         tau = scaling.predict(scaling.fit(tokens.tolist(), measured(tokens).tolist()), 2e7)
         inside += tau.low <= measured(np.array(2e7)) <= tau.high
+        widths.append(tau.high - tau.low)
     assert 0.9 < inside / 120 <= 1  # the standard error is 0.02
+    assert np.median(widths) < 1.2  # of 4
 
 
 def test_what_has_no_curve():
     with pytest.raises(ValueError, match="three lengths at least; got 2"):
         scaling.fit([1e5, 1e5, 2e5], [1.2, 1.4, 1.5])
-    with pytest.raises(ValueError, match="τ of the runs falls from 3 to 1.5"):
+    with pytest.raises(ValueError, match="no curve between τ = 1 and 5 rises through runs from τ 3 to 1.5; add runs of other lengths"):
         scaling.fit(np.geomspace(1e5, 1e6, 12).tolist(), np.linspace(3, 1.5, 12).tolist())
     assert scaling.predict(scaling.fit([1e5, 4e5, 1e6], [1.0, 1.0, 1.0]), 2e6).low == 1.0  # no draft accepted
     assert scaling.predict(scaling.fit([1e5, 4e5, 1e6], [5.0, 5.0, 5.0]), 2e6).high == 5.0  # all
-
-
-def test_students_quantiles_fall_to_the_normals():
-    quantiles = [t_quantile(freedom) for freedom in range(1, 200)]
-    assert quantiles == sorted(quantiles, reverse=True) and quantiles[-1] == pytest.approx(1.972, abs=0.005)
-    assert t_quantile(11) == pytest.approx(2.201, abs=0.03) and t_quantile(29) == pytest.approx(2.045, abs=0.03)
 
 
 def curves_of(tokens=(5e4, 1e5, 2e5, 4e5, 8e5, 1.6e6), **curve):
@@ -115,7 +112,14 @@ def test_the_table_and_the_picture(tmp_path):
     overtakes = re.findall(r"- By ([a-z ]+), (\S+) overtakes (\S+) at about ([\d,]+)\.", text)
     assert [each[:3] for each in overtakes] == [("training tokens", "eagle-3", "eagle-1"), ("seconds of training", "eagle-3", "eagle-1")]
     assert [int(each[3].replace(",", "")) for each in overtakes] == [pytest.approx(3e5, rel=0.15), pytest.approx(300, rel=0.15)]
-    benchmark.draw(measured, tmp_path / "scaling.png")
+    falling = [Point("medusa", "tiny", tokens, tokens / 1000, 3 - tokens / 2e6) for tokens in range(50_000, 800_001, 50_000)]
+    text = benchmark.table([*measured, *falling])
+    assert (
+        " | – |\n| ceiling" in text
+        and "- medusa, by seconds of training: no curve between τ = 1 and 5 rises" in text
+        and "overtakes" in text
+    )
+    benchmark.draw([*measured, *falling], tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -179,7 +183,10 @@ def test_recipes_of_one_method_have_curves_of_their_own(tmp_path):
     [
         (["eagle3-tiny"], "'eagle3-tiny' is not of the form script:recipe"),
         (["eagle:eagle3-tiny", "--tokens", "50000,100000"], "expected three lengths at least"),
-        (["eagle:eagle3-tiny", "--tokens", "50000,52000,100000"], "50,000 and 52,000 tokens are too close for a curve"),
+        (
+            ["eagle:eagle3-tiny", "--tokens", "50000,52000,100000"],
+            "lengths of 49,664 and 51,712 tokens in steps of 512 are too close for a curve",
+        ),
         (["eagle:eagle3-tiny", "--tokens", "50000,5e5"], "--tokens 50000,5e5: expected distinct integers"),
         (["eagle:eagle3-tiny", "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
         (["eagle:eagle3-tiny", "--jobs", "-1"], "--jobs -1: expected 1 to 512"),
@@ -208,10 +215,14 @@ def test_a_plan_predicts_from_the_shipped_runs(monkeypatch, tmp_path):
     assert report("medusa-tiny", [], Machine(1, 1, 80 * GIB, cpu=True))["tau"] == {}
 
 
-def test_the_shipped_runs_are_runs():
+def test_the_shipped_runs_are_as_those_before_them_predict():
+    """Each run but the first three of a method and a target is predicted from the shorter ones: 95 of 100 lie in their intervals."""
     shipped = scaling.read(scaling.SHIPPED)
-    assert len(shipped) >= 8 and all(point.tokens > 0 and point.seconds > 0 and 1 <= point.tau <= 5 for point in shipped)
+    assert all(point.tokens > 0 and point.seconds > 0 and 1 <= point.tau <= 5 for point in shipped)
+    inside = []
     for name in {(point.method, point.target) for point in shipped}:
-        own = [point for point in shipped if (point.method, point.target) == name]
-        curves = scaling.fit([point.tokens for point in own], [point.tau for point in own])
-        assert all(scaling.predict(curves, point.tokens).low <= point.tau <= scaling.predict(curves, point.tokens).high for point in own)
+        own = sorted((point.tokens, point.tau) for point in shipped if (point.method, point.target) == name)
+        for count in range(3, len(own)):
+            tau = scaling.predict(scaling.fit(*map(list, zip(*own[:count], strict=True))), own[count][0])
+            inside.append(tau.low <= own[count][1] <= tau.high)
+    assert len(inside) >= 12 and sum(inside) >= 0.85 * len(inside)

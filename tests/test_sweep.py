@@ -32,7 +32,8 @@ values = dict(word.partition("=")[::2] for word in sys.argv[3:])
 folder, lr, steps = Path(values["train.output"]), float(values["train.lr"]), int(values["train.steps"])
 stub = Path(__file__).parent
 faults = json.loads((stub / "faults.json").read_text())
-fault = faults.get(f"{values['train.lr']}@{steps}") or faults.get(values["train.lr"])
+lr_and_seed = f"{values['train.lr']} seed {values.get('train.seed')}"
+fault = faults.get(f"{values['train.lr']}@{steps}") or faults.get(lr_and_seed) or faults.get(values["train.lr"])
 resumed = (folder / "checkpoints" / "state").exists()
 with (stub / "calls").open("a") as calls:
     calls.write(f"{values['train.lr']}@{steps}{'+' if resumed else ''}{' seed ' + values['train.seed'] if 'train.seed' in values else ''}\\n")
@@ -337,7 +338,16 @@ def test_seeds_rank_by_their_mean(stub):
     table = (stub / "sweep" / "table.md").read_text()
     mean, spread = 1 + 27 + 7 / 6, torch.tensor([0.0, 1.0, 2.5]).std().item()
     assert re.search(rf"^\| 1 +\| 0.3 .*\| {mean:.3f} ± {spread:.3f} ", table, re.M) and re.search(r"^\| 3 +\| 0.4 .*failed", table, re.M)
-    assert len(list((stub / "sweep").rglob("artifact"))) == 6  # one trial has failed; the same command may change the order
+    assert len(list((stub / "sweep").rglob("artifact"))) == 9  # a trial has failed, and the same command may change the order
+
+
+def test_a_trial_with_a_seed_that_failed_keeps_the_weights_of_the_others(stub, capsys):
+    (stub / "faults.json").write_text('{"0.4 seed 2": "nan"}')
+    sweep(stub, "train.lr=0.1,0.4,0.3", "--seeds", "0,2")
+    (stub / "faults.json").write_text("{}")
+    sweep(stub, "train.lr=0.1,0.4,0.3", "--seeds", "0,2")
+    best = capsys.readouterr().out.splitlines()[-2].rpartition(" is ")[2]
+    assert "0.4" in best and (Path(best) / "artifact").is_dir() and len(list((stub / "sweep").rglob("artifact"))) == 2
 
 
 def test_a_signal_stops_the_runs_which_save_and_the_same_command_goes_on(stub, capsys):

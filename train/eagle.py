@@ -67,7 +67,7 @@ class EagleSection(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="version 3: share of the run over which the trained steps rise from 1 to K, each for equally long, which is cheaper; 0: K from the start. The simulated τ of "
+        description="version 3: share of the run over which the trained steps rise from 1 to K, in equal parts; it is cheaper; 0: K from the start. The simulated τ of "
         "training is that of the trained steps",
     )
     decay: float = Field(default=0.8, gt=0, le=1, description="weight of step j in the loss is decay^j")

@@ -160,8 +160,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _compile(self) -> "Recipe":
-        if self.features.mode == "offline":
-            self.train.refuse_unread("train", ["compile"], "features.mode=offline, which runs no layers")
+        if self.features.mode != "online":
+            self.train.refuse_unread("train", ["compile"], f"features.mode={self.features.mode}, where steps read features from the store")
         return self
 
     @property

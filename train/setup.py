@@ -108,10 +108,10 @@ def datasets(
 ) -> tuple[PackedDataset | FeatureDataset, PackedDataset | FeatureDataset]:
     """Training and held-out sequences, with the target's features (taps `reads`) where features.mode is not online."""
     section = recipe.features
-    if recipe.train.compile:
-        target.compile()
     if section.mode == "online":
         target.mask_blocks()
+        if recipe.train.compile:
+            target.compile()
         return packed_dataset(recipe, target, corpora["train"]), packed_dataset(recipe, target, corpora["valid"])
     store = open_store(recipe, target, reads)
     return feature_data(recipe, target, corpora["train"], store, reads), feature_data(recipe, target, corpora["valid"], store, reads)
@@ -194,7 +194,7 @@ def check_memory(build: Callable[[], nn.Module], keys: str, device: torch.device
         build: makes the model; it is called where tensors have no values.
         keys: which of the recipe's decide its size, for the error.
         device: where it will be.
-        section: its train.weights is used.
+        section: its train.weights and train.optimizer are used.
 
     Raises:
         ValueError: it does not fit.

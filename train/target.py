@@ -188,7 +188,8 @@ def check(recipe: TargetRecipe) -> None:
     """Check that the keys fit together. Raises ValueError, naming the keys."""
     check_complete_sequences(recipe)
     recipe.data.refuse_unread("data", ["pack"], "`train target`, which cuts a stream of texts")
-    recipe.train.refuse_unread("train", ["tau_prompts", "normalise", "compile"], "`train target`, which trains no drafter")
+    recipe.train.refuse_unread("train", ["tau_prompts", "normalise"], "`train target`, which trains no drafter")
+    recipe.train.refuse_unread("train", ["compile"], "`train target`, which has architecture.compile")
     sizes = recipe.architecture
     if sizes.hidden_size % (2 * sizes.num_heads):
         raise ValueError(

@@ -79,9 +79,6 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         raise ValueError(f"{trees[0]}: every run is measured with a chain of 4; leave it out")
     if len(set(stems)) < len(stems):
         raise ValueError(f"recipes {', '.join(stems)}: the runs of two would share a name; rename one")
-    for shorter, longer in itertools.pairwise(sorted(budgets)):
-        if longer <= CLOSE * shorter:
-            raise ValueError(f"lengths of {shorter:,} and {longer:,} tokens are too close for a curve; give lengths more than 5 % apart")
     for name, stem in zip(names, stems, strict=True):
         script, colon, recipe = name.partition(":")
         if not colon:
@@ -90,8 +87,14 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         base = recipes.load(schema, recipe, [*MEASURE, *keys])
         settings = recipes.by_key(base) | contents_of([base])
         size = step_tokens(base)
-        for tokens in budgets:
-            steps = max(1, tokens // size)
+        lengths = sorted(max(1, tokens // size) for tokens in budgets)  # in steps
+        for shorter, longer in itertools.pairwise(lengths):
+            if longer <= CLOSE * shorter:
+                raise ValueError(
+                    f"{recipe}: lengths of {shorter * size:,} and {longer * size:,} tokens in steps of {size:,} are too close for a curve; "
+                    "give lengths more than 5 % apart"
+                )
+        for steps in lengths:
             own = [*as_words(of_length(base, steps)), f"train.eval_every={steps}"]
             for seed in seeds:
                 output = folder / "runs" / stem / f"{stem}-{steps * size}-{seed}"
@@ -126,13 +129,16 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
     ]
 
 
-def fitted(points: Sequence[Point], axis: str) -> dict[str, Curves]:
-    """The curves of each method over `tokens` or `seconds`."""
-    return {
-        method: fit([getattr(point, axis) for point in own], [point.tau for point in own])
-        for method in dict.fromkeys(point.method for point in points)
-        if (own := [point for point in points if point.method == method])
-    }
+def fitted(points: Sequence[Point], axis: str) -> tuple[dict[str, Curves], list[str]]:
+    """The curves of each method over `tokens` or `seconds`, and why a method has none."""
+    curves, reasons = {}, []
+    for method in dict.fromkeys(point.method for point in points):
+        own = [point for point in points if point.method == method]
+        try:
+            curves[method] = fit([getattr(point, axis) for point in own], [point.tau for point in own])
+        except ValueError as error:
+            reasons.append(f"{method}, by {AXES[axis]}: {error}")
+    return curves, reasons
 
 
 def table(points: Sequence[Point]) -> str:
@@ -148,17 +154,18 @@ def table(points: Sequence[Point]) -> str:
             own = [point for point in points if point.method == method and tokens <= point.tokens <= CLOSE * tokens]
             cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
         text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
-    by_tokens = fitted(points, "tokens")
+    by_tokens, _ = fitted(points, "tokens")
     for title, predicted in (
         (f"predicted, {10 * budgets[-1]:,} tokens", lambda curves: predict(curves, 10 * budgets[-1])),
         ("ceiling", ceiling),
     ):
-        taus = (predicted(by_tokens[method]) for method in methods)
-        text.append(f"| {title} | {' | '.join(f'{tau.estimate:.2f} ({shown(tau.low, tau.high)})' for tau in taus)} |")
+        taus = [predicted(by_tokens[method]) if method in by_tokens else None for method in methods]
+        text.append(f"| {title} | {' | '.join(f'{tau.estimate:.2f} ({shown(tau.low, tau.high)})' if tau else '–' for tau in taus)} |")
     text.append("")
     for axis, title in AXES.items():
-        curves = fitted(points, axis)
-        for first, second in itertools.permutations(methods, 2):
+        curves, reasons = fitted(points, axis)
+        text += [f"- {reason}." for reason in reasons]
+        for first, second in itertools.permutations(curves, 2):
             at = overtaken(curves[first], curves[second])
             if at:
                 text.append(f"- By {title}, {second} overtakes {first} at about {at:,.0f}.")
@@ -173,11 +180,14 @@ def draw(points: Sequence[Point], picture: Path) -> None:
     figure = Figure(figsize=(9.6, 4.2), dpi=130, layout="constrained")
     for number, (axis, title) in enumerate(AXES.items(), 1):
         axes = figure.add_subplot(1, 2, number)
-        for color, (method, curves) in zip(itertools.cycle(colormaps["tab20"].colors), fitted(points, axis).items(), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
+        curves, _ = fitted(points, axis)
+        for color, method in zip(itertools.cycle(colormaps["tab20"].colors), dict.fromkeys(point.method for point in points), strict=False):  # pyright: ignore[reportAttributeAccessIssue]
             own = [point for point in points if point.method == method]
-            along = [curves.least * (curves.most / curves.least) ** (part / 32) for part in range(33)]
-            axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color)
-            axes.plot(along, [middle_tau(curves, amount) - 1 for amount in along], lw=1.2, color=color, label=method)
+            axes.plot([getattr(point, axis) for point in own], [point.tau - 1 for point in own], "o", ms=4, color=color, label=method)
+            if method in curves:
+                least, most = curves[method].least, curves[method].most
+                along = [least * (most / least) ** (part / 32) for part in range(33)]
+                axes.plot(along, [middle_tau(curves[method], amount) - 1 for amount in along], lw=1.2, color=color)
         axes.set(xscale="log", yscale="log", xlabel=title)
         axes.set_title("τ − 1, greedy chain of 4" if number == 1 else "", loc="left", fontsize=10, fontweight="bold")
         axes.grid(alpha=0.25, which="both")

@@ -33,7 +33,7 @@ class Section(BaseModel):
             default = type(self).model_fields[key].default
             if value != default:
                 raise ValueError(
-                    f"{name}.{key}={value} does nothing with {reason}; leave out one of them, or give back its default, {name}.{key}={default}"
+                    f"{name}.{key}={value} does nothing with {reason}; leave it out, or give back its default, {name}.{key}={default}"
                 )
 
 

@@ -50,18 +50,20 @@ def main(arguments: list[str]) -> None:
     chosen.dtype = chosen.dtype or "float32"
 
     from draftsmith.inference.terminal import printable
-    from draftsmith.models.formats.published import folder_of
+    from draftsmith.models.formats.published import folder_of, format_of, target_of
     from draftsmith.models.formats.verify import faults
-    from draftsmith.train.exchange.export import open_target
+    from draftsmith.train.exchange.export import open_target, recorded_revision
 
     folder = folder_of(chosen.folder)
-    target, _ = open_target(chosen.target, trust_remote_code=chosen.trust_remote_code)
+    recorded = target_of(str(folder)) if format_of(str(folder)) else {}
+    revision = recorded_revision(chosen.target, recorded)
+    target, _ = open_target(chosen.target, revision, chosen.trust_remote_code)
     lines = faults(folder, target, chosen.engine)
     for line in lines:
         print(printable(line))
     if not lines:
         print(f"{chosen.folder}: nothing wrong was seen")
-    served = _serve(chosen, folder) if chosen.serve else None
+    served = _serve(chosen, folder, revision) if chosen.serve else None
     if served is not None:
         for line in served_lines(served):
             print(line)
@@ -69,7 +71,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _serve(chosen: Any, folder: Path) -> "Served":
+def _serve(chosen: Any, folder: Path, revision: str | None) -> "Served":
     import sys
 
     from draftsmith.data import prompts as prompt_files
@@ -95,7 +97,7 @@ def _serve(chosen: Any, folder: Path) -> "Served":
     speculative = {"method": VLLM_METHODS[family], "model": str(folder.resolve()), "num_speculative_tokens": depth}
     speculative |= PARALLEL if family == "peagle" or isinstance(drafter, ParallelDraftModel) else {}
     request = {"target": resolve_path(chosen.target), "dtype": chosen.dtype, "speculative": speculative}
-    request["trust_remote_code"] = chosen.trust_remote_code
+    request |= {"revision": revision, "trust_remote_code": chosen.trust_remote_code}
     ids = [prompt.ids for prompt in encoded]
     try:
         return serving.serve(target, drafter, ids, chosen.max_new_tokens, depth, chosen.python or sys.executable, request, False)

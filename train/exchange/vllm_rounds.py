@@ -2,7 +2,7 @@
 
 python vllm_rounds.py REQUEST.json REPLY.json
 
-REQUEST has `target`, `dtype`, `trust_remote_code`, `prompts` (token ids), `max_new_tokens` and `speculative` (vLLM's speculative config, null for plain decoding).
+REQUEST has `target`, `revision`, `trust_remote_code`, `dtype`, `prompts` (token ids), `max_new_tokens` and `speculative` (vLLM's speculative config, null for plain decoding).
 REPLY gets `version`, `seconds` of all answers, `counters` (vLLM's own, of speculation) and by prompt `tokens` (the answer) and `proposals`
 (of each round, in order). Beside it, REPLY.features.npz holds the hidden states that the drafter was given for each prompt,
 by the prompt's number, [S,T·H] or [1,H], in float32.
@@ -39,7 +39,9 @@ def main(request: dict[str, Any], features: Path) -> dict[str, Any]:
     model = vllm.LLM(
         request["target"],
         dtype=request["dtype"],
-        trust_remote_code=request["trust_remote_code"],
+        revision=request.get("revision"),
+        tokenizer_revision=request.get("revision"),
+        trust_remote_code=request.get("trust_remote_code", False),
         speculative_config=request["speculative"],
         max_model_len=longest + 32,
         max_num_batched_tokens=max(2048, longest + 32),

@@ -235,9 +235,9 @@ def show(plan: dict[str, Any]) -> None:
     _show_advice(plan, console)
     _show_work(plan, console)
     for target, tau in plan["tau"].items():
-        interval = "" if tau["low"] is None else f" ({intervals.shown(tau['low'], tau['high'], '.1f')})"
+        interval = intervals.shown(tau["low"], tau["high"], ".1f")
         console.print(
-            f"τ        predicted {tau['estimate']:.1f}{interval} for a greedy chain of 4, by runs on {target}; another target or other data differ"
+            f"τ        predicted {tau['estimate']:.1f} ({interval}) for a greedy chain of 4, by runs on {target}; another target or other data differ"
         )
     if plan["features"]:
         _show_features(plan["features"], console)

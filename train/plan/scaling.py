@@ -2,8 +2,8 @@
 
 τ − 1 = B + (A − B) / (1 + (h / n)ᵝ) rises from B, what a drafter has almost without training, to the ceiling A, and is half-way at n = h. No one
 curve is chosen: curves are drawn by their probability given the runs. (β, h) come from a grid, and (B, A) and the spread from their
-distributions in a Bayesian linear regression of τ − 1 for this (β, h) (Gelman et al. 2013, §14.2; flat priors within 0 ≤ B ≤ A ≤ K). The errors'
-variance is in proportion to τ − 1, as for a count. A prediction's interval holds 95 % of the drawn curves with an error added. scaling.json
+distributions in a Bayesian linear regression of τ − 1 for this (β, h) (Gelman et al. 2013, §14.2). Priors are flat in τ at the shortest and at the
+longest run, within 0 ≤ B ≤ A ≤ K. The errors' variance is in proportion to τ − 1, as for a count. A prediction's interval holds 95 % of the drawn curves with an error added. scaling.json
 holds the runs that ship (train/benchmarks/scaling.py writes such a file).
 
 Letters: n training tokens, m runs, G cells of the grid, D drawn curves, K draft depth.
@@ -26,7 +26,8 @@ DEPTH = 4  # K of the runs
 FURTHEST = 30  # times above the longest or below the shortest run: no prediction there, and no h
 EXPONENTS = torch.linspace(0.2, 2.5, 40, dtype=torch.float64)  # β of the grid
 MIDDLES = 150  # h of the grid
-DRAWS = 100_000  # before those with impossible B and A are dropped: with few runs that is most of them
+DRAWS, ENOUGH, ROUNDS = 20_000, 4000, 100  # curves are drawn until so many have possible B and A: with few runs most have not
+CLEAR = 0.8  # of the drawn curves
 LEAST_ERROR = 0.02  # of a run, in √(τ − 1): τ of a few prompts is not more exact
 LEAST_VARIED = 0.05  # τ − 1 below which the errors' variance falls no further
 
@@ -88,7 +89,7 @@ def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:
         taus: τ of each.
 
     Raises:
-        ValueError: fewer than three different amounts, or runs whose τ falls.
+        ValueError: fewer than three different amounts, or runs that no curve rises through, as where τ falls.
     """
     if len(set(amounts)) < 3:
         raise ValueError(f"curves need runs of three lengths at least; got {len(set(amounts))}")
@@ -101,19 +102,25 @@ def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:
     factor = torch.linalg.cholesky(shares.mT @ shares + 1e-9 * torch.eye(2, dtype=torch.float64))  # [G,2,2]
     ends = torch.cholesky_solve(shares.mT @ (rise * scale)[:, None], factor)  # least squares, [G,2,1]
     squares = (rise * scale - (shares @ ends).squeeze(-1)).square().sum(-1) + len(amounts) * LEAST_ERROR**2
-    # The probability of the runs for (β, h), with B, A and the spread integrated out.
-    logarithm = -freedom / 2 * squares.log() - factor.diagonal(dim1=1, dim2=2).log().sum(-1)
-    generator = torch.Generator().manual_seed(0)
-    cell = torch.multinomial((logarithm - logarithm.max()).exp(), DRAWS, replacement=True, generator=generator)
-    normal = torch.randn(freedom + 3, DRAWS, dtype=torch.float64, generator=generator)
-    spread = (squares[cell] / normal[3:].square().sum(0)).sqrt()  # [D]
-    away = torch.linalg.solve_triangular(factor[cell].mT, normal[:2].T[..., None], upper=True)  # of covariance (sharesᵀ shares)⁻¹
-    ends = (ends[cell] + spread[:, None, None] * away).squeeze(-1)
-    possible = (0 <= ends[:, 0]) & (ends[:, 0] <= ends[:, 1]) & (ends[:, 1] <= DEPTH)
-    if not possible.any():
-        by_amount = [tau for _, tau in sorted(zip(amounts, taus, strict=True))]
-        raise ValueError(f"τ of the runs falls from {by_amount[0]:.3g} to {by_amount[-1]:.3g}: no curve rises through them")
-    return Curves(*(each[possible] for each in (ends, exponent[cell], middle[cell], spread * normal[2])), least, most)
+    # The probability of the runs for (β, h), with τ at both ends of them and the spread integrated out: dB dA is d(τ − 1) d(τ − 1) / varied.
+    varied = _shares(exponent, middle, most)[:, 1] - _shares(exponent, middle, least)[:, 1]
+    logarithm = varied.log() - freedom / 2 * squares.log() - factor.diagonal(dim1=1, dim2=2).log().sum(-1)
+    weight, generator = (logarithm - logarithm.max()).exp(), torch.Generator().manual_seed(0)
+    drawn: list[list[Tensor]] = []
+    while sum(len(each[0]) for each in drawn) < ENOUGH:
+        if len(drawn) == ROUNDS:
+            first, last = (tau for _, tau in sorted(zip(amounts, taus, strict=True))[:: len(taus) - 1])
+            raise ValueError(
+                f"no curve between τ = 1 and {1 + DEPTH} rises through runs from τ {first:.3g} to {last:.3g}; add runs of other lengths"
+            )
+        cell = torch.multinomial(weight, DRAWS, replacement=True, generator=generator)
+        normal = torch.randn(freedom + 3, DRAWS, dtype=torch.float64, generator=generator)
+        spread = (squares[cell] / normal[3:].square().sum(0)).sqrt()  # [D]
+        away = torch.linalg.solve_triangular(factor[cell].mT, normal[:2].T[..., None], upper=True)  # of covariance (sharesᵀ shares)⁻¹
+        of_cell = (ends[cell] + spread[:, None, None] * away).squeeze(-1)
+        possible = (0 <= of_cell[:, 0]) & (of_cell[:, 0] <= of_cell[:, 1]) & (of_cell[:, 1] <= DEPTH)
+        drawn.append([each[possible] for each in (of_cell, exponent[cell], middle[cell], spread * normal[2])])
+    return Curves(*(torch.cat(parts) for parts in zip(*drawn, strict=True)), least, most)
 
 
 def _shares(exponent: Tensor, middle: Tensor, amount: float) -> Tensor:
@@ -144,13 +151,15 @@ def _middle_95(rise: Tensor) -> tuple[float, float]:
 
 
 def overtaken(first: Curves, second: Curves) -> float | None:
-    """From where on `second` is ahead, which was behind before: at most FURTHEST times the longest run; None without such a length."""
-    least, most = min(first.least, second.least), FURTHEST * max(first.most, second.most)
+    """From where on `second` is ahead by the medians, which was behind before; None without such a length up to FURTHEST times the shorter of
+    the two longest runs, or where at no such length CLEAR of the drawn curves say so."""
+    least, most = max(first.least, second.least), FURTHEST * min(first.most, second.most)
+    count = min(len(first.middle), len(second.middle))
     amounts = torch.logspace(math.log10(least), math.log10(most), 100).tolist()
-    ahead = [middle_tau(second, amount) > middle_tau(first, amount) for amount in amounts]
-    if not ahead[-1] or all(ahead):
-        return None
-    return amounts[max(number for number, is_ahead in enumerate(ahead) if not is_ahead) + 1]
+    behind = [number for number, amount in enumerate(amounts) if middle_tau(second, amount) <= middle_tau(first, amount)]
+    beyond = amounts[behind[-1] + 1 :] if behind else []
+    clear = any((second.at(amount)[:count] > first.at(amount)[:count]).double().mean() >= CLEAR for amount in beyond)
+    return beyond[0] if clear else None
 
 
 def read(file: Path) -> list[Point]:

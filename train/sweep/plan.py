@@ -166,9 +166,11 @@ def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
     """
     recipes = list(recipes)
     contents = {name: content for plan in {recipe.data.plan(): None for recipe in recipes} for name, content in plan.contents().items()}
-    for name in {file for recipe in recipes for file in (recipe.data.template, recipe.train.tau_file) if file}:
-        if (file := shipped_or_given(name)).is_file():
-            contents[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:20]
+    files = {each.data.template: Path(each.data.template).expanduser() for each in recipes if each.data.template}
+    files |= {
+        each.train.tau_file: shipped_or_given(each.train.tau_file) for each in recipes if each.train.tau_file and each.train.tau_prompts
+    }
+    contents |= {name: hashlib.sha256(file.read_bytes()).hexdigest()[:20] for name, file in files.items() if file.is_file()}
     return {f"contents of {name}": contents[name] for name in sorted(contents)}
 
 

@@ -98,7 +98,7 @@ def _point(runs: list[Run], results: dict[str, Result]) -> Point:
 
 
 def _publish(plan: Plan, standings: list[Standing]) -> None:
-    """Write and print what came out, and delete the weights of all runs but the winner's; while trials have failed, of all but the last rung's.
+    """Write and print what came out, and delete the weights of all runs but the winner's; while trials have failed, those of the last rung stay.
 
     Raises:
         ValueError: all trials of the last rung that ran failed.
@@ -114,7 +114,7 @@ def _publish(plan: Plan, standings: list[Standing]) -> None:
         )
     # A trial that failed may still push another out of the last rung, and so make another the best.
     failures = any(point.mean is None for each in standings for point in each.points)
-    with_weights = [each.number for each in standings if each.points[-1].mean is not None] if failures else [best.number]
+    with_weights = [each.number for each in standings if len(each.points) == rungs] if failures else [best.number]
     for number in range(len(plan.trials)):
         for rung in range(rungs):
             if number not in with_weights or rung < rungs - 1:
