@@ -2,9 +2,9 @@
 
 τ − 1 = B + (A − B) / (1 + (h / n)ᵝ) rises from B, what a drafter has almost without training, to the ceiling A, and is half-way at n = h. No one
 curve is chosen: curves are drawn by their probability given the runs. (β, h) come from a grid, and (B, A) and the spread from their
-distributions in a Bayesian linear regression of τ − 1 for this (β, h) (Gelman et al. 2013, §14.2). Priors are flat in τ at the shortest and at the
-longest run, within 0 ≤ B ≤ A ≤ K. The errors' variance is in proportion to τ − 1, as for a count. A prediction's interval holds 95 % of the drawn curves with an error added. scaling.json
-holds the runs that ship (train/benchmarks/scaling.py writes such a file).
+distributions in a Bayesian linear regression of τ − 1 for this (β, h) (Gelman et al. 2013, §14.2). Priors are flat in τ at the shortest and at
+the longest run, within 0 ≤ B ≤ A ≤ K. The errors' variance is in proportion to τ − 1, as for a count. A prediction's interval contains 95 % of
+the drawn curves with an error added. scaling.json has the runs that ship (train/benchmarks/scaling.py writes such a file).
 
 Letters: n training tokens, m runs, G cells of the grid, D drawn curves, K draft depth.
 """
@@ -27,7 +27,7 @@ FURTHEST = 30  # times above the longest or below the shortest run: no predictio
 EXPONENTS = torch.linspace(0.2, 2.5, 40, dtype=torch.float64)  # β of the grid
 MIDDLES = 150  # h of the grid
 DRAWS, ENOUGH, ROUNDS = 20_000, 4000, 100  # curves are drawn until so many have possible B and A: with few runs most have not
-CLEAR = 0.8  # of the drawn curves
+CLEAR = 0.8  # share of the drawn curves that must say that one method is ahead of another
 LEAST_ERROR = 0.02  # of a run, in √(τ − 1): τ of a few prompts is not more exact
 LEAST_VARIED = 0.05  # τ − 1 below which the errors' variance falls no further
 
@@ -109,7 +109,7 @@ def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:
     drawn: list[list[Tensor]] = []
     while sum(len(each[0]) for each in drawn) < ENOUGH:
         if len(drawn) == ROUNDS:
-            first, last = (tau for _, tau in sorted(zip(amounts, taus, strict=True))[:: len(taus) - 1])
+            first, *_, last = (tau for _, tau in sorted(zip(amounts, taus, strict=True)))
             raise ValueError(
                 f"no curve between τ = 1 and {1 + DEPTH} rises through runs from τ {first:.3g} to {last:.3g}; add runs of other lengths"
             )
