@@ -29,7 +29,7 @@ def slow_objective(drafter, batch, section, root_states, logits_by_hand):
                     there = t + 2 + k
                     if there in inside and mask[b, there]:
                         log_q = logits_by_hand(drafter, states[i], ids[b, t + 1 : t + 2 + k].tolist()).log_softmax(-1)
-                        log_p = likeliest(target.logits(hidden[b, there - 1]), section.top_k).log_softmax(-1)
+                        log_p = likeliest(target.logits(hidden[b, there - 1]), getattr(section, "top_k", 0)).log_softmax(-1)
                         divergence = (log_p.exp() * (log_p - log_q)).sum()
                         losses.append((1 - section.distill) * -log_q[ids[b, there]] + section.distill * divergence)
                 if losses:

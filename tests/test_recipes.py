@@ -128,8 +128,7 @@ def test_scripts_shadow_no_module():
     ("method", "keys", "says"),
     [
         ("medusa", ["distill=0", "top_k=8"], "medusa.top_k=8 does nothing with medusa.distill=0"),
-        ("hydra", ["end_to_end=true", "top_k=8"], "hydra.top_k=8 does nothing with hydra.end_to_end=true"),
-        ("mlp", ["distill=0", "top_k=8"], "mlp.top_k=8 does nothing with mlp.distill=0"),
+        ("hydra", ["distill=0", "top_k=8"], "hydra.top_k=8 does nothing with hydra.distill=0"),
         ("dflash", ["weights=pace", "gamma=5"], "dflash.gamma=5.0 does nothing with dflash.weights=pace"),
         ("dflash", ["smoothing=0.2"], "dflash.smoothing=0.2 does nothing with dflash.weights=decay"),
     ],

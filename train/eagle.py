@@ -161,7 +161,7 @@ def objective3(
     vocabulary, actual = drafter.vocabulary, out.hidden[:, read].flatten(0, 1)
     target_ids = vocabulary.targets if vocabulary.size < vocabulary.vocab_size else None
     if section.end_to_end:
-        total, hits = acceptance_loss(states.unbind(), [drafter.head()], actual, target.logits, weights, weights[0].float(), target_ids)
+        total, hits = acceptance_loss(states, drafter.head(), actual, target.logits, weights, weights[0].float(), target_ids)
     else:
         shifts, decay = range(1, steps + 1), [section.decay**j for j in range(steps)]
         tokens = shift_left(ids, 1, document)[:, read].flatten()

@@ -26,10 +26,6 @@ class HydraSection(Section):
         default=1.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
     top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
-    end_to_end: bool = Field(
-        default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count",
-    )
     start: str | None = Field(
         default=None,
         description="folder or Hub id of trained Hydra heads of the same sizes whose weights to start from; unset: fresh weights",
@@ -69,7 +65,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
     q_k(t) [V] is head k's distribution of token t+2+k. It reads the root state r_t and the text's own tokens x_{t+1} … x_{t+1+k}. r_t [H] is
     the target's hidden state h_t, or with `prefix` what a decoder layer makes of h_s, s ≤ t, of the same document. p_s [V] is the target's
     distribution of the token after position s. The mean of head k in document d is over the supervised tokens that the head predicts there,
-    n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d. With `end_to_end` it is `head_losses`' other loss.
+    n_d are all supervised tokens of d (`head_weights`), and the loop divides by Σ_d n_d.
     """
     hidden, ids = target.features(batch).hidden, batch["input_ids"]
     root = drafter.root_states(drafter.feature_of(TargetOutput(hidden)), batch["position_ids"], batch["document"]).flatten(0, 1)  # [B·S,H]
@@ -81,9 +77,7 @@ def objective(drafter: HydraModel, batch: Batch, *, target: Target, section: Hyd
         states = drafter.hidden_along(root, embedding, given)
         outputs = [drafter.output(k, given) for k in range(section.heads)]
         weight = F.pad(weights[:, own], (0, read.stop - own.stop))
-        return head_losses(
-            states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill, section.top_k, section.end_to_end
-        )
+        return head_losses(states, outputs, tokens[1:, read], actual[read], target.logits, weight, section.distill, section.top_k)
 
     rows = max(1, blocks.BUDGET // drafter.activations)
     total, hits = blocks.in_blocks(block_loss, root, drafter.head_parameters(), rows, section.heads)

@@ -28,10 +28,6 @@ class MedusaSection(Section):
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
     top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
-    end_to_end: bool = Field(
-        default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count",
-    )
     start: str | None = Field(
         default=None,
         description="folder or Hub id of trained Medusa heads of the same sizes whose weights to start from; unset: the target's own token",
@@ -98,15 +94,14 @@ def objective(drafter: MedusaModel, batch: Batch, *, target: Target, section: Me
     h [B,S,H] is the target's hidden state after its final norm. p_s [V] is its distribution of the token after position s. The mean of head
     k in document d is over the supervised tokens that the head predicts there, so that no head counts less for predicting fewer (in the
     authors' code too each head has its own mean); n_d are all supervised tokens of d, and the loop divides by Σ_d n_d. A document is never
-    cut: the loss is the same however packing, micro-batches and ranks share the documents out. With end_to_end it is the part of a chain of K
-    tokens that is not accepted (`acceptance_loss`).
+    cut: the loss is the same however packing, micro-batches and ranks share the documents out.
     """
     hidden, ids = target.features(batch).hidden.flatten(0, 1), batch["input_ids"]  # [B·S,H]
     states = [drafter.hidden_of(k, hidden) for k in range(section.heads)]
     outputs = [drafter.output(k) for k in range(section.heads)]
     tokens = torch.stack([shifted(ids, k + 2) for k in range(section.heads)])
     counted, weights = head_weights(batch, section.heads, section.decay)
-    total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.top_k, section.end_to_end)
+    total, hits = head_losses(states, outputs, tokens, hidden, target.logits, weights, section.distill, section.top_k)
     weight = supervised_tokens(batch)
     return Loss(total, weight, head_metrics(hits, counted))
 

@@ -28,11 +28,6 @@ class MlpSection(Section):
     distill: float = Field(
         default=0.0, ge=0, le=1, description="share of the loss that is KL to the target's distribution; the rest is cross-entropy"
     )
-    top_k: int = Field(default=0, ge=0, le=2**24, description="reduce the target's distribution to this many likeliest tokens; 0: all")
-    end_to_end: bool = Field(
-        default=False,
-        description="train for the expected accepted length of the chain instead: distill and decay do not count",
-    )
     start: str | None = Field(
         default=None,
         description="folder or Hub id of a trained speculator of the same sizes whose weights to start from; unset: fresh weights",
@@ -60,7 +55,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output
 from draftsmith.train.losses import blocks
-from draftsmith.train.losses.heads import check_top_k, head_losses, head_metrics, head_weights, shifted
+from draftsmith.train.losses.heads import head_losses, head_metrics, head_weights, shifted
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
 
 
@@ -70,7 +65,7 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
     q_k(t) [V] is head k's distribution of token t+2+k, which it reads in the state s_k(t) = cell(s_{k−1}(t), x_{t+1+k}) of the text's own
     tokens; s_{−1}(t) is the target's hidden state h_t. p_s [V] is the target's distribution of the token after position s. The mean of head
     k in document d is over the supervised tokens that the head predicts there, n_d are all supervised tokens of d (`head_weights`), and the
-    loop divides by Σ_d n_d. With end_to_end it is the part of a chain of K tokens that is not accepted (`acceptance_loss`).
+    loop divides by Σ_d n_d.
     """
     hidden = target.features(batch).hidden.flatten(0, 1)  # [B·S,H]
     counted, weights = head_weights(batch, section.heads, section.decay)
@@ -87,8 +82,6 @@ def objective(drafter: MlpModel, batch: Batch, *, target: Target, section: MlpSe
             target.logits,
             weight,
             section.distill,
-            section.top_k,
-            section.end_to_end,
         )
 
     rows = max(1, blocks.BUDGET // drafter.activations)
@@ -104,7 +97,6 @@ def check(recipe: MlpRecipe) -> None:
         raise ValueError("mlp.tie_weights=false with mlp.cell=lstm: its heads share their weights; leave it out")
     if recipe.mlp.heads + 2 > recipe.data.seq_len:
         raise ValueError(f"mlp.heads={recipe.mlp.heads} look further ahead than data.seq_len={recipe.data.seq_len}; lower it")
-    check_top_k(recipe.mlp, "mlp")
 
 
 def architecture(section: MlpSection) -> dict[str, Any]:

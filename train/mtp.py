@@ -22,9 +22,6 @@ class MtpSection(Section):
         description="of the text's tokens: nll (the paper, whose texts are the target's answers), or against the target's distribution: kl, "
         "ce, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 nll`",
     )
-    end_to_end: bool = Field(
-        default=False, description="train for the expected accepted length of the chain instead: loss and beta do not count"
-    )
     checkpointing: Changeable[bool] = Field(default=False, description="recompute each step in the backward pass: less memory, more time")
     start: str | None = Field(
         default=None,
@@ -53,7 +50,6 @@ from draftsmith.models.target import Target
 from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import confidence, output
-from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -64,8 +60,7 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
 
     q_k(t) [V] is the layer's distribution of token t + 2 + k in step k at position t, which reads token t + 1 + k and its own output of the
     step before (training-time test: as when drafting). p_s [V] is the target's distribution of the token after position s, x_s the text's
-    token. A step counts where that token is supervised and of t's document. The loop divides by the number of supervised tokens. With
-    end_to_end the sum over k is the part of a chain of K tokens that is not accepted (`acceptance_loss`).
+    token. A step counts where that token is supervised and of t's document. The loop divides by the number of supervised tokens.
     """
     ids, document = batch["input_ids"], batch["document"]
     out = target.features(batch)
@@ -74,9 +69,6 @@ def objective(drafter: MtpModel, batch: Batch, *, target: Target, section: MtpSe
     states = torch.stack([drafter.before_head(output).flatten(0, 1) for output in outputs])  # [K,M,H]
     weights = torch.stack([shift_left(batch["loss_mask"], k + 2, document).flatten() for k in range(section.steps)])  # [K,M]
     actual, weight = out.hidden.flatten(0, 1), supervised_tokens(batch)
-    if section.end_to_end:
-        total, hits = acceptance_loss(states.unbind(), [target.logits], actual, target.logits, weights, weights[0].float())
-        return Loss(total, weight, survival_metrics(hits, weights))
     shares = torch.tensor([section.beta**k for k in range(section.steps)])
     losses = chunked_draft_loss(
         states,

@@ -36,7 +36,9 @@ class PeagleSection(Section):
         default=0.8, gt=0, le=1, description="r: masks at level i are trained behind a share r^i of the positions (the paper: 0.8)"
     )
     least_retention: float = Field(default=0.2, ge=0, le=1, description="that share is at least this (the paper: 0.2)")
-    decay: float = Field(default=0.5, gt=0, le=1, description="weight of step j in the loss is decay^j, beside the share of positions that it has")
+    decay: float = Field(
+        default=0.5, gt=0, le=1, description="weight of step j in the loss is decay^j, beside the share of positions that it has"
+    )
     loss: str = Field(
         default="kl", description="kl, ce, nll, tv, jsd, jsd(0.1), lk, lk_hybrid, reverse_kl, or a mix such as `0.9 tv + 0.1 ce`"
     )

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.train.losses.acceptance import acceptance_loss
 from draftsmith.train.losses.chunked import Head, chunked_cross_entropy, chunked_kl_heads
 from draftsmith.train.losses.survival import survival_metrics
 from draftsmith.train.objective import Batch
@@ -20,9 +19,7 @@ __all__ = ["check_top_k", "head_losses", "head_metrics", "head_weights", "shifte
 
 def check_top_k(section: Any, name: str) -> None:
     """Raises ValueError where `top_k` does nothing in a recipe's section `name` of heads, because its loss has no KL term."""
-    if section.end_to_end:
-        section.refuse_unread(name, ["top_k"], f"{name}.end_to_end=true")
-    elif not section.distill:
+    if not section.distill:
         section.refuse_unread(name, ["top_k"], f"{name}.distill={section.distill}")
 
 
@@ -66,11 +63,8 @@ def head_losses(
     weights: Tensor,
     distill: float,
     top_k: int = 0,
-    end_to_end: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σ_k Σ_t weights[k,t] · [distill · KL(p_(t+1+k) ‖ q_k(t)) + (1 − distill) · CE(q_k(t), labels[k,t])], chunked over positions and heads.
-
-    With end_to_end it is Σ_t weights[0,t] · (n(t) − E(t)) / K instead, the part of a chain that is not accepted (`acceptance_loss`).
 
     Args:
         states: K tensors [M,·], what the output layers read.
@@ -81,16 +75,12 @@ def head_losses(
         weights: [K,M]; 0 also where row t + 1 + k is another document's.
         distill: share of the KL.
         top_k: p cut to its k likeliest tokens in the KL; 0: all.
-        end_to_end: see above; distill, top_k and labels do not count.
 
     Returns:
         The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's. With
-        distill 1 or end_to_end both are on the target's; with distill 0 both are on the text's, but on the target's too without gradients, so
+        distill 1 both are on the target's; with distill 0 both are on the text's, but on the target's too without gradients, so
         that held-out figures of all losses mean the same.
     """
-    if end_to_end:
-        total, hits = acceptance_loss(states, outputs, hidden, target_head, weights > 0, weights[0])
-        return total, torch.stack((hits, hits))
     heads, losses = len(states), []
     if distill > 0 or not torch.is_grad_enabled():
         shifts = [k + 1 for k in range(heads)]
