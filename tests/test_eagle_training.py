@@ -217,7 +217,7 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
         (["eagle.prompts=true"], "add train.normalise=all"),
-        (["eagle.version=1"], r"eagle\.train_head=False does nothing with eagle\.version=1; leave out one"),
+        (["eagle.version=1"], r"eagle\.train_head=False does nothing with eagle\.version=1; leave it out"),
         (
             ["eagle.version=1", "eagle.train_head=true", "eagle.rise=0", "eagle.loss=kl", "eagle.decay=0.5"],
             r"eagle\.decay=0\.5 does nothing with eagle\.version=1",
