@@ -130,7 +130,7 @@ def test_scripts_shadow_no_module():
         ("medusa", ["distill=0", "top_k=8"], "medusa.top_k=8 does nothing with medusa.distill=0"),
         ("hydra", ["distill=0", "top_k=8"], "hydra.top_k=8 does nothing with hydra.distill=0"),
         ("dflash", ["weights=pace", "gamma=5"], "dflash.gamma=5.0 does nothing with dflash.weights=pace"),
-        ("dflash", ["smoothing=0.2"], "dflash.smoothing=0.2 does nothing with dflash.weights=decay"),
+        ("dflash", ["weights=decay", "smoothing=0.2"], "dflash.smoothing=0.2 does nothing with dflash.weights=decay"),
     ],
 )
 def test_a_key_that_does_nothing_is_refused(method, keys, says):
