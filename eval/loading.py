@@ -41,6 +41,7 @@ from draftsmith.models.drafter import DrafterModel, default_paths, is_drafter, l
 from draftsmith.models.feature_drafter import PairDrafter
 from draftsmith.models.formats import published
 from draftsmith.models.formats.mtp import shipped_mtp
+from draftsmith.models.identity import recorded_revision
 from draftsmith.models.pard import ParallelDraftModel
 from draftsmith.models.rendering import render
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
@@ -135,9 +136,7 @@ def open_models(
     targets = (recorded_targets[path] if path in recorded_targets else (entries[path] or {}).get("target") for path in paths)
     recorded = next(filter(None, targets), None) or {}
     name = target if target is not None else recorded.get("name") or "tiny"
-    revision = None
-    if name == recorded.get("name") and name != "tiny" and not Path(name).exists():
-        revision = recorded.get("revision") or None
+    revision = recorded_revision(name, recorded)
     pair: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     ways = {drafter: _way(drafter, name, entries, pair) for drafter in drafters if _way_and_path(drafter)[1] in entries}
     settings: dict[str, Any] = {

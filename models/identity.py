@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -45,6 +46,11 @@ class TargetIdentity:
     @classmethod
     def from_dict(cls, fields: dict[str, str]) -> "TargetIdentity":
         return cls(**{key: str(fields.get(key, "")) for key in cls.__dataclass_fields__})
+
+
+def recorded_revision(name: str, recorded: dict[str, Any]) -> str | None:
+    """The commit of the target `name` that a drafter was made for, by the entry `target` of its config; None for another target and for a folder."""
+    return (recorded.get("revision") or None) if name == recorded.get("name") and not Path(name).exists() else None
 
 
 def check_same(expected: TargetIdentity, actual: TargetIdentity, weights: bool = False) -> str:

@@ -48,7 +48,7 @@ class StudentSection(Section):
 
 
 class DistillSection(Section):
-    """the loss, and the student's own samples"""
+    """the loss, and sequences that are sampled while the student is trained"""
 
     loss: str = Field(
         default="jsd(0.5)",
@@ -63,8 +63,8 @@ class DistillSection(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="share of the training sequences that the target writes with the drafter as it is by then, with supervision only where "
-        "the target rejected a draft",
+        description="share of the training sequences that the target writes with the help of the student as it is by then; supervised are only "
+        "the tokens with which the target replaced a rejected draft",
     )
     refresh_every: int = Field(default=50, ge=4, le=10**9, description="steps between two generations of sampled sequences")
     keep_generations: int = Field(default=4, ge=1, le=10**6, description="newest generations that training sequences are drawn from")

@@ -78,7 +78,7 @@ def check(recipe: LayerskipRecipe) -> None:
     mix(recipe.layerskip.loss, "layerskip.loss")
     recipe.train.refuse_unread("train", ["patience"], "LayerSkip, where no weights but the last are saved")
     recipe.train.refuse_unread("train", ["compile"], "LayerSkip, which trains the target's layers")
-    target.refuse_unread("target", ["dtype"], "LayerSkip, which loads float32 to train")
+    target.refuse_unread("target", ["dtype"], "LayerSkip, which trains in float32")
     if recipe.features.mode != "online":
         raise ValueError(f"features.mode={recipe.features.mode}: LayerSkip trains the target itself, no stored feature stays; leave it out")
     if target.parallel != "none" or target.quantise:

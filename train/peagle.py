@@ -81,8 +81,8 @@ def objective(drafter: PeagleModel, batch: Batch, *, target: Target, section: Pe
     """Σ_t loss(p_{t+1}, q_0(t)) + Σ_{a,i} decay^i · loss(p_{a+1+i}, q_{a,i}).
 
     q_0(t) [D] is the pair's distribution of token t + 2, at all positions whose token is supervised and of the same document. q_{a,i} is that
-    of mask i behind the pair at a drawn position a, of token a + 2 + i; it counts while all tokens from a + 2 on are supervised
-    and of a's document. Which positions have a mask at level i, COD draws: a share max(r^i, least_retention) of those that can, among those
+    of mask i behind the pair at a drawn position a, of token a + 2 + i; it counts while all tokens from a + 2 on are supervised and of a's
+    document. Which positions have a mask at level i, COD draws: a share max(r^i, least_retention) of those that can, among those
     that have masks up to level i − 1. p_s [V] is the target's distribution of the token after position s. The loop divides by the supervised
     tokens.
     """

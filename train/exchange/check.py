@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
     from draftsmith.inference.terminal import printable
     from draftsmith.models.formats.published import folder_of, format_of, target_of
     from draftsmith.models.formats.verify import faults
-    from draftsmith.train.exchange.export import open_target, recorded_revision
+    from draftsmith.models.identity import recorded_revision
+    from draftsmith.train.exchange.export import open_target
 
     folder = folder_of(chosen.folder)
     recorded = target_of(str(folder)) if format_of(str(folder)) else {}

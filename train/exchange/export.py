@@ -80,11 +80,6 @@ def dtype_of(name: str, stored: "torch.dtype") -> "torch.dtype":
     return stored if name == "auto" else DTYPES[name]
 
 
-def recorded_revision(name: str, recorded: dict[str, Any]) -> str | None:
-    """The commit of the target `name` that a drafter was made for; None where that is another target, or a folder."""
-    return (recorded.get("revision") or None) if name == recorded.get("name") and not Path(name).exists() else None
-
-
 def open_target(name: str, revision: str | None = None, trust_remote_code: bool = False) -> tuple["Target", "torch.dtype"]:
     """A target in float32 without its decoder layers, and the dtype that its checkpoint has. Raises as `Target.load`."""
     import torch
@@ -118,6 +113,7 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
     from draftsmith.models.drafter import default_paths, is_drafter, load_config, load_drafter
     from draftsmith.models.formats.export import Source
     from draftsmith.models.formats.published import format_of, read_published, target_of
+    from draftsmith.models.identity import recorded_revision
     from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
     from draftsmith.models.tokenizer_check import check_pair
 

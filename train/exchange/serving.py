@@ -145,7 +145,7 @@ def serve(
         new_tokens: of each answer; stop tokens do not end one.
         depth: K, of both.
         python: of the environment of vLLM.
-        request: for vllm_rounds.py, which adds the rest: `target`, `dtype`, `speculative`, and perhaps `revision` and `trust_remote_code`.
+        request: what vllm_rounds.py reads, without prompts and max_new_tokens.
         timed: run plain decoding too, in vLLM and here, for the speedups.
 
     Raises:

@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> None:
     from draftsmith.inference import durable
     from draftsmith.models.artifact_files import TERMS
     from draftsmith.models.formats.published import KINDS, folder_of, format_of, read_published, target_of
-    from draftsmith.train.exchange.export import PRECISION, open_target, recorded_revision
+    from draftsmith.models.identity import recorded_revision
+    from draftsmith.train.exchange.export import PRECISION, open_target
 
     output = Path(os.path.expanduser(chosen.output)).absolute()
     if output.is_symlink() or (output.exists() and (not output.is_dir() or os.listdir(output))):

@@ -2,7 +2,8 @@
 
 python vllm_rounds.py REQUEST.json REPLY.json
 
-REQUEST has `target`, `revision`, `trust_remote_code`, `dtype`, `prompts` (token ids), `max_new_tokens` and `speculative` (vLLM's speculative config, null for plain decoding).
+REQUEST has `target`, `dtype`, `prompts` (token ids), `max_new_tokens` and `speculative` (vLLM's speculative config, null for plain decoding),
+and perhaps the target's `revision` and `trust_remote_code`.
 REPLY gets `version`, `seconds` of all answers, `counters` (vLLM's own, of speculation) and by prompt `tokens` (the answer) and `proposals`
 (of each round, in order). Beside it, REPLY.features.npz holds the hidden states that the drafter was given for each prompt,
 by the prompt's number, [S,T·H] or [1,H], in float32.

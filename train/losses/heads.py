@@ -78,8 +78,8 @@ def head_losses(
 
     Returns:
         The sum, a scalar to call backward on, once. Hits [2,K,M] bool of the heads' best tokens: on the target's, and on the text's. With
-        distill 1 both are on the target's; with distill 0 both are on the text's, but on the target's too without gradients, so
-        that held-out figures of all losses mean the same.
+        distill 1 both are on the target's; with distill 0 both are on the text's, but on the target's too without gradients, so that held-out
+        figures of all losses mean the same.
     """
     heads, losses = len(states), []
     if distill > 0 or not torch.is_grad_enabled():

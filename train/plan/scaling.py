@@ -146,6 +146,7 @@ def ceiling(curves: Curves) -> Interval:
 
 
 def _middle_95(rise: Tensor) -> tuple[float, float]:
+    """1 + the ends of the middle 95 % of τ − 1 [D], within 0 and K."""
     low, high = torch.quantile(rise.clamp(0, DEPTH), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return 1 + low, 1 + high
 
