@@ -69,6 +69,14 @@ def _log_p(target, target_ids, index, size, least, mass, scale):
     return tl.where(inside, tl.maximum(y * scale - mass, _FLOOR, propagate_nan=tl.PropagateNan.ALL), _NEVER)
 
 
+@triton.jit
+def _log_q(logits, index, size, mass, scale):
+    """log q [BLOCK] at these draft ids, of masked tokens FLOOR, as in the reference; −inf past the last id."""
+    inside = index < size
+    x = tl.load(logits + index, mask=inside, other=_NEVER).to(tl.float32)
+    return tl.where(inside, tl.maximum(x * scale - mass, _FLOOR, propagate_nan=tl.PropagateNan.ALL), _NEVER)
+
+
 @triton.jit(do_not_specialize=["steps", "rows"])
 def _target_distribution_kernel(
     target, stride, vocab, target_ids, ids, size, weight, steps, rows, least, scale, best, total, covered,
@@ -147,7 +155,7 @@ def _steps(
         own, mass = _row(logits, size, None, scale, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(hits + position, own == tl.load(best + row))
         if NLL != 0:
-            value += tl.where(right >= 0, NLL * (mass - likely), 0.0)
+            value -= tl.where(right >= 0, NLL * tl.maximum(likely - mass, _FLOOR, propagate_nan=tl.PropagateNan.ALL), 0.0)
 
         if target is not None:
             mass_p, inside = tl.load(total + row), 0.0
@@ -156,7 +164,7 @@ def _steps(
             peak, shared, below, of_p, of_kl, of_q = _NEVER, 0.0, 0.0, 0.0, 0.0, 0.0
             for first in range(0, size, BLOCK):
                 index = first + tl.arange(0, BLOCK)
-                log_q = tl.load(logits + index, mask=index < size, other=_NEVER).to(tl.float32) * scale - mass
+                log_q = _log_q(logits, index, size, mass, scale)
                 log_p = _log_p(target, target_ids, index, size, least, mass_p, scale)
                 low = tl.minimum(log_p, log_q, propagate_nan=tl.PropagateNan.ALL)
                 peak, shared, below, base = _join(peak, shared, below, low, tl.max(low, 0), 1.0)
@@ -180,7 +188,7 @@ def _steps(
             by = tl.load(gradient_scale + position)
             for first in range(0, size, BLOCK):
                 index = first + tl.arange(0, BLOCK)
-                log_q = tl.load(logits + index, mask=index < size, other=_NEVER).to(tl.float32) * scale - mass
+                log_q = _log_q(logits, index, size, mass, scale)
                 q, d = tl.exp(log_q), tl.zeros([BLOCK], tl.float32)
                 if NLL != 0:
                     d += tl.where(right >= 0, NLL * (q - (index == right).to(tl.float32)), 0.0)
