@@ -9,7 +9,12 @@ from draftsmith.data.question_prompt import QuestionPrompt, QuestionTemplate
 from draftsmith.data.server import Message
 
 SHORTEST = 8  # characters of a question
-HEADER = re.compile(r"^[\W_]*(user|assistant|human|system)[\W_]*$|^(user|assistant|human)\s*:", re.IGNORECASE | re.MULTILINE)
+# A line that is a role alone, perhaps as a heading or between marks of a template, or one that a role begins. In JSON, XML, lists, tables and where
+# YAML is indented, a role is a word like others; "system" is one in headings too.
+HEADER = re.compile(
+    r"^(?:[#*]+ *|<\||\[)?(?:user|assistant|human)(?:\|>|\])?[*: ]*$|^(?:<\||\[)?system(?:\|>|\])?:?$|^(?:user|assistant|human) *:",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class Candidate:

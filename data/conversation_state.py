@@ -72,9 +72,11 @@ def given_hash(source: Conversation) -> str:
 def _plan(messages: list[Message]) -> list[Message | None]:
     if not any(message["role"] == "assistant" for message in messages):
         return [turn for message in messages for turn in ((message, None) if message["role"] == "user" else (message,))]
-    # A call stays, since its result does: one in `tool_calls`, or in words (ShareGPT's function_call), which a tool answers.
+    # A call stays, since its result does: one in `tool_calls`, or in words (ShareGPT's function_call). Several may come before their results.
     turns = list[Message | None]()
-    for message, after in zip(messages, [*messages[1:], None], strict=True):
-        call = message.get("tool_calls") or (after is not None and after["role"] == "tool")
-        turns.append(None if message["role"] == "assistant" and not call else message)
+    result, call = False, False  # whether the message after is one
+    for message in reversed(messages):
+        call = message["role"] == "assistant" and (result or (call and bool(message.get("tool_calls"))))
+        result = message["role"] == "tool"
+        turns.insert(0, None if message["role"] == "assistant" and not call else message)
     return turns if messages[-1]["role"] == "assistant" else [*turns, None]

@@ -372,7 +372,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     role, content, call = turn.get("role"), turn.get("content"), turn.pop("function_call", None)
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has the role {short(role)}, expected a string such as user or assistant; {REMEDY}")
-    role = ROLES.get(role, role)
+    role = ROLES.get(role.lower(), role)
     if call is not None and not isinstance(call, dict):
         raise ValueError(f"{where} has the function_call {short(call)}, expected an object; {REMEDY}")
     if call:  # OpenAI's older form

@@ -293,7 +293,8 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
 
 
 def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan, tally: Tally) -> None:
-    """Hold out the last twentieth of a text's pieces where too few examples were read: a book is a single document."""
+    """Hold out what no source held out: one conversation in twenty over several small files; of texts the last twentieth of their pieces, since a
+    book is a single document."""
     count = len(train.samples)
     reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
     remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"
@@ -303,6 +304,10 @@ def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan,
         return
     if plan.valid:
         raise ValueError(f"data.valid={', '.join(source.path for source in plan.valid)}: no examples to evaluate on; {remedy}")
+    if count >= HELD_OUT_IN and all(sample.chat for sample in train.samples):
+        valid.samples = train.samples[HELD_OUT_IN - 1 :: HELD_OUT_IN]
+        del train.samples[HELD_OUT_IN - 1 :: HELD_OUT_IN]
+        return
     if any(sample.chat for sample in train.samples):
         dropped = f" ({reasons})" if reasons else ""
         raise ValueError(f"{plan.names}: {count} conversations are too few to hold some out{dropped}; name a held-out file in data.valid")

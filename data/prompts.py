@@ -71,13 +71,15 @@ def load(paths: str | Path | Sequence[str | Path], limit: int | None = None, dis
     """
     sources = [paths] if isinstance(paths, str | Path) else list(paths)
     prompts, counts, seen = [], dict[str, int](), dict[str, tuple[str, int]]()
+    last_parts = [Path(source).name for source in sources]
     for index, source in enumerate(sources):
         if source in sources[:index]:
             raise ValueError(f"got prompt file {str(source)!r} twice; leave one out")
         name, rows = _rows(source)
+        short = Path(name).name if last_parts.count(last_parts[index]) == 1 else name
         empty = True
         for number, row in rows:
-            empty, default = False, f"{Path(name).name}:{number}" if len(sources) > 1 else str(number)
+            empty, default = False, f"{short}:{number}" if len(sources) > 1 else str(number)
             prompt = _prompt(row, default, f"{name}:{number}")
             for turn in (prompt, *prompt.later):
                 if distinct and turn.id in seen:

@@ -70,9 +70,11 @@ def encode_prompts(target: Target, prompts: list[Prompt], max_new_tokens: int) -
         # As many conversations at a time as there are slots, so that each finds its last turn's KV.
         for turns in [single, *batches(conversations, SLOTS)]:
             while turns:
-                fitting = [item for item in turns if len(item.ids) + max_new_tokens <= target.max_positions]
+                fitting = list[EncodedPrompt]()
                 for item in turns:
-                    if item not in fitting:
+                    if len(item.ids) + max_new_tokens <= target.max_positions:
+                        fitting.append(item)
+                    else:
                         skipped[item.prompt.domain] = skipped.get(item.prompt.domain, 0) + 1 + len(item.prompt.later)
                         done += len(item.prompt.later)
                 encoded += fitting

@@ -240,7 +240,7 @@ def results(content: dict[str, Any]) -> dict[str, Any]:
     rows = []
     lossy, machine = content.get("lossy") or {}, (content.get("machine") or {}).get("device") or "an unknown device"
     for setting, domains in (content.get("domains") or {}).items():
-        for domain, row in [*domains.items(), ("all", content["overall"][setting])]:
+        for domain, row in (domains | {"all": content["overall"][setting]}).items():
             name = f"τ, tokens per round, at T={setting}{' LOSSY' if setting in lossy else ''}"
             bounds = {key: round(row[key], 4) for key in ("low", "high") if row.get(key) is not None}
             more = {**bounds, "prompts": row["prompts"], "rounds": row["rounds"]} | _cost((content.get("quality") or {}).get(setting))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 SAMPLES = 2000
+MOST_DRAWN = 1 << 19  # prompts of the samples in memory at a time
 FEWEST = 8  # prompts for an interval: with fewer, acceptances of two kinds are covered too seldom
 LEAST_ERROR = 0.3  # of a sample, in errors of the estimate; with 0.1 the coverage of simulated prompts is the same (benchmarks/coverage.py)
 TOO_FEW = "too few prompts"
@@ -56,8 +57,15 @@ def of_difference(tokens: Tensor, rounds: Tensor) -> Interval:
 
 
 def of_share(hits: Tensor, count: Tensor) -> Interval:
-    """Σ hits / Σ count, of [P] each, where the hits may be none: on its own scale, and within 0 and 1."""
+    """Σ hits / Σ count, of [P] each, on its own scale, and within 0 and 1.
+
+    Of none (or all) there is no spread to draw from. Then the bound is exact for prompts of equal count: a share μ is seen in no prompt with
+    probability (1 − μ)^P at most, since a prompt's share is not above 1.
+    """
     interval = _interval(torch.stack((hits, count)), lambda sums: sums[0] / sums[1])
+    if interval.low is not None and interval.estimate in (0.0, 1.0):
+        most = 1 - 0.05 ** (1 / len(hits))
+        return Interval(0.0, 0.0, most) if interval.estimate == 0 else Interval(1.0, 1 - most, 1.0)
     return Interval(*(None if value is None else min(1.0, max(0.0, value)) for value in interval))  # pyright: ignore[reportArgumentType]
 
 
@@ -87,14 +95,17 @@ def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interva
     estimate, count = statistic(columns.sum(-1)), columns.shape[1]
     if count < FEWEST:
         return Interval(float(estimate), None, None)
-    drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
-    samples = columns[:, drawn]  # [C,SAMPLES,P]
-    error, errors = _standard_error(columns, statistic), _standard_error(samples, statistic)
+    error = _standard_error(columns, statistic)
     if not error.isfinite():  # one prompt has all rounds: without it the statistic divides by 0
         return Interval(float(estimate), None, None)
+    drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
+    parts = []
+    for block in drawn.split(max(1, MOST_DRAWN // count)):
+        samples = columns[:, block]  # [C,n,P]
+        parts.append(torch.stack((statistic(samples.sum(-1)), _standard_error(samples, statistic))))
+    values, errors = torch.cat(parts, -1)
     # A sample of equal prompts has no error of its own, and one of nearly equal prompts next to none: distances would have no bound.
-    distances = (statistic(samples.sum(-1)) - estimate).abs() / errors.clamp(min=LEAST_ERROR * error)
-    distances = distances[errors > 1e-6 * error]
+    distances = ((values - estimate).abs() / errors.clamp(min=LEAST_ERROR * error))[errors > 1e-6 * error]
     half = float(torch.quantile(distances, 0.95) * error) if len(distances) else 0.0
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
 

@@ -82,7 +82,8 @@ def add_prompts(
         "--prompts",
         action="append",
         default=[],
-        help=".jsonl or .parquet file with `prompt` (or `turns`, `messages`) and `domain`, with answers if it is a log; chat: 42 prompts of seven "
+        help=".jsonl or .parquet file with `turns` or `messages`, which go through the chat template, or a `prompt` to be continued as it is, and "
+        "`domain`, with answers if it is a log; chat: 42 prompts of seven "
         f"tasks; or hf:owner/name[:split] on the Hub; may be given more than once (default: {default})",
     )
     parser.add_argument("--limit", type=int, default=limit, help=f"prompts of each domain (default {limit or 'all'})")

@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> None:
     given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, _ = loading.open_models(chosen.target, [], chosen.dtype, chosen.trust_remote_code)
     prompts = given or loading.shipped_prompts(target, chosen.limit)
-    encoded, _ = encode_prompts(target, prompts, chosen.max_new_tokens)
+    encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     texts = target_texts(target, [prompt.ids for prompt in encoded], Sampling(), chosen.max_new_tokens)
     conversations = list(dict.fromkeys(prompt.conversation for prompt in encoded))
     if len(conversations) < 2:
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     halves = [
         [text for prompt, text in zip(encoded, texts, strict=True) if (prompt.conversation in choosing) is half] for half in (True, False)
     ]
-    report = report_of(target, halves, chosen.depth, chosen.trials, chosen.seed)
+    report = report_of(target, halves, chosen.depth, chosen.trials, chosen.seed) | {"skipped": skipped, "positions": target.max_positions}
     output.deliver(lambda: print(to_json(report) if chosen.json else "\n".join(lines_of(report))))
 
 
@@ -120,6 +120,8 @@ def word(skipped: Layers, layers: int = 0) -> str:
 
 def lines_of(report: dict[str, Any]) -> list[str]:
     """The report for people."""
+    from draftsmith.eval.answers import skipped_line
+
     lines = [
         f"{report['trials']} sets of the {report['layers']} layers tried on {report['texts'][0]} answers, reported on {report['texts'][1]} others"
     ]
@@ -131,7 +133,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
         ]
     if max(entry["held_out_speedup"] for entry in report["best"].values()) <= 1:
         lines.append("Neither pays on this machine: plain decoding is as fast or faster.")
-    return lines
+    return [*lines, *filter(None, [skipped_line(report["skipped"], report["positions"])])]
 
 
 def search(layers: int, trials: int, score: Callable[[Layers], Trial], seed: int) -> list[Trial]:

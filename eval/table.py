@@ -24,10 +24,10 @@ SPEED_HEADER = ("domain", "timed", "speedup", "95 % interval", "over transformer
 
 
 def rows(report: Report) -> list[tuple[str, ...]]:
-    """A row for each domain at each setting, then one for each setting over all prompts; columns as in HEADER."""
+    """A row for each domain that prompts name at each setting, then one for each setting over all prompts; columns as in HEADER."""
     lines: list[tuple[str, str, Acceptance]] = []
     for setting, domains in report.domains.items():
-        lines += [(printable(domain, keep=""), setting, acceptance) for domain, acceptance in domains.items()]
+        lines += [(printable(domain, keep=""), setting, acceptance) for domain, acceptance in domains.items() if domain != "all"]
     lines += [("all", setting, acceptance) for setting, acceptance in report.overall.items()]
     cells = []
     for domain, setting, acceptance in lines:
@@ -40,11 +40,11 @@ def rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def speed_rows(report: Report) -> list[tuple[str, ...]]:
-    """A row for each domain and one for all of them, at the first setting; columns as in SPEED_HEADER. None with several slots."""
+    """A row for each domain that prompts name and one for all, at the first setting; columns as in SPEED_HEADER. None with several slots."""
     if not report.speedups:
         return []
     cells = []
-    for domain, s in [*report.speedups.items(), ("all", report.speed)]:
+    for domain, s in (report.speedups | {"all": report.speed}).items():
         interval = shown(s["speedup_low"], s["speedup_high"])
         over = f"{s['speedup_over_transformers']:.2f}" if "speedup_over_transformers" in s else ""
         cells.append((printable(domain, keep=""), f"{s['timed']:.0f}", f"{s['speedup']:.2f}", interval, over))
@@ -164,9 +164,9 @@ def size(report: Report) -> str:
         text += f", rule {', '.join(rules)}"
     if settings["slots"] > 1:
         text += f", {settings['slots']} prompts at a time"
-    if settings["exact"]:
+    if settings.get("exact"):
         text += ", exact"
-    if settings["adaptive_depth"]:
+    if settings.get("adaptive_depth"):
         text += ", adaptive depth"
     if settings.get("load_aware"):
         text += ", load-aware verification"
@@ -206,7 +206,7 @@ def print_report(report: Report) -> None:
     if report.by_nodes:
         print(by_nodes(report))
     if report.nodes == 1:
-        print("No draft tree pays on this machine with this drafter: every τ/cost is below 1, so nothing is drafted.")
+        print("Nothing is drafted: where the draft tree was chosen, none was predicted to pay with this drafter.")
     for line in speed(report):
         print(line)
     for line in (

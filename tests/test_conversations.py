@@ -92,6 +92,8 @@ def test_all_keys_of_examples(name, tmp_path):
 def test_speakers_become_roles_and_other_keys_stay(speaker, role, tmp_path):
     row = {"conversations": [{"from": speaker, "value": "x", "weight": 0.5}]}
     assert example_of(tmp_path, row).messages == [{"role": role, "content": "x", "weight": 0.5}]
+    row = {"messages": [{"role": speaker.title(), "content": "x"}]}
+    assert example_of(tmp_path, row).messages == [{"role": role, "content": "x"}]
 
 
 def test_keys_of_a_message_are_kept_but_null_ones(tmp_path):

@@ -186,7 +186,7 @@ def test_a_report_from_end_to_end(pair, capsys, monkeypatch, node_cost):
     assert [row["nodes"] for row in report.by_nodes] == [2, 4, 8]
     table.print_report(report)
     printed = capsys.readouterr().out
-    assert (report.nodes > 1) == (node_cost == 0.0) == ("No draft tree pays" not in printed)
+    assert (report.nodes > 1) == (node_cost == 0.0) == ("Nothing is drafted" not in printed)
     assert "10 of 10 answers equal plain decoding's" in printed and "plain decoding of the same tokens" in printed
     assert table.markdown(report).count("\n") == 9
 

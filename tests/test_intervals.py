@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.eval import intervals
 from draftsmith.eval.benchmarks import coverage
-from draftsmith.eval.intervals import FEWEST, Interval, of_difference, of_ratio, of_ratio_of_ratios, prompts_for, shown
+from draftsmith.eval.intervals import FEWEST, Interval, of_difference, of_ratio, of_ratio_of_ratios, of_share, prompts_for, shown
 from draftsmith.eval.totals import columns, first_turns, tau
 
 
@@ -92,6 +92,25 @@ def test_it_covers(kind, count, which, method, monkeypatch):
     torch.manual_seed(0)
     share = coverage.coverage(kind, count, 400, coverage.true_values(kind, 100_000)[which], method)
     assert 0.92 < share < 0.99  # of 400 trials, whose standard error is .011; of 1,000, these cells are .94 to .97
+
+
+def test_a_share_that_was_never_or_always_seen_has_an_exact_bound():
+    """Of prompts of which a share μ has all the hits, (1 − μ)^P have none: 0.05 at the bound."""
+    never = of_share(torch.zeros(10), torch.full((10,), 20))
+    assert never[:2] == (0.0, 0.0) and (1 - never.high) ** 10 == pytest.approx(0.05)
+    always = of_share(torch.full((10,), 20), torch.full((10,), 20))
+    assert always == pytest.approx((1.0, 1 - never.high, 1.0))
+    assert of_share(torch.zeros(FEWEST - 1), torch.ones(FEWEST - 1)) == (0.0, None, None)
+
+
+def test_samples_that_are_drawn_in_parts_are_the_same(monkeypatch):
+    tokens, rounds = prompts(30)
+    complete = of_ratio(tokens, rounds)
+    monkeypatch.setattr(intervals, "MOST_DRAWN", 30 * 7)
+    assert of_ratio(tokens, rounds) == pytest.approx(complete, rel=1e-12)
+    monkeypatch.setattr(intervals, "MOST_DRAWN", 1)
+    monkeypatch.setattr(intervals, "SAMPLES", 50)
+    assert of_ratio(tokens, rounds).low < complete.estimate
 
 
 def test_the_turns_of_a_conversation_are_drawn_together():

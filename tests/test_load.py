@@ -110,6 +110,19 @@ def test_intervals_join_those_of_tau_and_of_the_probe(model, monkeypatch):
     assert predict(model, of(2.0, 8, 4), 1, 100).low is None  # one prompt
 
 
+@pytest.mark.parametrize(
+    ("speedups", "break_even", "says"),
+    [
+        ([1.3, 1.1], None, "faster at each of them"),
+        ([0.9, 1.1], None, "faster at the largest of them"),
+        ([1.3, 0.9], 2, "as fast as plain decoding from batch 2 on"),
+    ],
+)
+def test_the_curve_says_where_drafting_pays(speedups, break_even, says):
+    curve = {"batches": [1, 2], "speedup": speedups, "break_even": break_even}
+    assert says in load_report.lines({"by_batch": curve, "context": 8, "policy": None, "gap": None, "check": None})[0]
+
+
 def test_break_even_is_the_least_batch_from_which_on_nothing_pays(model, monkeypatch):
     rounds = of(2.0, 8, 4)
     expected = next(batch for batch in range(1, 9) if 2.0 <= model.round(batch, 8, 4, 100))

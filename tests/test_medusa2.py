@@ -20,7 +20,7 @@ from draftsmith.eval.answers import encode_prompts
 from draftsmith.models import adapter
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.target import Target
-from draftsmith.train import medusa
+from draftsmith.train import data_cli, medusa
 from draftsmith.train.engine import optimizer
 from draftsmith.train.exchange.export import open_source
 from draftsmith.train.medusa import JointModel, MedusaRecipe, heads_weight, joint_objective
@@ -285,6 +285,14 @@ def test_it_belongs_to_the_adapted_target_alone(artifact, target_folder, tmp_pat
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(ValueError, match="with adapters .* with adapters"):
         loading.open_models(None, [str(tmp_path / "swapped")], "float32")
+
+
+def test_answers_of_the_target_are_not_written_by_the_adapted_one(artifact, target_folder, tmp_path):
+    source = tmp_path / "texts.jsonl"
+    source.write_text('{"text": "for line in lines"}\n')
+    with pytest.raises(ValueError, match="--drafter .* adapts .*, so that the answers would not be its own"):
+        data_cli.run_regenerate([str(source), str(tmp_path / "out.jsonl"), "--target", str(target_folder), "--drafter", str(artifact)])
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_the_drift_is_what_transformers_and_peft_say(artifact, target_folder):

@@ -335,6 +335,33 @@ def test_ids_and_domains_of_a_prompts_file(tmp_path):
         prompts.load(file, distinct=True)
 
 
+def test_prompt_files_of_one_name_have_ids_by_their_folders(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "p.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "q.jsonl").write_text('{"prompt": "y"}\n')
+    files = [tmp_path / "a" / "p.jsonl", tmp_path / "b" / "p.jsonl", tmp_path / "q.jsonl"]
+    assert [prompt.id for prompt in prompts.load(files, distinct=True)] == [f"{files[0]}:1", f"{files[1]}:1", "q.jsonl:1"]
+
+
+def test_prompts_without_a_domain_are_one_row():
+    for domains, names in ((("all",), ["all"]), (("code",), ["code", "all"]), (("code", "maths"), ["code", "maths", "all"])):
+        sample = report(*domains)
+        assert [row[0] for row in table.rows(sample)] == names
+        sample.speed = {"timed": 2, "speedup": 1.2, "speedup_low": None, "speedup_high": None}
+        sample.speedups = dict.fromkeys(domains, sample.speed)
+        assert [row[0] for row in table.speed_rows(sample)] == names
+        entries = card.results(json.loads(reports.as_json(sample)))["model-index"][0]["results"]
+        shown = [entry["dataset"]["name"].removeprefix("held-out prompts, ") for entry in entries]
+        assert shown == names
+
+
+def test_a_report_of_an_earlier_version_is_shown():
+    sample = report()
+    del sample.settings["exact"], sample.settings["adaptive_depth"]
+    assert "2 nodes a round" in table.size(sample)
+
+
 def test_trees_of_configs_have_bounds():
     assert parse_tree_spec({"depth": 64, "width": 64, "nodes": 256}) == DynamicTree(64, 64, 256)
     assert parse_tree_spec([[rank] for rank in range(1024)]).num_nodes == 1025

@@ -227,6 +227,15 @@ def test_of_equal_examples_the_held_out_one_stays(tokenizer, tmp_path):
     assert len(corpora["valid"]) == 3 and len(corpora["train"]) == 27
 
 
+def test_of_several_small_sources_one_conversation_in_twenty_is_held_out(tokenizer, tmp_path):
+    """None of them has twenty. A conversation is in one of the two corpora."""
+    sources = tuple(write(tmp_path / f"{n}.jsonl", map(conversation, range(19 * n, 19 * n + 19))) for n in range(3))
+    corpora = load(CorpusPlan(sources, seq_len=256, near=1.0), tokenizer, tmp_path / "cache")
+    assert (len(corpora["train"]), len(corpora["valid"])) == (55, 2)
+    texts = [tokenizer.decode(corpus.sample(n)[0]) for corpus in corpora.values() for n in range(len(corpus))]
+    assert len(set(texts)) == 57
+
+
 def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
     short = [conversation(n) for n in range(100)]
     long = [

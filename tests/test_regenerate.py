@@ -129,6 +129,20 @@ def test_a_call_in_words_stays_before_the_result_that_it_got():
     assert state.pending == [None, source.messages[4], None]
 
 
+def test_a_call_without_a_result_is_answered_anew():
+    """It would be the text of another model, supervised as the target's; of several calls before their results all stay."""
+    call = {"role": "assistant", "content": "OLD", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    user, result = {"role": "user", "content": "Hi"}, {"role": "tool", "content": "3"}
+    for messages, pending in (
+        ([user, call], [None]),
+        ([user, call, user, call], [None, user, None]),
+        ([user, call, call, result, result, call], [None]),
+        ([user, call, user, call, result], [None, user, call, result, None]),
+    ):
+        state = ConversationState(Conversation("c", "chat", messages))
+        assert state.pending == pending and not state.stopped
+
+
 @pytest.mark.parametrize("settings", [Settings(max_new_tokens=NEW), SAMPLED], ids=["greedy", "sampled"])
 def test_captured_rounds_give_the_same_rows(target, tmp_path, monkeypatch, settings):
     """Four slots, which are prefilled together."""

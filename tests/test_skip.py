@@ -74,8 +74,10 @@ def test_a_report_comes_from_the_other_half(target_folder, capsys, tmp_path):
         "".join(json.dumps({"prompt": text, "domain": "all"}) + "\n" for text in ("for line in", "yield x", "    y = 1", "if"))
     )
     words = ["--target", str(target_folder), "--prompts", str(asked), "--max-new-tokens", "12", "--depth", "2", "--trials", "3"]
+    asked.write_text(asked.read_text() + json.dumps({"prompt": "x " * 5000, "domain": "all"}) + "\n")
     skip.main([*words, "--json"])
     report = json.loads(capsys.readouterr().out)
+    assert report["skipped"] == {"all": 1} and "skipped, since prompt and answer exceed" in skip.lines_of(report)[-1]
     assert report["trials"] == 2 and report["texts"] == [2, 2] and report["layers"] == 2
     assert report["best"]["early exit"]["drafter"] == "early-exit:1" and report["best"]["layers"]["drafter"] in ("skip:0", "skip:1")
     for entry in report["best"].values():

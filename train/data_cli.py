@@ -159,6 +159,10 @@ def run_regenerate(arguments: list[str]) -> None:
     else:
         names = [] if options.drafter == "none" else [options.drafter]
         target, drafters = _open(options, names, out)
+        if target.identity.adapter_hash:
+            raise ValueError(
+                f"--drafter {options.drafter} adapts {target.name!r}, so that the answers would not be its own; take a drafter of Medusa-1, or none"
+            )
         decoding = {"drafter": drafters[0] if drafters else None, "slots": options.slots, "kernels": options.kernels}
         if not ranks.state().is_main_process:
             SharedDecoder(target, **decoding).help()
