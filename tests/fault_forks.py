@@ -146,7 +146,7 @@ def training(
 ) -> None:
     """Train the numbers of test_loop.py, and leave the weights of the main process in `output`. probe: measure τ."""
     model = new_model()
-    measured = (lambda: tau_of(model)) if probe else None
+    measured = (lambda _: tau_of(model)) if probe else None
     loop.fit(new_recipe(output, **settings), model, objective, rows(), rows(), fingerprint or {}, measure_tau=measured)
     if rank == 0:
         save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, output / "weights.safetensors")

@@ -81,7 +81,7 @@ def scripted(monkeypatch, taus: list[float], kept: list) -> None:
 
     def probe(recipe, target, drafter, positions):
         left = iter(taus)
-        return lambda: kept.append({k: v.detach().clone() for k, v in drafter.state_dict().items()}) or next(left)
+        return lambda _: kept.append({k: v.detach().clone() for k, v in drafter.state_dict().items()}) or next(left)
 
     monkeypatch.setattr(train.setup, "tau_probe", probe)
 
@@ -110,7 +110,7 @@ def test_a_run_ends_with_an_artifact_that_has_the_tau_it_measured(words, target_
     assert target.stop_ids <= set(allowed(drafter).tolist())  # the tokens that stop are always in
 
 
-def test_the_best_weights_are_restored_and_patience_ends_the_run(words, tmp_path, monkeypatch):
+def test_the_best_weights_are_restored_and_patience_ends_the_run(words, tmp_path, monkeypatch, capsys):
     kept: list = []
     scripted(monkeypatch, [1.5, 3.0, 2.0, 3.0], kept)
     train.main(words(tmp_path / "best"))
@@ -122,6 +122,7 @@ def test_the_best_weights_are_restored_and_patience_ends_the_run(words, tmp_path
     scripted(monkeypatch, [2.0, 1.9, 1.8, 9.0], kept)
     train.main(words(tmp_path / "patient", "train.patience=2"))
     assert len(kept) == 3 and max(row["step"] for row in metrics(tmp_path / "patient")) == 3
+    assert "no better τ in 2 evaluations: ended after step 3 of 4; a higher train.patience goes on" in capsys.readouterr().out
     saved = weights(tmp_path / "patient")
     assert [all(torch.equal(saved[name], one[name]) for name in saved) for one in kept] == [True, False, False]
 

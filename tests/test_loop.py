@@ -77,12 +77,14 @@ def test_a_crash_between_checkpoints_resumes_to_the_last_bit(tmp_path):
     assert torch.equal(run(tmp_path / "cut", save_every=2), expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"save_every": 2, "eval_every": 2}], ids=["at the end", "on the way"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"save_every": 2, "eval_every": 2}, {"eval_every": 2}], ids=["at the end", "on the way", "without save_every"]
+)
 def test_an_evaluation_that_fails_loses_no_step(tmp_path, settings):
     measured = []
 
     def fit(folder, failing_at):
-        def measure_tau():
+        def measure_tau(_):
             measured.append(folder.name)
             if len(measured) == failing_at:
                 raise MemoryError("no room to decode")

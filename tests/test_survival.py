@@ -85,7 +85,7 @@ def test_best_weights_that_could_not_be_written_are_reported(tmp_path, monkeypat
         OSError, match="best-00000003.safetensors could not be written .*No space left.*step-00000003, is complete; free disk space there"
     ):
         recipe = new_recipe(tmp_path, steps=3, schedule="constant")
-        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda: 1.5)
+        loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=lambda _: 1.5)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from draftsmith.train import loop
 from draftsmith.train.distill import DistillRecipe
 from draftsmith.train.eagle import EagleRecipe
 from draftsmith.train.engine import checkpoint, order, watchdog
+from draftsmith.train.engine.best import BestWeights
 from draftsmith.train.engine.watchdog import NonFiniteCounter, Watchdog
 from draftsmith.train.recipe import changeable_keys
 
@@ -101,6 +102,39 @@ with Watchdog(0.02, "the same command goes on") as watchdog:
     assert "time.sleep" in done.stderr or "line 9" in done.stderr
 
 
+def test_decoding_for_tau_reports_each_round_and_others_wait_for_it(tmp_path, monkeypatch):
+    """τ of the main process may take longer than watchdog_minutes; what its ranks wait for is its own watchdog's."""
+    seen, reports = [], []
+    monkeypatch.setattr(Watchdog, "report", lambda watchdog, activity: reports.append(activity))
+    monkeypatch.setattr(Watchdog, "wait", lambda watchdog, activity: seen.append(activity))
+
+    def tau(report):
+        before = len(reports)
+        report()
+        assert reports[before:] == ["evaluating step 7"]
+        return 1.5
+
+    loop.fit(new_recipe(tmp_path), new_model(), objective, Numbers(), Numbers(), {}, measure_tau=tau)
+    assert seen == []
+    monkeypatch.setattr(BestWeights, "decodes", False)
+    loop.fit(new_recipe(tmp_path / "b"), new_model(), objective, Numbers(), Numbers(), {}, measure_tau=tau)
+    assert seen == ["waiting for the main process to measure τ"] and reports[-2:] == ["evaluating step 7", "saving step 7"]
+
+
+def test_a_process_that_waits_for_another_is_not_ended():
+    program = """
+import time
+from draftsmith.train.engine.watchdog import Watchdog
+with Watchdog(0.005, "") as watchdog:
+    watchdog.wait("waiting for the main process")
+    time.sleep(1)
+    watchdog.report("going on")
+print("here")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+
+
 def test_a_watchdog_ends_with_its_run():
     before = threading.active_count()
     with Watchdog(10, ""):
@@ -157,30 +191,30 @@ def test_best_weights_belong_to_the_checkpoint_that_refers_to_them(tmp_path):
     """A run that falls back to an older checkpoint has that one's best weights."""
     taus = iter([1.1, 1.5, 1.2, 1.9, 1.3, 1.3, 1.3])
     recipe = new_recipe(tmp_path, eval_every=1, save_every=1, keep=3)
-    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda _: next(taus))
     folder = tmp_path / "checkpoints"
     assert {int(file.stem[5:]) for file in folder.glob("best-*")} == {4}
     taus = iter([1.1, 1.5, 1.2, 1.9])
     recipe = new_recipe(tmp_path / "b", eval_every=1, save_every=1, keep=3, steps=4, schedule="constant")
-    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda _: next(taus))
     folder = tmp_path / "b" / "checkpoints"
     assert {int(file.stem[5:]) for file in folder.glob("best-*")} == {2, 4}
     second = load_file(folder / "best-00000002.safetensors")
     (folder / "step-00000004" / "model.safetensors").write_bytes(b"")
     model, taus = new_model(), iter([1.2])
-    _, step = loop.fit(recipe, model, objective, Numbers(), Numbers(), {}, measure_tau=lambda: next(taus))
+    _, step = loop.fit(recipe, model, objective, Numbers(), Numbers(), {}, measure_tau=lambda _: next(taus))
     assert step == 2 and all(torch.equal(parameter, second[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("spoil", [lambda content: content[:-100], lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]])
 def test_best_weights_that_are_damaged_are_said_before_the_first_step(tmp_path, spoil):
     recipe = new_recipe(tmp_path, eval_every=1, save_every=1, steps=2, schedule="constant")
-    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda: 1.5)
+    loop.fit(recipe, new_model(), objective, Numbers(), Numbers(), {}, measure_tau=lambda _: 1.5)
     file = checkpoint.best_file(tmp_path / "checkpoints", 1)
     file.write_bytes(spoil(file.read_bytes()))
     recipe = new_recipe(tmp_path, eval_every=1, save_every=1, steps=3, schedule="constant")
     with pytest.raises(ValueError, match="best-00000001.safetensors is damaged: it is not what was saved with τ 1.500; restore it"):
-        loop.fit(recipe, new_model(), crashing(1), Numbers(), Numbers(), {}, measure_tau=lambda: 1.4)
+        loop.fit(recipe, new_model(), crashing(1), Numbers(), Numbers(), {}, measure_tau=lambda _: 1.4)
 
 
 def test_an_exhausted_gpu_names_keys_that_help(tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from draftsmith.inference.kernels import use
 from draftsmith.inference.progress import Bar
 from draftsmith.train.engine import checkpoint, processes
-from draftsmith.train.engine.best import BestWeights
+from draftsmith.train.engine.best import BestWeights, MeasureTau
 from draftsmith.train.engine.log import Log, means, sums_of
 from draftsmith.train.engine.optimizer import cast_trained
 from draftsmith.train.engine.order import drawn_rows, prefetched, sample_rows
@@ -40,7 +40,7 @@ def fit(
     fingerprint: dict[str, Any],
     *,
     target_forward: Callable[[Batch], object] | None = None,
-    measure_tau: Callable[[], float] | None = None,
+    measure_tau: MeasureTau | None = None,
     collective: bool = False,
     keep_best: bool = True,
     refresh: Refresh | None = None,
@@ -95,6 +95,8 @@ def fit(
                 run.accelerator.wait_for_everyone()  # once one rank is gone, the launcher gives the others 30 seconds
                 raise SystemExit(128 + stopped_by)
     sharded.gather_weights()
+    if run.done < recipe.train.steps:
+        run.log.print(f"no better τ in {best.since} evaluations: ended after step {run.done} of {recipe.train.steps}; a higher train.patience goes on")
     if best.step:
         run.log.print(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
         best.restore()
@@ -171,7 +173,7 @@ class _Run:
             for step in self.steps:
                 self._train_step(step, batches)
                 if self._is_due(self.section.eval_every):
-                    if self._is_due(self.section.save_every):  # the steps must not be lost if the evaluation fails
+                    if self.best.measure_tau or self._is_due(self.section.save_every):  # decoding may fail, or outlast a signal's grace
                         self._save()
                     self._evaluate()
                 finished = self.done == self.section.steps or self.best.is_stale(self.section.patience)
@@ -243,7 +245,10 @@ class _Run:
 
         with self.log.paused():
             metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator, report)
-            self.log.write_evaluation(self.done, metrics | self.best.measure(self.done))
+            if not self.best.decodes:
+                self.watchdog.wait("waiting for the main process to measure τ")
+            self.log.write_evaluation(self.done, metrics | self.best.measure(self.done, report))
+        report()
         self.evaluated = self.done
 
     def _refresh(self, refresh: Refresh, signals: Signals) -> None:

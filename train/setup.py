@@ -33,6 +33,7 @@ from draftsmith.models.parallel import COLLECTIVE
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
 from draftsmith.train.engine import output, processes, resume
+from draftsmith.train.engine.best import MeasureTau
 from draftsmith.train.engine.resume import TARGET_DTYPE, TARGET_FILES, TAU_PROMPTS
 from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe, TrainSection, TreeSection
@@ -277,7 +278,7 @@ def _tau_prompts(section: TrainSection, target: Target) -> list[Prompt]:
     return prompts.load(section.tau_file, section.tau_prompts) if section.tau_file else shipped_prompts(target, section.tau_prompts)
 
 
-def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> Callable[[], float] | None:
+def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int | None = None) -> MeasureTau | None:
     """A function that measures τ itself on train.tau_prompts prompts of each domain; None if there are to be none.
 
     Args:
@@ -300,10 +301,12 @@ def tau_probe(recipe: Recipe, target: Target, drafter: Drafter, positions: int |
             "lower it, or give shorter prompts: train.tau_file"
         )
 
-    def tau() -> float:
-        sampling = Sampling(temperature=section.tau_temperature)
-        done = Decoder(target, drafter, slots=min(8, len(encoded))).generate(encoded, sampling, section.tau_tokens)
-        return sum(len(answer.tokens) for answer in done) / sum(len(answer.rounds) for answer in done)
+    def tau(report: Callable[[], None]) -> float:
+        sampling, tokens, rounds = Sampling(temperature=section.tau_temperature), 0, 0
+        for steps in Decoder(target, drafter, slots=min(8, len(encoded))).stream(encoded, sampling, section.tau_tokens):
+            tokens, rounds = tokens + sum(len(step.tokens) for step in steps), rounds + len(steps)
+            report()
+        return tokens / rounds
 
     return tau
 

@@ -11,6 +11,9 @@ from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.sharded import ShardedModel
 
 
+MeasureTau = Callable[[Callable[[], None]], float]  # what is called after each round of decoding -> τ
+
+
 class BestWeights:
     """The weights with the best τ so far, saved beside the checkpoints.
 
@@ -26,7 +29,7 @@ class BestWeights:
         folder: Path,
         sharded: ShardedModel,
         state: dict[str, Any] | None,
-        measure_tau: Callable[[], float] | None,
+        measure_tau: MeasureTau | None,
         collective: bool,
         keep: bool = True,
     ) -> None:
@@ -40,14 +43,22 @@ class BestWeights:
         """For the checkpoint."""
         return {"tau": self.tau, "step": self.step, "since": self.since} | ({"sha256": self.sha256} if self.sha256 else {})
 
-    def measure(self, step: int) -> dict[str, float]:
-        """Measure τ after `step` steps, and save the weights if it is the best -> {"tau": τ}, equal on all ranks; {} without `measure_tau`."""
+    @property
+    def decodes(self) -> bool:
+        """Whether this rank measures τ itself, or nobody does."""
+        return self.measure_tau is None or self.sharded.accelerator.is_main_process or self.collective
+
+    def measure(self, step: int, report: Callable[[], None]) -> dict[str, float]:
+        """Measure τ after `step` steps, and save the weights if it is the best -> {"tau": τ}, equal on all ranks; {} without `measure_tau`.
+
+        `report` is called after each round of decoding.
+        """
         if self.measure_tau is None:
             return {}
         accelerator, model = self.sharded.accelerator, self.sharded.model
         with self.sharded.gathered():
             model.eval()
-            own = self.measure_tau() if accelerator.is_main_process or self.collective else 0.0
+            own = self.measure_tau(report) if self.decodes else 0.0
             main = torch.tensor(own if accelerator.is_main_process else 0.0, device=accelerator.device)
             tau = cast(Tensor, accelerator.reduce(main, "sum")).item()
             self.since += self.keep

@@ -7,6 +7,7 @@ read different data are refused; an exhausted GPU and a lost rank end in one lin
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -90,6 +91,10 @@ class Watchdog:
     def report(self, activity: str) -> None:
         """There was progress; `activity` is what the process does next."""
         self.activity, self.since = activity, time.monotonic()
+
+    def wait(self, activity: str) -> None:
+        """Until the next report this process waits for another, whose own watchdog ends the run."""
+        self.activity, self.since = activity, math.inf
 
     def _watch(self) -> None:
         while not self.ended.wait(min(5.0, self.limit / 4)):
