@@ -62,13 +62,17 @@ def check_own(folder: Path, kind: str, names: tuple[str, ...], key: str) -> None
     mark = _read(folder / MARK)
     if mark is not None:
         if mark.get("kind") != kind:
-            raise ValueError(f"{key}={folder} holds a {mark.get('kind')}, not a {kind}; give another folder")
+            raise ValueError(f"{key}={folder} holds {_with_article(str(mark.get('kind')))}, not {_with_article(kind)}; give another folder")
         return
     foreign = sorted(name for name in names if os.path.lexists(folder / name))
     if foreign:
         raise ValueError(
             f"{key}={folder} holds {', '.join(foreign)}, which no {kind} of Draftsmith wrote ({MARK} is missing); give another folder"
         )
+
+
+def _with_article(kind: str) -> str:
+    return f"an {kind}" if kind[:1] in "aeiou" else f"a {kind}"
 
 
 def is_own(folder: Path, kind: str) -> bool:

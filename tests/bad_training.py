@@ -465,6 +465,9 @@ CHECKPOINTS = [
     resumed("another format", "of another version of draftsmith", state={"format": 99}),
     resumed("text as format", "of another version of draftsmith", state={"format": "x"}),
     resumed("another recipe", "was made with data.seq_len=256, this run has 64", state={"recipe": {}}),
+    resumed(
+        "a key that is gone", "was made with data.gone=0.5, a key that this version does not have", state={"recipe": {"data.gone": 0.5}}
+    ),
     *(
         BadInput(
             f"checkpoint: {file} cut off",

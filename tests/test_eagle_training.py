@@ -226,7 +226,7 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.classification=1"], r"eagle\.classification=1\.0 does nothing with eagle\.version=3"),
         (
             ["train.tau_prompts=0", "train.patience=2"],
-            r"train\.patience=2 waits for a better τ, which train\.tau_prompts=0 does not measure",
+            r"^train\.patience=2 waits for a better τ, which train\.tau_prompts=0 does not measure; give train\.patience=0 too$",
         ),
         (["eagle.regression=1", "eagle.hidden_size=16", "eagle.heads=2"], "eagle.regression compares"),
     ],

@@ -483,7 +483,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
         (["medusa-tiny.yaml", "data.seq_len=100000", "--cpu"], "longer than the target's context"),
         (["medusa-tiny.yaml", "target.path=./nowhere", "--cpu"], "no folder './nowhere'"),
         (["medusa-tiny.yaml", "target.parallel=shard", "--gpus", "1"], "this is one"),
-        (["target-tiny.yaml"], "cannot tell which script trains it"),
+        (["target-tiny.yaml"], "of which `plan` has no estimate"),
     ],
 )
 def test_mistakes_are_one_line(words, says, capsys):

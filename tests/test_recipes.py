@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,6 +115,23 @@ def test_what_ran_is_saved_and_can_be_run_again(tmp_path):
     recipe.save(loaded, tmp_path)
     assert recipe.load(MedusaRecipe, tmp_path / "recipe.yaml", []) == loaded
     assert {"argv", "git", "versions"} <= yaml.safe_load((tmp_path / "run.json").read_text()).keys()
+
+
+def test_the_commit_is_that_of_this_package_alone(tmp_path, monkeypatch):
+    """An installed package may lie in the work tree of another project."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "a.yaml").write_text("a: 1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
+    assert recipe._commit() == head
+    (tmp_path / "recipes" / "a.yaml").write_text("a: 2\n")
+    assert recipe._commit() == f"{head}-dirty"
+    (tmp_path / "site" / "recipes").mkdir(parents=True)
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path / "site" / "recipes")
+    assert recipe._commit() is None
 
 
 def test_scripts_shadow_no_module():

@@ -12,8 +12,9 @@ from draftsmith.train import eagle, medusa, recipe
 from draftsmith.train.benchmarks import scaling as benchmark
 from draftsmith.train.plan import scaling
 from draftsmith.train.plan.memory import GIB, Machine
-from draftsmith.train.plan.report import report
+from draftsmith.train.plan.report import report, schema_of
 from draftsmith.train.plan.scaling import Point
+from draftsmith.train.sweep.plan import module_of
 from draftsmith.train.sweep.trial import Result
 
 
@@ -199,6 +200,23 @@ def test_what_is_refused(words, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         benchmark.main([str(tmp_path / "out"), *words])
     assert not (tmp_path / "out" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "keys", "method"),
+    [
+        ("eagle", "eagle1-tiny", [], "eagle-1"),
+        ("eagle", "eagle3-tiny", [], "eagle-3"),
+        ("medusa", "medusa-tiny", [], "medusa"),
+        ("medusa", "medusa2-tiny", [], "medusa-2"),
+        ("distill", "distill-tiny", [], "distill"),
+        ("distill", "distill-pruned-smollm2-135m", [], "distill-pruned"),
+        ("distill", "distill-tiny", ["student.start=random", "student.layers=2"], "distill-random"),
+        ("hydra", "hydra-tiny", [], "hydra"),
+    ],
+)
+def test_what_starts_otherwise_has_a_curve_of_its_own(script, name, keys, method):
+    assert scaling.method_name(script, recipe.load(schema_of(module_of(script)), name, keys)) == method
 
 
 def test_a_plan_predicts_from_the_shipped_runs(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -15,12 +16,14 @@ import torch
 from commands import failing
 
 from draftsmith.inference.claim import claim, is_claimed
+from draftsmith.models.model_files import SHIPPED
 from draftsmith.train import cli
 from draftsmith.train import recipe as recipes
+from draftsmith.train.eagle import EagleRecipe
 from draftsmith.train.engine import output
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import command, search, trial
-from draftsmith.train.sweep.plan import make_plan
+from draftsmith.train.sweep.plan import contents_of, make_plan
 from draftsmith.train.sweep.run import FILES, KIND, run_sweep
 from draftsmith.train.sweep.trial import Run, result_of
 
@@ -295,6 +298,27 @@ def test_results_of_data_that_have_changed_do_not_count(stub, capsys):
         file.write_text(before)
     texts[1].unlink()
     assert "b.txt" in failing(capsys, command.main, words(stub, *given))
+
+
+def test_results_of_another_target_or_start_do_not_count(tmp_path):
+    def contents(*keys):
+        return contents_of([recipes.load(EagleRecipe, "eagle3-tiny", [f"target.path={tmp_path / 'target'}", *keys])])
+
+    shutil.copytree(SHIPPED["tiny"], tmp_path / "target")
+    shutil.copytree(SHIPPED["tiny-draft"], tmp_path / "start")
+    before, started = contents(), contents(f"eagle.start={tmp_path / 'start'}")
+    assert before == contents() and len(started) == len(before) + 1
+    for folder in ("target", "start"):
+        file = tmp_path / folder / "model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    changed = contents(f"eagle.start={tmp_path / 'start'}")
+    assert {key for key in started if changed[key] != started[key]} == {f"contents of {tmp_path / name}" for name in ("target", "start")}
+    (tmp_path / "t.gguf").write_bytes(b"GGUF")
+    assert contents(f"target.path={tmp_path / 't.gguf'}", "eagle.start=name/on-the-hub").keys() == {
+        "contents of stdlib train",
+        f"contents of {tmp_path / 't.gguf'}",
+    }
 
 
 def test_failures_rank_last_with_their_reason_and_run_again(stub, capsys):

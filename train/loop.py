@@ -95,10 +95,8 @@ def fit(
                 run.accelerator.wait_for_everyone()  # once one rank is gone, the launcher gives the others 30 seconds
                 raise SystemExit(128 + stopped_by)
     sharded.gather_weights()
-    if run.done < recipe.train.steps:
-        run.log.print(f"no better τ in {best.since} evaluations: ended after step {run.done} of {recipe.train.steps}; a higher train.patience goes on")
+    run.print_end()
     if best.step:
-        run.log.print(f"best τ {best.tau:.3f} after step {best.step}; those weights are kept")
         best.restore()
     if recipe.train.weights == "bfloat16":
         cast_trained(model, torch.float32)  # as what is published has it
@@ -250,6 +248,16 @@ class _Run:
             self.log.write_evaluation(self.done, metrics | self.best.measure(self.done, report))
         report()
         self.evaluated = self.done
+
+    def print_end(self) -> None:
+        """Say why the run ended early, and which weights are published."""
+        if self.done < self.section.steps:
+            self.log.print(
+                f"no better τ in {self.best.since} evaluations: ended after step {self.done} of {self.section.steps}; a higher train.patience "
+                "goes on"
+            )
+        if self.best.step:
+            self.log.print(f"best τ {self.best.tau:.3f} after step {self.best.step}; those weights are kept")
 
     def _refresh(self, refresh: Refresh, signals: Signals) -> None:
         """Have on-policy samples made; each time that `refresh` asks whether to stop counts as progress."""

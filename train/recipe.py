@@ -259,7 +259,7 @@ def _first_fault(error: ValidationError) -> str:
     # Between key and place pydantic names the type that it tried: `tuple[Source, ...]`.
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier())
     message = first["msg"].removeprefix("Value error, ")
-    if not key:
+    if not key or isinstance(first["input"], dict):  # what a section's own check says names its keys
         return message
     got = "nothing" if first["type"] == "missing" or first["input"] is None else redacted(repr(first["input"]))
     return f"recipe key {key!r}: {message[:1].lower()}{message[1:]}; got {got if len(got) <= 100 else got[:100] + '…'}"
@@ -302,18 +302,29 @@ def save(recipe: Recipe, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     durable.write_text(folder / "recipe.yaml", yaml.safe_dump(by_key(recipe), sort_keys=False))
-    git = shutil.which("git")
-    command = [git or "git", "-C", str(RECIPES), "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""
     packages = ("draftsmith", "torch", "transformers", "accelerate", "safetensors")
     run = {
         "argv": redacted([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git": commit or None,
+        "git": _commit(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
         "machine": platform.processor() or platform.machine(),
     }
     durable.write_text(folder / "run.json", json.dumps(run, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    """The commit of this package's work tree, with `-dirty` where files differ from it; None outside of one, as of an installed package."""
+    git = shutil.which("git")
+    if not git:
+        return None
+
+    def said(*words: str) -> str:
+        return subprocess.run([git, "-C", str(RECIPES), *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    if said("rev-parse", "--show-toplevel") != str(RECIPES.parent):
+        return None
+    return said("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
 
 
 def _value(key: str, text: str, known: dict[str, FieldInfo]) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor
 from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.sharded import ShardedModel
 
-
 MeasureTau = Callable[[Callable[[], None]], float]  # what is called after each round of decoding -> τ
 
 

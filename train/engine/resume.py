@@ -133,7 +133,13 @@ def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any],
     for name, missing in (("recipe", defaults), ("fingerprint", not_recorded)):
         then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
-            if now.get(key) != then.get(key):
+            gone = name == "recipe" and key not in now
+            if gone and then[key]:
+                raise ValueError(
+                    f"{newest} was made with {printable(key, '')}={printable(str(then[key]), '')}, a key that this version does not have; give "
+                    "another train.output, or delete that folder"
+                )
+            if not gone and now.get(key) != then.get(key):
                 was = printable(str(then.get(key)), "")
                 same = f"take target.dtype={was}, " if key == TARGET_DTYPE else ""
                 raise ValueError(

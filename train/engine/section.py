@@ -86,7 +86,9 @@ class TrainSection(Section):
         default="cosine", description="learning rate after the warm-up, down to min_lr; wsd: constant, then linear over the last quarter"
     )
     warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
-    min_lr: float = Field(default=0.0, ge=0, le=1, description="what the learning rate falls to by the end of the last step, as a fraction of lr")
+    min_lr: float = Field(
+        default=0.0, ge=0, le=1, description="what the learning rate falls to by the end of the last step, as a fraction of lr"
+    )
     weight_decay: float = Field(default=0.0, ge=0, le=1000, description="weight decay, of matrices only")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="decay rates of the gradient's mean, Muon's too, and of its square")
     clip: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")
@@ -115,7 +117,10 @@ class TrainSection(Section):
         description="batches of an evaluation, of train.micro_batch_size sequences, or of train.batch_size where that is unset",
     )
     save_every: Changeable[int] = Field(
-        default=0, ge=0, le=10**9, description="steps between checkpoints; 0: before each measurement of τ, at the end and on interruption only"
+        default=0,
+        ge=0,
+        le=10**9,
+        description="steps between checkpoints; 0: before each measurement of τ, at the end and on interruption only",
     )
     keep: Changeable[int] = Field(default=2, ge=1, le=10**6, description="how many of the newest checkpoints stay on disk")
     resume: Changeable[Literal["auto", "never"]] = Field(

@@ -78,7 +78,7 @@ def is_ours(path: str) -> bool:
 
 def local_names(folder: Path, artifact: Path) -> list[str]:
     """Files of text that name folders of this machine: the user's home, or the artifact's parent."""
-    names = [str(name).encode() for name in (Path.home(), artifact.resolve().parent) if len(name.parts) > 2]
+    names = [str(name).encode() for name in (Path.home(), artifact.resolve().parent) if len(name.parts) > 1]
     texts = [file for file in folder.rglob("*") if file.suffix in (".json", ".yaml", ".md", ".html", ".jsonl")]
     return sorted(file.relative_to(folder).as_posix() for file in texts if any(name in file.read_bytes() for name in names))
 

@@ -112,6 +112,8 @@ def method_of(path: str, overrides: list[str]) -> ModuleType:
     matching = [name for name, sections in own.items() if sections & named]
     if not matching:
         matching = [name for name in methods if re.match(rf"{name}\d*(-|$)", file.stem)]
+    if not matching and re.match(r"target(-|$)", file.stem):
+        raise ValueError(f"{path} trains a target (`draftsmith train target`), of which `plan` has no estimate; give a recipe of a drafter")
     if len(matching) != 1:
         sections = ", ".join(f"{section}.* for train/{name}.py" for name, sections in own.items() for section in sorted(sections))
         raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.intervals import Interval
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, by_key
 
 SHIPPED = Path(__file__).with_name("scaling.json")
 DEPTH = 4  # K of the runs
@@ -76,9 +76,10 @@ class Curves:
 
 
 def method_name(script: str, recipe: Recipe) -> str:
-    """The script's name, and the version for EAGLE: `eagle-3`."""
-    version = getattr(getattr(recipe, script, None), "version", None)
-    return script if version is None else f"{script}-{version}"
+    """The script's name, and by what its curves differ: `eagle-3`, `medusa-2`, and `distill-pruned` beside students that were trained before."""
+    values = by_key(recipe)
+    version = values.get(f"{script}.version") or (2 if values.get("joint.rank") else None) or values.get("student.start")
+    return f"{script}-{version}" if version in (1, 2, 3, "pruned", "random") else script
 
 
 def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:

@@ -11,11 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from draftsmith.data.prompts import shipped_or_given
+from draftsmith.models.model_files import SHIPPED
+from draftsmith.models.weights import sampled_hash, weights_hash
 from draftsmith.train import cli
 from draftsmith.train import recipe as recipes
 from draftsmith.train.engine.redact import redacted
 from draftsmith.train.plan.report import schema_of
-from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe import Recipe, by_key
 from draftsmith.train.sweep.search import read_grid, rung_steps, trials_of
 from draftsmith.train.sweep.trial import Run
 
@@ -73,7 +75,7 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What must be the same when a sweep goes on."""
         own = {"method": self.method, "grid": redacted(self.grid), "--rungs": self.rungs, "--seeds": self.seeds, "--eta": self.eta}
-        return own | self.contents | {key: value for key, value in recipes.by_key(self.base).items() if key not in OWN_KEYS}
+        return own | self.contents | {key: value for key, value in by_key(self.base).items() if key not in OWN_KEYS}
 
     def words(self, trial: int, rung: int) -> list[str]:
         """The overrides of a trial, with the steps and evaluation batches that give it the tokens of the rung, and the warm-up in proportion."""
@@ -158,8 +160,8 @@ def sections_of_data(recipe: Recipe) -> str:
 
 
 def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
-    """Hashes of the data that recipes train on, of chat templates and of prompts for τ, as settings: a finished run counts only while they are
-    as they were.
+    """Hashes of the data that recipes train on, of chat templates, of prompts for τ, and of local targets and weights to start from, as settings: a
+    finished run counts only while they are as they were.
 
     Raises:
         ValueError: a source does not exist.
@@ -171,7 +173,17 @@ def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
         each.train.tau_file: shipped_or_given(each.train.tau_file) for each in recipes if each.train.tau_file and each.train.tau_prompts
     }
     contents |= {name: hashlib.sha256(file.read_bytes()).hexdigest()[:20] for name, file in files.items() if file.is_file()}
+    models = {str(value) for each in recipes for key, value in by_key(each).items() if key == "target.path" or key.endswith(".start")}
+    contents |= {name: model_hash for name in models if (model_hash := _model_hash(name))}
     return {f"contents of {name}": contents[name] for name in sorted(contents)}
+
+
+def _model_hash(name: str) -> str:
+    """A hash of a model's or a drafter's weights; "" for a name that is no folder or file here, as on the Hub, whose commit is a key."""
+    source = Path(SHIPPED.get(name, name)).expanduser()
+    if source.is_file():
+        return sampled_hash([str(source)])
+    return weights_hash(str(source)) if source.is_dir() else ""
 
 
 def module_of(method: str) -> ModuleType:
@@ -212,7 +224,7 @@ def of_length(recipe: Recipe, steps: int) -> dict[str, str]:
     """The keys that give a run of this recipe other steps, with the warm-up, and of Medusa-2 the steps of heads alone, in proportion."""
     warmup = -(-recipe.train.warmup_steps * steps // recipe.train.steps)
     keys = {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
-    heads = recipes.by_key(recipe).get("joint.heads_steps", 0)
+    heads = by_key(recipe).get("joint.heads_steps", 0)
     return keys | ({"joint.heads_steps": str(heads * steps // recipe.train.steps)} if heads else {})
 
 
