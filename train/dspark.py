@@ -5,7 +5,6 @@ accelerate launch train/dspark.py recipes/dspark-tiny.yaml dspark.confidence=0.3
 """
 
 import sys
-from typing import Literal
 
 from pydantic import Field
 
@@ -32,9 +31,6 @@ class DsparkSection(Section):
     kv_heads: int | None = Field(default=None, ge=1, le=2**12, description="key and value heads; unset: the target's, or as many as heads")
     intermediate_size: int | None = Field(default=None, ge=1, le=2**20, description="inner size of the MLP; unset: the target's")
     markov_rank: int = Field(default=64, ge=1, le=2**12, description="r, rank of the head that reads the token before (the paper: 256)")
-    markov: Literal["low-rank", "gated", "rnn"] = Field(
-        default="low-rank", description="that head: of the token alone, gated by the state of the row, or with a memory of the path"
-    )
     confidence: float = Field(
         default=0.0,
         ge=0,
@@ -159,7 +155,6 @@ def architecture(section: DsparkSection, target: Target) -> dict[str, Any]:
         "causal": section.causal,
         "mask_token_id": section.mask_token,
         "markov_rank": section.markov_rank,
-        "markov": section.markov,
         "confidence": section.confidence,
     }
 

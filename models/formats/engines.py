@@ -217,7 +217,7 @@ def _dflash_limits(config: DflashConfig, target: Target) -> list[Limit]:
     kind = getattr(target.config, "model_type", "")
     markov, unscaled = getattr(config, "markov", "low-rank"), target.head_scale != 1
     rules = (
-        (markov != "low-rank", "vLLM", f"has no {markov} Markov head: train with dspark.markov=low-rank", True),
+        (markov != "low-rank", "vLLM", f"has no {markov} Markov head", True),
         (own_mask and dspark, "vLLM", "reads no mask embedding of its own: train with dspark.mask_token", True),
         (own_mask, "SGLang", "reads no mask embedding of its own: train with dflash.mask_token", True),
         (config.causal, "SGLang", "lets the rows of a block see all of it", True),
