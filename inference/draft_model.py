@@ -272,7 +272,9 @@ class DraftModel:
         encoded_index, self._encoded_index = self._encoded_index, None
         counts = [0] * len(results)
         if encoded_index is not None:
-            accepted, count = _encoded_path(encoded_index, verdict.path[:, 1:].to(encoded_index.device))
+            # No further than this tree was encoded: beside a look-up, verdicts are as wide as the look-up's trees.
+            path = verdict.path[:, 1 : self._encoded_levels + 1].to(encoded_index.device)
+            accepted, count = _encoded_path(encoded_index, path)
             counts = [min(result.length - 1, self._encoded_levels) for result in results] if self._chain else count.tolist()
             self._state.cache.keep(accepted, count, counts, in_place=self._chain)
         for slot, result, count in zip(round.slots, results, counts, strict=True):
