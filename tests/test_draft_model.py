@@ -13,9 +13,12 @@ from zoo import VOCAB, tiny
 from draftsmith.eval import loading
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import tokenizer_check
+from draftsmith.models.drafter import default_paths
 from draftsmith.models.target import Target
 
 
@@ -164,3 +167,14 @@ def test_a_decoder_serves_in_inference_mode_and_then_outside():
     with torch.inference_mode():
         inside = texts(Decoder(target, drafter, slots=2).generate(PROMPTS, Sampling(), 12, ()))
     assert inside == texts(Decoder(target, drafter, slots=2).generate(PROMPTS, Sampling(), 12, ())) == plain
+
+
+@pytest.mark.parametrize("tree", [StaticTree.from_paths(default_paths(2, 15)), DynamicTree(2, 4, 16)], ids=["static", "dynamic"])
+def test_beside_a_lookup_it_decodes_to_the_end_of_the_context(tree):
+    """A look-up drafts deeper, and verdicts are as wide as its trees; the draft model has no space for that near its last position."""
+    target, model = Target.wrap(tiny("llama")), Target.wrap(tiny("llama", seed=1))
+    drafter, generator = Hybrid(DraftModel(model, tree)), torch.Generator().manual_seed(3)
+    prompts = [torch.randint(VOCAB, (120,), generator=generator).tolist() for _ in range(3)]
+    for prompt in prompts:
+        plain, drafted = (Decoder(target, each, slots=1).generate([prompt], max_new_tokens=40, stop_ids=()) for each in (None, drafter))
+        assert drafted[0].tokens == plain[0].tokens and drafted[0].reason == "context"
