@@ -74,7 +74,7 @@ def _plan(messages: list[Message]) -> list[Message | None]:
         return [turn for message in messages for turn in ((message, None) if message["role"] == "user" else (message,))]
     # A call stays, since its result does: one in `tool_calls`, or in words (ShareGPT's function_call). Several may come before their results.
     turns = list[Message | None]()
-    result, call = False, False  # whether the message after is one
+    result, call = False, False  # whether the message after is a tool's result, or a call
     for message in reversed(messages):
         call = message["role"] == "assistant" and (result or (call and bool(message.get("tool_calls"))))
         result = message["role"] == "tool"

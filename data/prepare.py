@@ -148,7 +148,7 @@ def prepare_corpora(plan: CorpusPlan, key: str, tokenizer: PreTrainedTokenizerBa
                     builders["valid" if held_out(plan, source, number) else part].add(example, source)
                 bar.update(tally.read, f"{tally.read:,} examples read")
     tally.check(names)
-    _hold_out_tail(builders["train"], builders["valid"], plan, tally)
+    _hold_out_if_none(builders["train"], builders["valid"], plan, tally)
     return {
         "train": builders["train"].corpus(plan, key, encoder.end, tally, plan.train),
         "valid": builders["valid"].corpus(plan, key, encoder.end, tally, ()),
@@ -292,9 +292,9 @@ def mix(lengths: Tensor, owners: list[Source], sources: tuple[Source, ...]) -> T
     return torch.cat(chosen)
 
 
-def _hold_out_tail(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan, tally: Tally) -> None:
-    """Hold out what no source held out: one conversation in twenty over several small files; of texts the last twentieth of their pieces, since a
-    book is a single document."""
+def _hold_out_if_none(train: CorpusBuilder, valid: CorpusBuilder, plan: CorpusPlan, tally: Tally) -> None:
+    """Hold out examples where no source has enough to hold one out: of conversations one in twenty over all sources, of texts the last twentieth of
+    their pieces, since a book is a single document."""
     count = len(train.samples)
     reasons = ", ".join(f"{count:,} of {tally.read:,} dropped ({reason})" for reason, count in tally.dropped.most_common())
     remedy = f"{reasons}, give other data" if reasons else "the source is empty or too short, give more text or a smaller data.seq_len"

@@ -59,8 +59,8 @@ def of_difference(tokens: Tensor, rounds: Tensor) -> Interval:
 def of_share(hits: Tensor, count: Tensor) -> Interval:
     """Σ hits / Σ count, of [P] each, on its own scale, and within 0 and 1.
 
-    Of none (or all) there is no spread to draw from. Then the bound is exact for prompts of equal count: a share μ is seen in no prompt with
-    probability (1 − μ)^P at most, since a prompt's share is not above 1.
+    Where no prompt has a hit, or all are hits, samples do not differ. The bound is then by probability, for prompts of equal count: under a true
+    share μ no prompt has a hit with probability (1 − μ)^P at most, since the share of a prompt is not above 1.
     """
     interval = _interval(torch.stack((hits, count)), lambda sums: sums[0] / sums[1])
     if interval.low is not None and interval.estimate in (0.0, 1.0):

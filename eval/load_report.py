@@ -138,8 +138,10 @@ def lines(report: dict[str, Any]) -> list[str]:
     if report["by_batch"]:
         curve = report["by_batch"]
         pairs = [f"{batch}: {speedup:.2f}" for batch, speedup in zip(curve["batches"], curve["speedup"], strict=True)]
-        end = f"as fast as plain decoding from batch {curve['break_even']} on" if curve["break_even"] else "faster at the largest of them"
-        end = "faster at each of them" if min(curve["speedup"]) > 1 else end
+        if curve["break_even"]:
+            end = f"as fast as plain decoding from batch {curve['break_even']} on"
+        else:
+            end = "faster at each of them" if min(curve["speedup"]) > 1 else "faster at the largest of them"
         text.append(f"predicted speedup by batch, at a context of {report['context']}: {'  '.join(pairs)}   ({end})")
     for entry in (report["policy"] or {}).get("entries", ()):
         what = f"{entry['nodes']} nodes, depth {entry['depth']}" if entry["tree"] else "off"

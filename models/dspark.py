@@ -6,8 +6,8 @@ one after the other, each at the cost of a product [r,V]. The confidence σ(w ·
 1 − ½ ‖p − q‖₁. It is known before the token is drafted. With `confidence` c > 0 a chain ends where the product of its confidences falls
 below c.
 
-`markov` names what W2 reads in the place of W1[x]; the confidence always reads W1[x]. Both are DeepSpec's, with its names, and are read alone: on
-`tiny` they drafted no better than W1[x] (three seeds, LOG.md of 2026-11-29), so no recipe trains them.
+`markov` names what W2 reads in the place of W1[x]; the confidence always reads W1[x]. Checkpoints of DeepSpec have both, with these names. No
+recipe trains them, since on `tiny` they drafted no better than W1[x] (three seeds, LOG.md of 2026-11-29).
 
   gated  σ(g) · W1[x], a gate for each of the r entries: g = G · [state; W1[x]] + b
   rnn    tanh(o), and a memory m of the path, 0 at the anchor, becomes σ(g) · m + (1 − σ(g)) · tanh(c); [g; c; o] = J · [m; W1[x]; state] + b

@@ -171,7 +171,8 @@ def test_a_warning_is_shown_to_its_end(content):
 
 def test_the_panel_of_loads_is_there_where_loads_are_known(content):
     assert 'id="load"' in html(content) and "From a batch of" in html(content)
-    assert "at every batch shown" in html(content | {"by_batch": LOAD | {"break_even": None}})
+    assert "It pays from some batch on." in html(content | {"by_batch": LOAD | {"break_even": None, "speedup": [0.9, 1.1, 1.2, 1.3]}})
+    assert "It pays at every batch shown." in html(content | {"by_batch": LOAD | {"break_even": None, "speedup": [1.1, None, 1.2, 1.3]}})
     unknown = [None] * len(LOAD["batches"])
     assert html(content | {"by_batch": LOAD | {"low": unknown, "high": unknown}}).count("too few prompts") > html(content).count(
         "too few prompts"

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.train.engine import checkpoint, processes
 from draftsmith.train.engine.sharded import ShardedModel
 
-MeasureTau = Callable[[Callable[[], None]], float]  # what is called after each round of decoding -> τ
+MeasureTau = Callable[[Callable[[], None]], float]  # a function to call after each round of decoding -> τ
 
 
 class BestWeights:

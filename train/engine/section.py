@@ -86,9 +86,7 @@ class TrainSection(Section):
         default="cosine", description="learning rate after the warm-up, down to min_lr; wsd: constant, then linear over the last quarter"
     )
     warmup_steps: int = Field(default=0, ge=0, le=10**9, description="steps of linear warm-up")
-    min_lr: float = Field(
-        default=0.0, ge=0, le=1, description="what the learning rate falls to by the end of the last step, as a fraction of lr"
-    )
+    min_lr: float = Field(default=0.0, ge=0, le=1, description="the learning rate after the last step, as a fraction of lr")
     weight_decay: float = Field(default=0.0, ge=0, le=1000, description="weight decay, of matrices only")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="decay rates of the gradient's mean, Muon's too, and of its square")
     clip: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")

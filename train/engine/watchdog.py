@@ -93,7 +93,7 @@ class Watchdog:
         self.activity, self.since = activity, time.monotonic()
 
     def wait(self, activity: str) -> None:
-        """Until the next report this process waits for another, whose own watchdog ends the run."""
+        """Pause until the next report: this process waits for another, whose own watchdog ends the run if that one hangs."""
         self.activity, self.since = activity, math.inf
 
     def _watch(self) -> None:

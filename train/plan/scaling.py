@@ -76,10 +76,13 @@ class Curves:
 
 
 def method_name(script: str, recipe: Recipe) -> str:
-    """The script's name, and by what its curves differ: `eagle-3`, `medusa-2`, and `distill-pruned` beside students that were trained before."""
+    """The script's name, with what gives it another curve: `eagle-3`, `medusa-2`, `distill-pruned`. A student that starts from a trained model is
+    `distill`."""
     values = by_key(recipe)
-    version = values.get(f"{script}.version") or (2 if values.get("joint.rank") else None) or values.get("student.start")
-    return f"{script}-{version}" if version in (1, 2, 3, "pruned", "random") else script
+    if values.get("joint.rank"):
+        return f"{script}-2"
+    kind = values.get(f"{script}.version") or values.get("student.start")
+    return f"{script}-{kind}" if kind in (1, 3, "pruned", "random") else script
 
 
 def fit(amounts: Sequence[float], taus: Sequence[float]) -> Curves:

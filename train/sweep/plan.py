@@ -179,11 +179,11 @@ def contents_of(recipes: Iterable[Recipe]) -> dict[str, str]:
 
 
 def _model_hash(name: str) -> str:
-    """A hash of a model's or a drafter's weights; "" for a name that is no folder or file here, as on the Hub, whose commit is a key."""
+    """A hash of the weights of a model or a drafter; "" for a name that is none here, such as `pruned` or a Hub id, whose commit is a key."""
     source = Path(SHIPPED.get(name, name)).expanduser()
     if source.is_file():
         return sampled_hash([str(source)])
-    return weights_hash(str(source)) if source.is_dir() else ""
+    return weights_hash(str(source)) if (source / "config.json").is_file() else ""
 
 
 def module_of(method: str) -> ModuleType:
