@@ -433,7 +433,7 @@ STORES = [
         "shards: of another target, in cache mode",
         side_file(store="0" * 64),
         CACHED,
-        "belongs to another store .*are left out",
+        "belongs to another store .*it is not read",
         0,
         ("store/*",),
     ),
