@@ -132,8 +132,8 @@ class AdaptiveDepth:
         """
         seconds, plain = self._nearest(slots), self.plain_seconds(slots)
         # If something disturbs the clock each time, the times are forgotten in the end.
-        recent = {k: [took for at, took in times if k == 0 or self._round - at < MAX_AGE] for k, times in seconds.items()}
-        points = sorted((k, min(times) / plain) for k, times in recent.items() if len(times) >= MIN_TIMES or k == 0)
+        recent = {k: [took for at, took in times if self._round - at < MAX_AGE] for k, times in seconds.items() if k}
+        points = [(0, 1.0), *sorted((k, min(times) / plain) for k, times in recent.items() if len(times) >= MIN_TIMES)]
         costs, i = [], 0
         for k in range(most + 1):
             while i + 1 < len(points) and points[i + 1][0] <= k:

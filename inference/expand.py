@@ -177,8 +177,16 @@ class StaticExpansion:
 
         Returns:
             The next level, or None where no node has children.
+
+        Raises:
+            ValueError: fewer candidates than the tree has ranks on this level.
         """
         level = self.levels[self.depth]
+        if ids.shape[-1] < level.count:
+            raise ValueError(
+                f"tree: got rank {level.count - 1} at depth {self.depth + 1}, where a node has {ids.shape[-1]} candidates, the draft "
+                "vocabulary; expected lower ranks"
+            )
         self.tokens[:, level.children] = ids.flatten(1)[:, level.candidates]
         if self.scores is not None and scores is not None:
             self.scores[:, level.children] = scores.float().flatten(1)[:, level.candidates]

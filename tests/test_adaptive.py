@@ -122,5 +122,6 @@ def test_the_time_of_a_plain_round_is_that_of_the_present_context():
     for _ in range(module.MAX_PLAIN_AGE - 1):
         adaptive.measure(1, 2, 4.0)
     assert adaptive.plain_seconds(1) == 1.1, "the last one, where all are old"
+    assert adaptive.costs(1, 2)[0] == 1.0, "in rounds of the present context too"
     adaptive.measure(1, 0, 3.0)
     assert adaptive.plain_seconds(1) == 3.0

@@ -218,6 +218,9 @@ def test_refusals():
         and without_gaps.without_gaps() is without_gaps
     )
     assert StaticExpansion(gaps, round_context([0], [0])).tree_spec is gaps
+    narrow = StaticExpansion(gaps, round_context([0], [0]))
+    with pytest.raises(ValueError, match=r"rank 3 at depth 1, where a node has 3 candidates"):
+        narrow.add_level(torch.zeros(1, 1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="depth 0"):
         DynamicTree(0, 1, 2)
     with pytest.raises(ValueError, match=r"expected depth, width and nodes"):
