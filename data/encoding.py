@@ -18,6 +18,7 @@ from draftsmith.data.chat import Template, Unusable
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.dedup import MinHasher, Signature
 from draftsmith.data.loops import repeats
+from draftsmith.inference.machine import cores
 
 CHUNK = 256  # examples of one task of a worker
 SERIAL_EXAMPLES = 2048  # examples to encode in this process before starting workers is worth the time
@@ -143,8 +144,7 @@ def encoded(examples: Iterable[Conversation], encoder: Encoder, num_proc: int | 
     first = next(chunks, None)
     if first is None:
         return
-    cores = len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
-    num_proc = min(num_proc or cores, 8 * cores)  # each has half a gigabyte of modules
+    num_proc = min(num_proc or cores(), 8 * cores())  # each has half a gigabyte of modules
     if num_proc == 1:
         for chunk in chain([first], chunks):
             yield from map(encoder, chunk)

@@ -106,7 +106,7 @@ def sample_key(ids: Tensor) -> str:
 
 
 def write_shard(
-    path: Path, rows: list[tuple[str, Tensor, Tensor, Tensor | None]], index: Index, logits: Callable[[Tensor], Tensor] | None = None
+    path: Path, rows: list[tuple[str, Tensor, Tensor, Tensor | None]], index: Index, logits: Callable[[Tensor], Tensor]
 ) -> None:
     """Write the features of some samples to `path`, then the checksum beside it.
 
@@ -114,7 +114,7 @@ def write_shard(
         path: the shard, without its ending.
         rows: (key, ids [n], hidden [n,H], taps [n,T,H] or None) of each sample.
         index: the store's.
-        logits: the target's head; with it, the error of the precision is measured and stored.
+        logits: the target's head, by which the error of the precision is measured.
 
     Raises:
         OSError: the shard cannot be written. The message counts the complete shards.
@@ -128,7 +128,7 @@ def write_shard(
         tensors[name] = stored.values
         if stored.scale is not None:
             tensors[f"{name}_scale"] = stored.scale
-        if name == "hidden" and logits is not None:
+        if name == "hidden":
             back = feature_codec.unpack(stored.values[:MEASURED], None if stored.scale is None else stored.scale[:MEASURED], values.dtype)
             error.add(values[:MEASURED], back, logits)
     content = save(tensors)
@@ -137,7 +137,7 @@ def write_shard(
         "bytes": len(content),
         "keys": [key for key, *_ in rows],
         "lengths": [len(ids) for _, ids, _, _ in rows],
-        "error": asdict(error) if logits is not None else None,
+        "error": asdict(error),
         "store": index.hash,
     }
     text = json.dumps(facts | {"checksum": _checksum(facts)}) + "\n"

@@ -9,7 +9,7 @@ import numpy as np
 
 PERIOD, REPEATED = 128, 4  # the longest run of tokens that is looked for, and how often in a row makes a loop
 LOOP = 32  # fewest tokens of a loop
-DISTINCT, NGRAM, LEAST = 0.4, 4, 64  # fewest share of n-grams that differ, their tokens, and the tokens from which a text is judged so
+DISTINCT, NGRAM, LEAST = 0.4, 4, 64  # the least share of distinct n-grams, n, and the tokens from which a text is judged by them
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)  # of an n-gram's hash
 
 

@@ -1,25 +1,24 @@
 """Ceilings and baselines beside a drafter: what no drafter of its depth can exceed, and what drafters without weights reach on the same answers.
 
-They are computed from the records alone. A drafter without weights depends on the text alone, and the text does not depend on the drafter, so
-its rounds are replayed along the recorded answers: exactly, but where the rule is lossy.
+They are computed from the records alone. A drafter without weights depends on the text alone, and the text does not depend on the drafter: under
+keyed rules the recorded answers are those that its own rounds would give, under rejection in distribution. So its rounds are replayed along them;
+not under lossy rules.
 
 Letter: K draft depth.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from draftsmith.eval.intervals import of_difference, of_ratio
 from draftsmith.eval.records import PositionRecord, Records, RequestRecord
+from draftsmith.eval.replay import LOOKUPS
 from draftsmith.eval.settings import greedy, rule_of
 from draftsmith.eval.totals import Totals, by_setting, columns, totals
 from draftsmith.inference.lookup import Ngram, Suffix
 from draftsmith.inference.rule_names import RULES
-
-WEIGHTLESS: dict[str, Any] = {"ngram": Ngram, "suffix": Suffix}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ def references(records: Records, beside: Mapping[str, Records] | None = None) ->
         if share is not None and share < 1:
             entries.append(("ceiling", f"the same, within the draft vocabulary ({share:.1%} of the tokens)", within))
         if greedy(setting) or RULES[rule_of(setting)].lossless:
-            for name in WEIGHTLESS:
-                counts = replayed(WEIGHTLESS[name](), records, requests)
+            for name, lookup in LOOKUPS.items():
+                counts = replayed(lookup(), records, requests)
                 if counts and name != method:
                     entries.append(("baseline", name, counts))
         for name, others in (beside or {}).items():

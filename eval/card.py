@@ -58,7 +58,6 @@ def write(
     target: dict[str, Any] | None,
     training: dict[str, Any] | None,
     licence: dict[str, str] | None = None,
-    measured: str = "",
 ) -> None:
     """Write the model card, README.md.
 
@@ -68,12 +67,11 @@ def write(
         target: a `TargetIdentity` as a dict.
         training: what the config says of the training: steps, tokens, positions, data; or where an imported drafter came from.
         licence: fields of its front matter, of an imported drafter.
-        measured: the text of `measured`; without one the card says that nothing is measured yet.
     """
     target, training, draft_model = target or {}, training or {}, method == DraftModel.method
     name = _name(target)
     lines = [f"# {'Draft model' if draft_model else f'{method} drafter'} for {name or 'a target'}"]
-    for heading, text in sections(method, target, training, measured).items():
+    for heading, text in sections(method, target, training).items():
         lines += ["", f"## {heading}", "", text] if heading else ["", text]
     durable.write_text(
         folder / "README.md", _joined(front_matter(method, target, training) | (licence or {}), "\n" + "\n".join(lines) + "\n")

@@ -24,7 +24,6 @@ RANGES = LIMITS | {
     "slots": (1, 1 << 12),
     "draft_window": (1, 1 << 24),
     "exact": (2, 256),
-    "rows": (1, 1 << 12),
     "max_new_tokens": (1, 1 << 20),
     "limit": (1, 1 << 20),
     "timed": (1, 1 << 20),

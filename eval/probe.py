@@ -254,9 +254,8 @@ def _model_size(target: Target, kv_bytes: int) -> ModelSize:
 
 
 def _drafter_bytes(drafter: Any) -> int:
-    """KV bytes of a token in the drafter's cache; 0 for one without a cache."""
-    for state in (getattr(drafter, name, None) for name in ("_state", "_bound_state")):
-        cache = getattr(state, "cache", None)
-        if isinstance(cache, TreeCache):
-            return cache.bytes_per_token
-    return 0
+    """KV bytes of a token in the drafter's cache, of a hybrid in its trained drafter's; 0 for one without a cache."""
+    drafter = getattr(drafter, "trained", drafter)
+    states = (getattr(drafter, name, None) for name in ("_state", "_bound_state"))
+    caches = (getattr(drafter, "_cache", None), *(getattr(state, "cache", None) for state in states))
+    return next((cache.bytes_per_token for cache in caches if isinstance(cache, TreeCache)), 0)

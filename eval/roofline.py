@@ -104,7 +104,6 @@ def estimate(
     context: int,
     drafter: ModelSize | None = None,
     drafter_forwards: int = 0,
-    drafter_nodes: int = 1,
 ) -> dict[str, Any]:
     """The estimated speedup by batch.
 
@@ -116,8 +115,7 @@ def estimate(
         batches: B.
         context: C.
         drafter: the drafter's sizes; None where drafting costs nothing on the device.
-        drafter_forwards: of a round, one after the other.
-        drafter_nodes: tokens a slot of each.
+        drafter_forwards: of a round, one after the other, each of one token a slot.
 
     Returns:
         kind ("estimate"), device, source, ridge (see `ridge`), context, batches, speedup, ms_per_token and break_even: the least of the batches from
@@ -126,7 +124,7 @@ def estimate(
     speedups, latencies = [], []
     for batch in batches:
         plain = forward_seconds(device, target, batch, 1, context)
-        drafting = drafter_forwards * forward_seconds(device, drafter, batch, drafter_nodes, context) if drafter else 0.0
+        drafting = drafter_forwards * forward_seconds(device, drafter, batch, 1, context) if drafter else 0.0
         took = forward_seconds(device, target, batch, nodes, context) + drafting
         speedups.append(tau * plain / took)
         latencies.append(1e3 * took / tau)

@@ -7,6 +7,7 @@ Letters: S positions · K draft depth · W width.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class _Watch(NotingDrafter):
 
 def largest(tree: DynamicTree) -> DynamicTree:
     """The tree of this depth and width that keeps all its candidates."""
-    return DynamicTree(tree.depth, tree.width, 1 + tree.width + (tree.depth - 1) * tree.width**2)
+    return replace(tree, nodes=tree.candidates)
 
 
 def order_along(trees: Superset, answer: Sequence[int], depth: int) -> Tensor:

@@ -20,7 +20,7 @@ from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import CurrentLevel, TreeSpec, choose, expand
-from draftsmith.inference.stopping import Draft, Stopping
+from draftsmith.inference.stopping import StopCheck, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
@@ -180,16 +180,16 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, round: RoundContext) -> DraftTree:
         """Encode the pending tokens, then one level of the tree per forward, until the tree is full or the draft stops."""
-        expansion, depth, draft = expand(self.tree_spec, round), 0, Draft(self.stop, round)
+        expansion, depth, check = expand(self.tree_spec, round), 0, StopCheck(self.stop, round)
         self._state.cache.static_shape = round.static_shape
         with tree_attention(self.model.model):
             hidden = (self._encode_pending(round) if round.active is not None else self._encode_up_to_roots(round.slots))[:, None]
             first = round.positions[:, None].to(self.model.device) + 1
             while True:
                 logits = self.logits(hidden)
-                if draft.ends(logits):
+                if check.ends(logits):
                     break
-                index = first.expand(-1, hidden.shape[1]) + depth * draft.stride
+                index = first.expand(-1, hidden.shape[1]) + depth * check.stride
                 level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
                 if level is None:
                     break

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import Target
+from draftsmith.inference.support import has_experts
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["KeysByPosition", "check", "padded"]
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number in configs
 
 
 def check(target: Target, nodes: int, tree_nodes: int) -> None:
@@ -34,7 +33,7 @@ def check(target: Target, nodes: int, tree_nodes: int) -> None:
     """
     if tree_nodes > nodes:
         raise ValueError(f"exact={nodes}: got trees of {tree_nodes} nodes; expected {nodes} at most; cut the tree, or give a larger number")
-    if any((getattr(target.config, name, None) or 0) > 1 for name in EXPERTS):
+    if has_experts(target.config):
         raise ValueError("exact: the rows that an expert multiplies depend on the other tokens; expected a target without experts")
     device = target.device
     cache = TreeCache(1, nodes, device)

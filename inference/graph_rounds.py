@@ -21,6 +21,7 @@ from draftsmith.inference.drafter import Drafter, NodeOutput, Plain, RoundContex
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.kernels import active
 from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.support import has_experts
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import HostResult, Verdict, pack_results, unpack_results
 
@@ -37,7 +38,7 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
         return "a graph needs a CUDA device"
     if len(set(getattr(target.model, "hf_device_map", {}).values())) > 1:
         return "the target is on several devices"
-    if _has_experts(target.model.config) and target.dtype != torch.bfloat16:
+    if has_experts(target.model.config) and target.dtype != torch.bfloat16:
         return f"experts in {str(target.dtype).removeprefix('torch.')} are counted by the host; they are not in bfloat16"
     if drafter.capturable and getattr(drafter, "device", target.device) != target.device:
         return "the drafter is on another device"
@@ -48,14 +49,9 @@ def refusal(target: Target, drafter: Drafter, sampling: Sampling, processed: boo
         return "its bitsandbytes int8 layers look for outliers on the host"
     if processed:
         return "penalties, processors and constraints need the tokens before each node"
-    from draftsmith.inference.kernels.verify import supported
+    from draftsmith.inference.kernels import verify as kernel
 
-    return supported(sampling)
-
-
-def _has_experts(config: Any) -> bool:
-    config = config.get_text_config()
-    return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return kernel.refusal(sampling)
 
 
 def _finds_outliers(config: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import CurrentLevel, DynamicExpansion, TreeSpec, choose, expand, likeliest
-from draftsmith.inference.stopping import Draft, Stopping
+from draftsmith.inference.stopping import StopCheck, Stopping
 from draftsmith.inference.tree import DraftTree
 
 __all__ = ["best_first", "draft_levels", "draft_marginals"]
@@ -38,12 +38,12 @@ def draft_levels(
     """
     if tree_spec.max_depth == 0:
         return DraftTree.root(round.last_tokens)
-    expansion, index, level, draft = expand(tree_spec, round), round.positions[:, None] + 1, None, Draft(stop, round)
+    expansion, index, level, check = expand(tree_spec, round), round.positions[:, None] + 1, None, StopCheck(stop, round)
     for k in range(heads):
         logits = logits_of(k, level)
-        if draft.ends(logits):
+        if check.ends(logits):
             break
-        nodes = (index + k * draft.stride).expand(-1, logits.shape[1])
+        nodes = (index + k * check.stride).expand(-1, logits.shape[1])
         level = expansion.add_level(*choose(logits, expansion.count, round, nodes, expansion.scored))
         if level is None:
             break

@@ -236,8 +236,8 @@ class Suffix(_LookupDrafter):
     ) -> None:
         if memory < 0 or factor < 0 or not 0 < min_probability <= 1:
             raise ValueError(
-                f"got memory {memory}, factor {factor}, min_probability {min_probability}; expected 0 or more tokens, 0 or more, "
-                "a probability above 0; correct it"
+                f"got memory {memory}, factor {factor}, min_probability {min_probability}; expected memory >= 0, "
+                "factor >= 0 and 0 < min_probability <= 1; correct them"
             )
         super().__init__(tree_spec, ORDERS)
         self.memory, self.factor, self.offset, self.min_probability = memory, factor, offset, min_probability

@@ -32,8 +32,7 @@ def threads(work: Callable[[], object] | None = None) -> int:
     if work is None:
         left, right = torch.randn(512, 256), torch.randn(256, 1024)
         work = functools.partial(torch.matmul, left, right)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= cores]
+    counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= cores()]
     chosen, shortest = 1, float("inf")
     for count in counts:
         torch.set_num_threads(count)
@@ -43,6 +42,11 @@ def threads(work: Callable[[], object] | None = None) -> int:
             chosen, shortest = count, seconds
     torch.set_num_threads(chosen)
     return chosen
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _set_by_launcher() -> bool:

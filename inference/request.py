@@ -125,7 +125,8 @@ def make_requests(
     """Check the arguments of `Decoder.stream` -> one request per prompt.
 
     Raises:
-        ValueError: a prompt that is empty, fills the context or has a token outside the vocabulary; noise keys that do not match the prompts.
+        ValueError: max_new_tokens below 1; a prompt that is empty, fills the context, or has a token that is no integer or outside the
+            vocabulary; noise keys that are not one for each prompt, or outside 0 … 2^32 − 1.
     """
     if max_new_tokens < 1:
         raise ValueError(f"got max_new_tokens {max_new_tokens}; expected at least 1; raise it")

@@ -169,7 +169,7 @@ def verify_round(tree: DraftTree, logits: Tensor, round: RoundContext, processed
     if active():
         from draftsmith.inference.kernels import verify as kernel
 
-        if not kernel.supported(sampling):
+        if not kernel.refusal(sampling):
             function = kernel.verify
     device = logits.device
     verdict = function(tree.to(device), logits, sampling, round.noise_keys.to(device), round.positions.to(device), round.depth)

@@ -23,7 +23,7 @@ from draftsmith.inference.attention import TreeAttention, tree_attention
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.drafter import NodeOutput, RoundContext, Target, TargetOutput
 from draftsmith.inference.expand import CurrentLevel, DynamicTree, TreeSpec, choose, expand
-from draftsmith.inference.stopping import Draft, Stopping
+from draftsmith.inference.stopping import StopCheck, Stopping
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 
@@ -115,16 +115,16 @@ class SelfSpeculation:
         """One level of the tree per forward, the root first."""
         cache = round.cache
         assert cache is not None, "the decoder gives its cache"
-        expansion, depth, draft = expand(self.tree_spec, round), 0, Draft(self.stop, round)
+        expansion, depth, check = expand(self.tree_spec, round), 0, StopCheck(self.stop, round)
         root = torch.zeros_like(round.last_tokens)[:, None]
         itself = torch.ones_like(root, dtype=torch.bool)[:, :, None]
         with tree_attention(self.target.model), self.target.without(self.skipped):
             hidden = self._encode(cache, round.last_tokens[:, None], TreeAttention(cache, root, itself))
             while True:
                 logits = self.target.logits(hidden)
-                if draft.ends(logits):
+                if check.ends(logits):
                     break
-                index = round.positions[:, None].expand(-1, hidden.shape[1]) + 1 + depth * draft.stride
+                index = round.positions[:, None].expand(-1, hidden.shape[1]) + 1 + depth * check.stride
                 level = expansion.add_level(*choose(logits, expansion.count, round, index, expansion.scored))
                 if level is None:
                     break

@@ -29,7 +29,7 @@ from draftsmith.inference.confidence import Confidence, entropy
 from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.sampler import warp
 
-__all__ = ["Draft", "Stopping", "parse_stopping"]
+__all__ = ["StopCheck", "Stopping", "parse_stopping"]
 
 GAMMA = 0.2  # of AdaEDL
 DECAY = 0.98  # of what `gain` measured, by round
@@ -123,8 +123,8 @@ def parse_stopping(text: str) -> Stopping | None:
         raise ValueError(f"{error}" if "expected" in str(error) else f"got {text!r}; expected {wanted}; correct it") from None
 
 
-class Draft:
-    """The draft of one round, by a rule or by none.
+class StopCheck:
+    """Asks a rule, in one round, whether the next level is drafted; without a rule each is.
 
     Attributes:
         stride: what a level adds to the index that its draws are keyed by. Whether a token is drawn for an index may depend, through the

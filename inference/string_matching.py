@@ -83,6 +83,7 @@ class StringMatching(HostDrafter):
     """
 
     method = "strings"
+    recurrent = True  # the draft model reads its last token before the next
 
     def __init__(
         self, model: Target, ours: ByteVocabulary, theirs: ByteVocabulary, tree_spec: TreeSpec | None = None, chunk: int = 256

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-__all__ = ["check_supported"]
+__all__ = ["check_supported", "has_experts"]
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number in configs
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Their frequencies follow the longest row of the batch, speculative nodes included.
 _ROPE = ("longrope", "dynamic")
@@ -42,6 +43,12 @@ def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str:
     if getattr(text, "use_bidirectional_attention", None):
         return "has bidirectional attention"
     return ""
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a target with this config routes tokens to experts. Some configs give their number for each layer."""
+    counts = (getattr(config.get_text_config(), name, None) or 0 for name in EXPERTS)
+    return any(any(count) if isinstance(count, list | tuple) else count for count in counts)
 
 
 def _rope_types(text: PretrainedConfig) -> set[str]:

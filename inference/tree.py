@@ -60,7 +60,7 @@ class DraftTree:
         ancestors: [B,N,⌈N/64⌉] int64 words; the bits of a node's ancestors, its own and the root's included.
         q_logits: [B,N,D], the distribution that each node's children were drawn from, siblings in draw order; None where they were not drawn.
         replacement: the children were drawn with replacement.
-        width: no node has more children, as far as the host knows.
+        width: an upper bound, known to the host, of the children of a node.
         full: the host knows that no row has padding.
         order: [B,N] int64, each node's place by likelihood, 0 of the root; of dynamic trees that plain torch made, else None.
         survival: [B,N], the drafter's probability that a node is accepted, 1 of the root and never above its parent's, known before the node's

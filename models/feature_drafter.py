@@ -26,7 +26,7 @@ from draftsmith.inference.cache import TreeCache, index_tensor
 from draftsmith.inference.draft_window import SINKS, WindowCache, drafter_cache, fits, kept_positions, left_out
 from draftsmith.inference.drafter import NodeOutput, RoundContext, TargetOutput, tensor_addresses
 from draftsmith.inference.expand import TreeSpec, choose, expand
-from draftsmith.inference.stopping import Draft
+from draftsmith.inference.stopping import StopCheck
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.context_parallel import SINGLE_RANK, ContextParallel
@@ -301,12 +301,12 @@ class FeatureDrafter(PairDrafter):
             return DraftTree.root(round.last_tokens)
         state.cache.static_shape = round.static_shape
         state.cache.select(round.slots)
-        expansion, draft = expand(state.tree_spec, round), Draft(self.stop, round)
+        expansion, check = expand(state.tree_spec, round), StopCheck(self.stop, round)
         output, index = state.last_output[round.slot_index], round.positions[:, None] + 1
         while True:
             token_index = index.expand(-1, output.shape[1])
             logits = self.logits_of(output)
-            if draft.ends(logits):
+            if check.ends(logits):
                 break
             ids, scores, q_logits = self._choose(logits, expansion.count, round, token_index, expansion.scored)
             level = expansion.add_level(ids, scores, q_logits)
@@ -319,7 +319,7 @@ class FeatureDrafter(PairDrafter):
             attention = TreeAttention(state.cache, pair_depth, level.visible, key_depth, level.all_visible)
             output = self.step(feature, level.tokens, attention.positions(), self._cached(attention))
             state.cache.draft(level.tokens.shape[1])
-            index = index + draft.stride
+            index = index + check.stride
         tree, _ = expansion.finish()
         return self._ready(tree, round)
 

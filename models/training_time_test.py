@@ -75,10 +75,10 @@ def blocks(document: Tensor | None, rows: int, positions: int, device: torch.dev
     return block_mask(*_causal(document_starts(document, rows, positions, device), before), positions)
 
 
-def shift_left(rows: Tensor, count: int, document: Tensor | None = None, fill: float = 0) -> Tensor:
+def shift_left(rows: Tensor, count: int, document: Tensor | None = None) -> Tensor:
     """rows [B,S,...] moved `count` positions to the left: position p gets the value of position p + count.
 
-    It gets `fill` where p + count is past the end or in another document (document [B,S] as in `attend`).
+    It gets 0 where p + count is past the end or in another document (document [B,S] as in `attend`).
 
     Raises:
         ValueError: a negative count.
@@ -86,14 +86,14 @@ def shift_left(rows: Tensor, count: int, document: Tensor | None = None, fill: f
     if count < 0:
         raise ValueError(f"got count {count}; expected 0 or more positions")
     count = min(count, rows.shape[1])
-    behind = rows.new_full((rows.shape[0], count, *rows.shape[2:]), fill)
+    behind = rows.new_zeros(rows.shape[0], count, *rows.shape[2:])
     moved = torch.cat([rows[:, count:], behind], 1)
     if document is None or count == 0:
         return moved
     start = document_starts(document, rows.shape[0], rows.shape[1], rows.device)
     same = start[:, count:] <= torch.arange(rows.shape[1] - count, device=rows.device)
     crosses = F.pad(~same, (0, count))
-    return moved.masked_fill(crosses.reshape(*crosses.shape, *[1] * (rows.ndim - 2)), fill)
+    return moved.masked_fill(crosses.reshape(*crosses.shape, *[1] * (rows.ndim - 2)), 0)
 
 
 def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], document: Tensor | None) -> None:

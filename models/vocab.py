@@ -226,10 +226,10 @@ def coverage(counts: Tensor | Mapping[str, Tensor], vocabulary: DraftVocabulary)
     return Coverage(vocabulary.size, sum(inside.values()) / sum(total.values()), shares)
 
 
-def sweep(counts: Mapping[str, Tensor], sizes: Sequence[int], always: Iterable[int] = ()) -> list[Coverage]:
+def sweep(counts: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Coverage]:
     """The coverage at each size D, of the D tokens that are most frequent over all domains."""
-    pooled, always = torch.stack(list(counts.values())).sum(0), list(always)
-    return [coverage(counts, choose(pooled, size, always)) for size in sizes]
+    pooled = torch.stack(list(counts.values())).sum(0)
+    return [coverage(counts, choose(pooled, size)) for size in sizes]
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def test_training_from_a_store_and_one_with_other_taps(words, tmp_path):
         (["eagle.taps=[0,7]"], r"\[7\]"),
         (["eagle.taps=null"], "too few for the usual taps"),
         (["eagle.vocab_size=300"], "at most the target's 257"),
-        (["eagle.version=2"], "version 2"),
+        (["eagle.version=2"], "eagle.version': input should be 1 or 3; got 2"),
         (["eagle.heads=4", "eagle.kv_heads=3"], "got 4 heads for 3 KV heads"),
         (["tree.depth=4"], "3 ahead at most"),
         (["eagle.prompts=true"], "add train.normalise=all"),

@@ -21,7 +21,7 @@ from triton.runtime import JITFunction
 
 from draftsmith.inference import rules, sampler
 from draftsmith.inference.kernels import verify as kernels
-from draftsmith.inference.kernels.verify import _keep_mask, _noise, _scores, reciprocal, supported, verify
+from draftsmith.inference.kernels.verify import _keep_mask, _noise, _scores, reciprocal, refusal, verify
 from draftsmith.inference.sampler import RULES, Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
 from draftsmith.inference.verify import Verdict
@@ -325,11 +325,11 @@ def test_static_trees_and_bounds_of_depth(depth):
         check((tree, logits[:1].expand(3, -1, -1), how, keys[:, 0], keys[:, 1], depth), block=8)
 
 
-def test_supported():
-    assert not supported(Sampling()) and not supported(Sampling(rule="typical")) and not supported(FILTERED[3])
-    assert {rule for rule in RULES if not supported(Sampling(1.0, top_k=2, rule=rule))} == {"target-sample", "shared-noise"}
-    assert supported(Sampling(1.0, rule="rejection")).startswith("rule rejection")
-    assert supported(Sampling(repetition_penalty=1.1)).startswith("repetition_penalty 1.1")
+def test_refusal():
+    assert not refusal(Sampling()) and not refusal(Sampling(rule="typical")) and not refusal(FILTERED[3])
+    assert {rule for rule in RULES if not refusal(Sampling(1.0, top_k=2, rule=rule))} == {"target-sample", "shared-noise"}
+    assert refusal(Sampling(1.0, rule="rejection")).startswith("rule rejection")
+    assert refusal(Sampling(repetition_penalty=1.1)).startswith("repetition_penalty 1.1")
 
 
 @pytest.mark.parametrize(

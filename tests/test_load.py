@@ -23,6 +23,7 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.policy import LoadPolicy, PolicyDepth
 from draftsmith.inference.sampler import Sampling
@@ -346,6 +347,7 @@ def test_the_probe_measures_every_load(kind, monkeypatch):
     assert drafter.tree_spec.paths == before.paths and (kind == "lookup" or str(drafter.stop) == "confidence:0.5")
     # 2 layers, keys and values, 2 KV heads of dim 8, 4 bytes each
     assert record["kv_bytes"]["target"] == 2 * 2 * 2 * 8 * 4 and (record["kv_bytes"]["drafter"] > 0) == (kind == "draft model")
+    assert kind == "lookup" or probe._drafter_bytes(Hybrid(drafter)) == record["kv_bytes"]["drafter"]
     tied = target.model.config.tie_word_embeddings
     weights = sum(each.numel() for each in target.model.parameters())
     assert record["size"]["weights"] == weights - (0 if tied else target.vocab_size * target.hidden_size)

@@ -16,6 +16,7 @@ from planted import seen_in
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.eval.probe import _drafter_bytes
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import Drafter, TargetOutput
@@ -96,6 +97,7 @@ def check_lossless(way: str, target: Target, model: Target, cases: list[tuple[st
         decoder = Decoder(target, drafter, slots=slots, chunk=7, adaptive=AdaptiveDepth() if (how, slots) == ("greedy", 3) else None)
         answers, counts = seen_in(decoder.stream(prompts, HOWS[how], NEW, ()), len(prompts))
         assert answers == plain[how], (how, tree, slots)
+        assert drafter.recurrent and _drafter_bytes(drafter) > 0  # what a prediction of its cost reads
         seen += counts
     return seen
 

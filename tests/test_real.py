@@ -85,7 +85,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys, stop):
 
 @pytest.mark.slow
 def test_on_a_cpu_two_ranks_train_on_parts_of_each_sequence_and_write_conversations(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(real, "cores", lambda: 2)
+    monkeypatch.setattr(real.machine, "cores", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = (
         "train",
@@ -108,7 +108,7 @@ def test_on_a_cpu_two_ranks_train_on_parts_of_each_sequence_and_write_conversati
     sizes = ("--conversations", "2", "--max-new-tokens", "9")
     real.run(("data", "synthesise", str(tmp_path / "chats.jsonl"), "--target", str(tmp_path / "target"), *sizes))
     assert len((tmp_path / "chats.jsonl").read_text().splitlines()) == 2
-    monkeypatch.setattr(real, "cores", lambda: 1)
+    monkeypatch.setattr(real.machine, "cores", lambda: 1)
     ran = []
     monkeypatch.setattr(cli, "run", ran.append)
     real.run(words)

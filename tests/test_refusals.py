@@ -12,6 +12,7 @@ from zoo import CONFIGS, VOCAB
 
 from draftsmith.inference.attention import check_supported, tree_attention
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.support import has_experts
 
 REFUSED = {
     "falcon": ({}, "attention interface"),
@@ -33,6 +34,16 @@ REFUSED = {
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "bidirectional"),
 }
+
+
+def test_experts_are_seen_in_every_config():
+    """aria_text calls them moe_num_experts, and an Ernie is one with a list of numbers."""
+    names = {"mixtral": True, "qwen3_moe": True, "deepseek_v3": True, "gpt_oss": True, "aria_text": True, "llama": False, "qwen3": False}
+    assert {name: has_experts(AutoConfig.for_model(name)) for name in names} == names
+    config = AutoConfig.for_model("llama")
+    for count, expected in ((0, False), (None, False), ([0, 0], False), ([0, 8], True)):
+        config.num_experts = count
+        assert has_experts(config) == expected, count
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

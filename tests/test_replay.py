@@ -21,7 +21,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import distill
 from draftsmith.train.engine import replay
 from draftsmith.train.engine.order import order_positions, sample_rows
-from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected, distinct
+from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected
 
 V, S, BATCH, EVERY = 1000, 48, 4, 5
 
@@ -47,7 +47,7 @@ def maker(generation_of, calls=None, repeats=lambda key: False):
         for prompt, key in zip(prompts, keys, strict=True):
             if calls is not None:
                 calls.append((seed, key))
-            new = [300] * 20 if repeats(key) else [200 + generation_of(), *range(300, 310)]
+            new = [300] * 38 if repeats(key) else [200 + generation_of(), *range(300, 310)]
             group.append((prompt[:10] + new, [False] * len(prompt[:10]) + [True] * len(new)))
         return group
 
@@ -207,7 +207,7 @@ def test_what_a_run_was_trained_on_must_be_there(tmp_path):
 
 
 def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
-    plan = Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=20, batch_size=BATCH)
+    plan = Plan({"samples": 0.5}, refresh_every=EVERY, keep_generations=2, prompts=40, new_tokens=38, batch_size=BATCH)
     third = buffer(tmp_path / "a", plan, samplers={"samples": maker(lambda: 0, repeats=lambda key: key % 3 == 0)})
     third.refresh(0, lambda: False)
     report = capsys.readouterr().out
@@ -225,11 +225,6 @@ def test_samples_that_repeat_themselves_are_left_out_and_said(tmp_path, capsys):
     fine = buffer(tmp_path / "c")
     fine.refresh(0, lambda: False)
     assert not capsys.readouterr().out
-
-
-def test_distinct():
-    assert distinct(torch.arange(40)) == 1.0 and distinct(torch.zeros(8)) == 1.0
-    assert distinct(torch.tensor([1, 2] * 20)) == pytest.approx(2 / 37)
 
 
 def test_tokens_that_the_target_lacks_are_no_samples(tmp_path):

@@ -21,7 +21,7 @@ from draftsmith.inference.hybrid import Hybrid
 from draftsmith.inference.lookup import Ngram
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.self_speculation import early_exit
-from draftsmith.inference.stopping import Draft, Stopping, parse_stopping
+from draftsmith.inference.stopping import StopCheck, Stopping, parse_stopping
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
@@ -55,13 +55,13 @@ def test_rules_are_their_formulas(rule):
         expected = [[goes_on_slowly(rule, threshold, node) for node in row] for row in logits]
         tensor, stop = torch.tensor(logits, dtype=torch.float64).float(), Stopping(rule, threshold)
         assert stop.goes_on(tensor).tolist() == expected
-        draft = Draft(stop, round_context([0, 1], [1, 2]))
-        assert not draft.ends(tensor)
-        ends = draft.ends(tensor)
+        check = StopCheck(stop, round_context([0, 1], [1, 2]))
+        assert not check.ends(tensor)
+        ends = check.ends(tensor)
         assert ends == (not any(any(row) for row in expected))
         seen[ends] += 1
     assert seen[True] > 5 and seen[False] > 5
-    assert not Draft(None, round_context([0], [1])).ends(tensor)
+    assert not StopCheck(None, round_context([0], [1])).ends(tensor)
 
 
 def test_survival_multiplies_the_best_confidences_of_the_levels():
@@ -84,18 +84,18 @@ def test_survival_multiplies_the_best_confidences_of_the_levels():
     ):
         for _ in range(60):
             stop, survival = Stopping("survival", rng.uniform(0.1, 0.9), confidence=confidence), [1.0, 1.0]
-            draft = Draft(stop, round_context([0, 1], [1, 2], sampling=sampling))
+            check = StopCheck(stop, round_context([0, 1], [1, 2], sampling=sampling))
             for depth in range(4):
                 logits = [[[rng.gauss(0, 3) for _ in range(6)] for _ in range(1 + depth)] for _ in range(2)]
                 logits[1][0][2] = -math.inf
                 for row in range(2):
                     survival[row] *= max(chance_slowly(weights[min(depth, 1)], node) for node in logits[row])
-                ends = draft.ends(torch.tensor(logits))
+                ends = check.ends(torch.tensor(logits))
                 assert ends == (depth > 0 and max(survival) < stop.threshold), (depth, survival, stop)
                 seen[ends] += 1
     assert seen[True] > 50 and seen[False] > 100
     with pytest.raises(ValueError, match="needs a drafter's fitted confidence"):
-        Draft(Stopping("survival", 0.5), round_context([0], [1])).ends(torch.zeros(1, 1, 5))
+        StopCheck(Stopping("survival", 0.5), round_context([0], [1])).ends(torch.zeros(1, 1, 5))
 
 
 def chance_slowly(weights: list[float], logits: list[float]) -> float:
@@ -120,13 +120,13 @@ def test_gain_weighs_a_level_by_what_a_token_took():
     assert clock.level_in_tokens() == pytest.approx(1.5 * tokens / seconds)
     for level_s, ends in ((0.0, False), (1e6, True)):
         stop = Stopping("gain")
-        draft = Draft(stop, round_context([0], [1]))
+        check = StopCheck(stop, round_context([0], [1]))
         stop.clock.add(1, 1.0, 2)
         stop.clock.add(1, 1.0, 2)
         logits = torch.tensor([[[0.0, 0.0, -9.0]]])
-        assert not draft.ends(logits), "the first level is always drafted"
+        assert not check.ends(logits), "the first level is always drafted"
         stop.clock.level_s = level_s or 1e-12
-        assert draft.ends(logits) == ends
+        assert check.ends(logits) == ends
 
 
 def test_gain_counts_no_other_requests_tokens(monkeypatch):
@@ -135,8 +135,8 @@ def test_gain_counts_no_other_requests_tokens(monkeypatch):
     monkeypatch.setattr(stopping, "perf_counter", lambda: float(next(seconds)))
     stop, logits = Stopping("gain"), torch.tensor([[[0.0, 0.0, -9.0]]] * 2)
     for positions in ([5, 9], [7, 10], [7, 60], [8, 61], [3, 63], [4, 66]):  # the third and the fifth have a new request, the last 3 of 2
-        draft = Draft(stop, replace(round_context([0, 1], [1, 2]), positions=torch.tensor(positions)))
-        assert not draft.ends(logits)
+        check = StopCheck(stop, replace(round_context([0, 1], [1, 2]), positions=torch.tensor(positions)))
+        assert not check.ends(logits)
     assert stop.clock.sums[5] == pytest.approx(3 * stopping.DECAY + 2)
 
 

@@ -492,7 +492,7 @@ def test_gpus_are_shared_out(stub, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(trial, "cores", lambda: 8)
+    monkeypatch.setattr(trial.machine, "cores", lambda: 8)
     (run,) = plan_of(stub, FOUR).runs(0, 0)
     for jobs, slots in ((3, 3), (1, 1), (2, 2), (4, 4)):
         for slot in range(slots):

@@ -5,6 +5,7 @@ accelerate launch train/eagle.py recipes/eagle3-qwen3-8b.yaml data.train=answers
 """
 
 import sys
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,7 +16,7 @@ from draftsmith.train.recipe import Changeable, Recipe, Section, load
 class EagleSection(Section):
     """the drafter and its loss"""
 
-    version: int = Field(default=3, description="3: EAGLE-3 and 3.1; 1: EAGLE-1 and EAGLE-2, which have the same weights")
+    version: Literal[1, 3] = Field(default=3, description="3: EAGLE-3 and 3.1; 1: EAGLE-1 and EAGLE-2, which have the same weights")
     taps: tuple[int, ...] | None = Field(
         default=None,
         description="decoder layers of the target, counted from 0, whose outputs are read; unset: 1, L/2−1, L−4 of its L layers",
@@ -46,7 +47,7 @@ class EagleSection(Section):
     norm_before_residual: bool = Field(default=False, description="as in speculators: the first layer's residual is the normalised feature")
     train_head: bool = Field(
         default=True,
-        description="version 3: train the head; false: it stays as it starts, the target's rows without eagle.start, and a step is cheaper",
+        description="version 3: train the head; false: it stays as it starts, as the target's rows or as eagle.start has it, and a step is cheaper",
     )
     regression: float = Field(
         default=0.0,
@@ -76,7 +77,7 @@ class EagleSection(Section):
     )
     end_to_end: bool = Field(
         default=False,
-        description="version 3: train for the expected accepted length of the chain instead: loss does not count, and decay for the regression alone",
+        description="version 3: train for the expected accepted length of the chain, in place of eagle.loss; eagle.decay weighs the regression alone",
     )
     noise: float = Field(default=0.2, ge=0, le=1000, description="version 1: width of the uniform noise on features, at 512 positions")
     classification: float = Field(
@@ -146,7 +147,9 @@ def objective3(
     """
     ids, answers, document, length = batch["input_ids"], batch["loss_mask"], batch["document"], batch["input_ids"].shape[1]
     mask = document >= 0 if section.prompts and drafter.training else answers
-    steps = _trained_steps(section, progress) if drafter.training else section.steps
+    steps = section.steps
+    if section.rise and progress is not None and drafter.training:
+        steps = progress.stage = _trained_steps(section, progress)
     own, read = context.part(length), context.part(length, steps)  # later steps need the target at up to K more positions
     out = target.features(batch, drafter.taps)
     feature = drafter.feature_of(_at(out, own))
@@ -179,12 +182,9 @@ def objective3(
     return Loss(total, tokens, survival_metrics(hits, at_each_step(answers)))
 
 
-def _trained_steps(section: EagleSection, progress: Progress | None) -> int:
-    """How many of the K steps are trained now: each number for rise / K of the run, K to its end. It is written to `progress.stage`."""
-    if progress is None or not section.rise:
-        return section.steps
-    progress.stage = min(section.steps, 1 + int(section.steps * progress.steps / (section.rise * progress.total)))
-    return progress.stage
+def _trained_steps(section: EagleSection, progress: Progress) -> int:
+    """How many of the K steps are trained now: each number for rise / K of the run, K to its end."""
+    return min(section.steps, 1 + int(section.steps * progress.steps / (section.rise * progress.total)))
 
 
 def objective1(
@@ -344,7 +344,7 @@ UNREAD = {
 def check(recipe: EagleRecipe) -> None:
     """Check, before anything is loaded, that the keys fit together. Raises ValueError, naming the keys."""
     mix(recipe.eagle.loss, "eagle.loss")
-    recipe.eagle.refuse_unread("eagle", UNREAD.get(recipe.eagle.version, ()), f"eagle.version={recipe.eagle.version}")
+    recipe.eagle.refuse_unread("eagle", UNREAD[recipe.eagle.version], f"eagle.version={recipe.eagle.version}")
     if recipe.eagle.prompts and recipe.train.normalise != "all":
         raise ValueError(
             "eagle.prompts=true trains on all tokens, and train.normalise=supervised would divide their loss by the answers' alone; add "

@@ -73,7 +73,7 @@ def fit(
         ValueError: the checkpoint is of another recipe, other data or another target; the batch cannot be cut; ranks read different data.
         FloatingPointError: train.max_nonfinite_steps steps in a row were not finite.
         OSError: a checkpoint or metrics.jsonl could not be written.
-        MemoryError: the GPU is full.
+        MemoryError: the memory of the GPU or the host is full.
         ConnectionError: another process of the run is gone.
         SystemExit: a signal ended the run.
     """
@@ -243,7 +243,7 @@ class _Run:
 
         with self.log.paused():
             metrics = held_out_means(self.sharded.module, self.valid, self.section, self.micro_batch, self.accelerator, report)
-            if not self.best.decodes:
+            if self.best.waits:
                 self.watchdog.wait("waiting for the main process to measure τ")
             self.log.write_evaluation(self.done, metrics | self.best.measure(self.done, report))
         report()

@@ -142,7 +142,7 @@ class TreeSection(Section):
         default=None,
         ge=1,
         le=1024,
-        description="children of a node; 1: a chain; more: a dynamic tree; unset, with depth or nodes: 4, of a draft model a chain",
+        description="children of a node; 1 is a chain, more is a dynamic tree. Unset beside depth or nodes: 4; a draft model drafts a chain",
     )
     nodes: int | None = Field(
         default=None, ge=2, le=1024, description="nodes of a dynamic tree, with the root; unset: the method's default"

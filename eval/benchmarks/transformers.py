@@ -1,12 +1,9 @@
 """Speed from prompt to answer against transformers: contenders, their interleaved timing, and the report of `draftsmith bench`."""
 
-import os
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from draftsmith.eval.interleaved import AnswerFunction, TimedAnswers
 from draftsmith.eval.lossless import first_divergence
 from draftsmith.eval.output import cell
 from draftsmith.eval.settings import label
+from draftsmith.inference import machine
 from draftsmith.inference.adaptive import AdaptiveDepth
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.draft_model import DraftModel
@@ -223,13 +221,9 @@ def not_lossless(report: dict[str, Any]) -> list[str]:
 
 
 def _machine(target: Target) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu = (models or [platform.processor() or platform.machine()])[0]
     return {
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else machine.processor(),
+        "cores": machine.cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

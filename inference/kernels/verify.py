@@ -22,7 +22,7 @@ from draftsmith.inference.sampler import PURPOSE_TOKEN, Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.verify import Verdict
 
-__all__ = ["supported", "verify"]
+__all__ = ["refusal", "verify"]
 
 _PURPOSE = tl.constexpr(PURPOSE_TOKEN)
 _NEVER = tl.constexpr(float("-inf"))
@@ -252,7 +252,7 @@ def reciprocal(temperature: float) -> float:
     return 1.0 / ctypes.c_float(temperature).value
 
 
-def supported(sampling: Sampling) -> str:
+def refusal(sampling: Sampling) -> str:
     """One line that says why these kernels do not support a Sampling; "" if they do."""
     if sampling.repetition_penalty != 1.0:
         return f"repetition_penalty {sampling.repetition_penalty}: it needs the tokens before each node"
@@ -287,7 +287,7 @@ def verify(
         block: tokens of one program, a power of two.
 
     Raises:
-        ValueError: a Sampling that is not `supported`, or tensors or numbers out of these bounds.
+        ValueError: a Sampling of which `refusal` gives a reason, or tensors or numbers out of these bounds.
     """
     _check(tree, logits, sampling, noise_keys, positions, max_depth, block)
     (rows, nodes, vocab), device, multiply = logits.shape, logits.device, logits.is_cuda
@@ -333,7 +333,7 @@ def verify(
 def _check(
     tree: DraftTree, logits: Tensor, sampling: Sampling, noise_keys: Tensor, positions: Tensor, max_depth: int | None, block: int
 ) -> None:
-    if reason := supported(sampling):
+    if reason := refusal(sampling):
         raise ValueError(f"got {reason}; use draftsmith.inference.verify")
     if logits.ndim != 3 or not logits.numel() or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"got logits {list(logits.shape)} {logits.dtype}; expected [B,N,V], none empty, of 16 or 32 bits; convert them")

@@ -29,8 +29,8 @@ from draftsmith.inference.claim import claim
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.reading import read_json
 from draftsmith.train import cli
+from draftsmith.train.engine import processes
 from draftsmith.train.recipe import RECIPES
-from draftsmith.train.sweep.trial import cores, end_with_parent
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RECIPE = "eagle3-smollm2-135m"
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> None:
 def run(words: tuple[str, ...]) -> None:
     """A stage's command in this process. On several cores of a machine without a GPU, all but the timed ones run in two ranks."""
     kind, command, *rest = words
-    if kind == "eval" or cores() == 1 or torch.cuda.is_available():
+    if kind == "eval" or machine.cores() == 1 or torch.cuda.is_available():
         cli.run(list(words))
     elif kind == "train":
         _launch(f"draftsmith.train.{command}", *rest, "train.context_parallel=2")
@@ -152,9 +152,9 @@ def _launch(module: str, *words: str) -> None:
     launch = (sys.executable, "-c", LAUNCHER, "--config_file", str(RECIPES / "accelerate-cpu-2.yaml"))
     precision = ("--mixed_precision", {"fp32": "no"}.get(name := machine.precision(), name))
     # A session of its own: Ctrl-C in a terminal is a signal to the group, and would come twice.
-    ended = {"start_new_session": True, "preexec_fn": end_with_parent if sys.platform == "linux" else None}
+    ended = {"start_new_session": True, "preexec_fn": processes.end_with_parent if sys.platform == "linux" else None}
     with subprocess.Popen(
-        (*launch, *precision, "-m", module, *words), env=os.environ | {"OMP_NUM_THREADS": str(cores() // 2)}, **ended
+        (*launch, *precision, "-m", module, *words), env=os.environ | {"OMP_NUM_THREADS": str(machine.cores() // 2)}, **ended
     ) as process:
         try:
             status = process.wait()

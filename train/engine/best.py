@@ -32,8 +32,15 @@ class BestWeights:
         collective: bool,
         keep: bool = True,
     ) -> None:
-        """Args: folder of the checkpoints; sharded: the model; state: what `state` gave at the checkpoint; keep: `keep_best` of `loop.fit`, as
-        the rest."""
+        """Begin with the best τ of the checkpoint, if there is one.
+
+        Args:
+            folder: of the checkpoints.
+            sharded: the model.
+            state: what `state` returned at the checkpoint; None for a new run.
+            measure_tau, collective: as for `loop.fit`.
+            keep: `keep_best` of `loop.fit`.
+        """
         self.folder, self.sharded, self.measure_tau, self.collective, self.keep = folder, sharded, measure_tau, collective, keep
         state = state or {"tau": 0.0, "step": 0, "since": 0}
         self.tau, self.step, self.since, self.sha256 = state["tau"], state["step"], state["since"], state.get("sha256", "")
@@ -43,9 +50,9 @@ class BestWeights:
         return {"tau": self.tau, "step": self.step, "since": self.since} | ({"sha256": self.sha256} if self.sha256 else {})
 
     @property
-    def decodes(self) -> bool:
-        """Whether this rank measures τ itself, or nobody does."""
-        return self.measure_tau is None or self.sharded.accelerator.is_main_process or self.collective
+    def waits(self) -> bool:
+        """Whether this rank waits while the main process measures τ."""
+        return self.measure_tau is not None and not self.collective and not self.sharded.accelerator.is_main_process
 
     def measure(self, step: int, report: Callable[[], None]) -> dict[str, float]:
         """Measure τ after `step` steps, and save the weights if it is the best -> {"tau": τ}, equal on all ranks; {} without `measure_tau`.
@@ -57,7 +64,7 @@ class BestWeights:
         accelerator, model = self.sharded.accelerator, self.sharded.model
         with self.sharded.gathered():
             model.eval()
-            own = self.measure_tau(report) if self.decodes else 0.0
+            own = 0.0 if self.waits else self.measure_tau(report)
             main = torch.tensor(own if accelerator.is_main_process else 0.0, device=accelerator.device)
             tau = cast(Tensor, accelerator.reduce(main, "sum")).item()
             self.since += self.keep

@@ -1,6 +1,6 @@
 """Fit a drafter's confidence on held-out sequences, after training: `inference/confidence.py` says what it is.
 
-Letters: n chains · S positions of a document · R roots · K draft depth · V target vocabulary.
+Letters: n chains · S positions of a document · R roots · K draft depth · V target vocabulary · C ways to choose drafts (CHILDREN).
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from draftsmith.train.objective import Batch, SequenceDataset
 
 __all__ = ["fit"]
 
-CHAINS = 2048  # from which six numbers for each depth are fitted, and as many to say the errors on
+CHAINS = 2048  # to fit on, three numbers for each depth and each of CHILDREN, and as many to measure the errors on
 AT_ONCE = 32  # chains whose logits [32,K,V] exist at a time
 
 
@@ -31,7 +31,7 @@ class Chains:
 
     Attributes:
         features: of q, [n,K,3] float64.
-        accepted: [n,K,C] float64, the probability that a draft is accepted for each of CHILDREN, a draw of it for shared noise.
+        accepted: [n,K,C] float64, the probability that the draft is accepted, for each of CHILDREN; for "greedy" and "shared-noise" it is 0 or 1.
         counted: whether all tokens down to this depth are supervised, [n,K] bool.
     """
 

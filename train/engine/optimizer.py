@@ -163,7 +163,7 @@ class Kahan(torch.optim.Optimizer):
 
 
 def _bits(weight: Tensor) -> Tensor:
-    """The bits of a bf16 tensor in fp32, in int32; neighbours differ by 1."""
+    """A bf16 tensor as fp32, its bits read as int32: 1 is a unit in fp32's last digit, 2^16 one in bf16's."""
     return weight.float().view(torch.int32)
 
 

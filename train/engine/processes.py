@@ -261,4 +261,9 @@ def _end_with_launcher() -> None:
     """Have the system send SIGTERM to this process when its launcher dies, so that it saves and ends instead of training on unseen."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ or not sys.platform.startswith("linux"):
         return
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent ends, however it ends, so that kill -9 of it leaves no run behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -23,7 +23,11 @@ class Profile:
     def __init__(
         self, section: TrainSection, accelerator: Accelerator, done: int, paused: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Args: section and accelerator of the run; done: steps taken before; paused: `Log.paused`, for work that is no part of a step."""
+        """Args:
+        section, accelerator: of the run.
+        done: steps that were taken before.
+        paused: `Log.paused`, for work that is no part of a step.
+        """
         self.folder, self.accelerator, self.done, self.paused = Path(section.output), accelerator, done, paused
         self.profiler: torch.profiler.profile | None = None
         self.first, self.last = map(int, section.profile.split(":")) if section.profile else (0, 0)

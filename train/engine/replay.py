@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftsmith.data.corpus import Corpus
+from draftsmith.data.loops import repeats
 from draftsmith.data.packing import PackedDataset
 from draftsmith.inference import durable
 from draftsmith.inference.decoder import Completion, Decoder
@@ -41,8 +42,6 @@ from draftsmith.train.engine.say import say
 from draftsmith.train.recipe import Recipe
 
 GROUP = 16  # prompts that are decoded together, and so the most that a kill can cost
-NGRAM = 4  # tokens of the n-grams by which a repetitive sample is recognised
-MIN_DISTINCT = 0.5  # share of distinct n-grams below which a sample is repetitive
 SETTINGS = ("refresh_every", "keep_generations", "prompts", "new_tokens", "sample_temperature")  # keys that sampled sequences depend on
 
 Sample = tuple[list[int], list[bool]]  # token ids, and which of them are supervised
@@ -309,7 +308,7 @@ class Replay:
             raise ValueError(f"samples in {self._folder(number)} cannot be read ({error}); restore them, or begin again") from None
         # A padded row of the student's head, or a prompt that ended at once, has nothing to teach.
         usable = [(ids, mask) for ids, mask in everything if mask.any() and int(ids.max()) < self.vocab_size]
-        varied = [(ids, mask) for ids, mask in usable if distinct(ids[-self.plan.new_tokens :]) >= MIN_DISTINCT]
+        varied = [(ids, mask) for ids, mask in usable if not repeats(ids[mask].numpy())]
         if len(varied) < len(everything) and PartialState().is_main_process:
             say(self._report(kind, number, everything, usable, varied))
         if not varied:
@@ -363,14 +362,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def distinct(ids: Tensor) -> float:
-    """Share of distinct n-grams among those of ids [n]; 1 where there are too few to judge."""
-    if len(ids) < 4 * NGRAM:
-        return 1.0
-    ngrams = ids.unfold(0, NGRAM, 1)
-    return len(ngrams.unique(dim=0)) / len(ngrams)
 
 
 def _tensors(group: list[Sample]) -> dict[str, Tensor]:

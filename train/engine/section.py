@@ -141,8 +141,8 @@ class TrainSection(Section):
         default=0,
         ge=0,
         le=10**6,
-        description="prompts of each domain that each evaluation decodes to measure τ, tokens per round; the weights with the best τ are "
-        "published, of LayerSkip and Medusa-2, which change the target, the last ones; 0: τ is not measured",
+        description="prompts of each domain that each evaluation decodes to measure τ, tokens per round. The weights with the best τ are "
+        "published; LayerSkip and Medusa-2 change the target, and publish the last ones. 0: τ is not measured",
     )
     tau_file: str | None = Field(
         default=None,

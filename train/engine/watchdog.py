@@ -1,7 +1,7 @@
 """What keeps a run from silently losing work or time.
 
 Signals save before they end the run; a watchdog ends a run without progress; steps that are not finite are left out and counted; ranks that
-read different data are refused; an exhausted GPU and a lost rank end in one line that says what to do.
+read different data are refused; exhausted memory and a lost rank end in one line that says what to do.
 """
 
 import faulthandler
@@ -215,7 +215,7 @@ def agree_on_data(accelerator: Accelerator, fingerprint: dict[str, Any], length:
 
 @contextmanager
 def translate_errors(recipe: Recipe, advice: str) -> Iterator[None]:
-    """Within it an exhausted GPU (as MemoryError) and a lost rank (as ConnectionError) become one line that says what to do.
+    """Within it exhausted memory of the GPU or the host (as MemoryError) and a lost rank (as ConnectionError) become one line that says what to do.
 
     Args:
         recipe: whose keys may free memory.

@@ -1,8 +1,8 @@
-"""Confidences of the distributions that drafts come from, and temperatures for confidences, so that they multiply to the chance that a chain
-survives (DeepSpec's sequential temperature scaling).
+"""Fits after training: weights of a drafter's confidence, and DSpark's temperatures (DeepSpec's sequential temperature scaling).
 
-A chain drafted k deep survives with the probability Π_{i≤k} α_i, which Π_{i≤k} σ(z_i) estimates. One temperature for each depth is fitted,
-in order: T_k makes the error of the first k multiplied least, given T_1 … T_(k−1).
+α_i is the probability that draft i is accepted if those before it are; z_i are the log-odds that the drafter gives it. A chain survives to
+depth k with the probability Π_{i≤k} α_i, which Π_{i≤k} σ(z_i / T_i) estimates. The temperatures are fitted in the order of the depths: with
+T_1 … T_(k−1) fixed, T_k minimises the expected calibration error of the product of the first k.
 
 Letters: n chains · K draft depth.
 """
@@ -25,7 +25,7 @@ def fit_confidence(features: Tensor, accepted: Tensor, counted: Tensor) -> Tenso
     Args:
         features: of `inference/confidence.py`, [n,K,3].
         accepted: [n,K], a probability.
-        counted: [n,K] bool. A depth that no chain reaches gets zeros, for one half.
+        counted: [n,K] bool. A depth that no chain reaches gets zeros, so that its confidence is 1/2.
     """
     weights = torch.zeros(features.shape[1:], dtype=torch.float64, device=features.device)
     for k, used in enumerate(counted.T.unbind()):

@@ -134,7 +134,7 @@ def _of_q(log_c, log_q, less, REVERSE_KL: tl.constexpr, JSD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["steps", "rows"])
-def _steps(
+def _losses_kernel(
     logits, size, steps, rows, target, stride, target_ids, least, total, covered, best, text, weight, gradient_scale, scale, values, overlap, hits,
     CE: tl.constexpr, KL: tl.constexpr, NLL: tl.constexpr, REVERSE_KL: tl.constexpr, TV: tl.constexpr, LK: tl.constexpr,
     LK_HYBRID: tl.constexpr, JSD: tl.constexpr, OF_P: tl.constexpr, OF_Q: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
@@ -359,7 +359,7 @@ def with_gradients(
     scale = 1.0 if target is None else target.scale
     arguments = [logits, size, steps, rows, *arguments, text, weight.contiguous(), gradient_scale.contiguous(), scale, loss, overlap, hits]
     with torch.cuda.device_of(logits):
-        _steps[(steps * rows,)](*arguments, **kinds)
+        _losses_kernel[(steps * rows,)](*arguments, **kinds)
     return StepLosses(loss, overlap, hits)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from draftsmith.eval.loading import command
-from draftsmith.inference import durable
+from draftsmith.inference import durable, machine
 from draftsmith.inference.claim import claim
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import field, read_json, require_same
@@ -31,7 +31,7 @@ def run_sweep(plan: Plan, jobs: int | None) -> None:
         SystemExit: 128 + signal; see `trial.run_all`.
     """
     devices = trial.gpus()
-    jobs = jobs or len(devices) or trial.cores()
+    jobs = jobs or len(devices) or machine.cores()
     if jobs > 1 and any(recipe.features.mode == "cache" for recipe in plan.recipes):
         raise ValueError("features.mode=cache has one writer; fill the store with `draftsmith data capture` and take offline, or --jobs 1")
     for path in (plan.folder / name for name in FILES):
@@ -106,15 +106,15 @@ def _publish(plan: Plan, standings: list[Standing]) -> None:
     rungs = max(len(standing.points) for standing in standings)
     order = sorted(standings, key=lambda s: (s.points[-1].mean is None, -len(s.points), -(s.points[-1].mean or 0.0), s.number))
     best = order[0]
-    failed = [standing for standing in standings if len(standing.points) == rungs]
+    last = [standing for standing in standings if len(standing.points) == rungs]  # of the trials, those of the last rung
     if len(best.points) < rungs or best.points[-1].mean is None:
         raise ValueError(
-            f"all {len(failed)} trials of rung {rungs} of the sweep failed, the first with: {failed[0].points[-1].error} "
+            f"all {len(last)} trials of rung {rungs} of the sweep failed, the first with: {last[0].points[-1].error} "
             f"(logs: {plan.folder / 'trials'}); the same command runs them again"
         )
     # A trial that failed may still push another out of the last rung, and so make another the best.
     failures = any(point.mean is None for each in standings for point in each.points)
-    with_weights = [each.number for each in standings if len(each.points) == rungs] if failures else [best.number]
+    with_weights = [each.number for each in last] if failures else [best.number]
     for number in range(len(plan.trials)):
         for rung in range(rungs):
             if number not in with_weights or rung < rungs - 1:

@@ -1,6 +1,5 @@
 """The runs of a sweep: each is a `draftsmith train` of its own, in a process of its own, several at a time."""
 
-import ctypes
 import json
 import math
 import os
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 
+from draftsmith.inference import machine
 from draftsmith.inference.claim import is_claimed, is_own
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
-from draftsmith.train.engine import output
+from draftsmith.train.engine import output, processes
 from draftsmith.train.engine.say import say
 from draftsmith.train.engine.watchdog import Signals
 
@@ -148,7 +148,7 @@ def run_missing(title: str, runs: list[Run], results: Container[str], jobs: int 
             bar.update(recorded(), text)
 
         todo = [run for run in runs if run.name not in results]
-        run_all(todo, devices, jobs or len(devices) or cores(), ended, lambda share: None)
+        run_all(todo, devices, jobs or len(devices) or machine.cores(), ended, lambda share: None)
         bar.update(total)
 
 
@@ -171,7 +171,7 @@ def _ended(running: dict[Run, tuple[subprocess.Popen[bytes], int]]) -> Iterator[
 def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Popen[bytes]":
     """Start a run in a session of its own, since Ctrl-C in a terminal is a signal to the group: it would get that and ours."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    threads, given = max(1, cores() // jobs), os.environ.get("OMP_NUM_THREADS", "")
+    threads, given = max(1, machine.cores() // jobs), os.environ.get("OMP_NUM_THREADS", "")
     shared = {"OMP_NUM_THREADS": str(min(threads, max(1, int(given))) if given.isdecimal() else threads)}
     if devices:  # with fewer runs at a time than GPUs each has several, which target.parallel=layers can use
         shared = {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::jobs]) or devices[slot % len(devices)]}
@@ -184,15 +184,10 @@ def _start(run: Run, devices: list[str], slot: int, jobs: int) -> "subprocess.Po
             stderr=log,
             env=os.environ | shared,
             start_new_session=True,
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=processes.end_with_parent if sys.platform == "linux" else None,
         )
     finally:
         os.close(log)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
@@ -200,11 +195,6 @@ def gpus() -> list[str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (visible.split(",") if visible else [str(number) for number in range(count)])[:count]
-
-
-def end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the sweep ends, however it ends, so that kill -9 of it leaves no run behind."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def result_of(run: Run, status: int) -> Result:
