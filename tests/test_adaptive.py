@@ -123,5 +123,9 @@ def test_the_time_of_a_plain_round_is_that_of_the_present_context():
         adaptive.measure(1, 2, 4.0)
     assert adaptive.plain_seconds(1) == 1.1, "the last one, where all are old"
     assert adaptive.costs(1, 2)[0] == 1.0, "in rounds of the present context too"
+    for _ in range(4):
+        adaptive.measure(1, 3, 2.5)
+    costs = adaptive.costs(1, 3)
+    assert costs[2] == costs[3] == 2.5 / 1.1, "deeper is never cheaper: one slow round bars no depth"
     adaptive.measure(1, 0, 3.0)
     assert adaptive.plain_seconds(1) == 3.0

@@ -165,6 +165,7 @@ def test_a_stream_joins_everything_and_counts_what_it_can_predict():
     batch = stream.batch(rows)
     assert batch["input_ids"].flatten().tolist() == corpus.ids[: len(stream) * 16].tolist()
     assert not batch["loss_mask"][:, 0].any() and stream.weight(rows) == int(batch["loss_mask"].sum())
+    assert [stream.weight(row[None]) for row in rows] == batch["loss_mask"].sum(1).tolist()
     expected = mask[: len(stream) * 16].view(-1, 16)
     assert torch.equal(batch["loss_mask"][:, 1:], expected[:, 1:]) and expected[:, 0].any()
     assert torch.equal(corpus.mask, mask)  # the corpus is left as it is

@@ -121,6 +121,7 @@ def test_memory_is_linear_in_positions_and_a_fifth_of_a_dense_mask():
 
 def test_anchors_are_drawn_from_all_that_fit_and_keyed_by_example():
     batch = packed(VOCAB)
+    batch["loss_mask"] = batch["loss_mask"] | (batch["position_ids"] == 1)  # what a document's first token would predict is supervised
     fitting = {
         (b, a)
         for b in range(len(batch["input_ids"]))

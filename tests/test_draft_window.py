@@ -304,6 +304,12 @@ def test_a_row_keeps_its_sinks_and_its_last_positions(tight):
             expected = text[row][:SINKS] + text[row][SINKS + dropped :] if dropped else text[row]
             assert cache._stores[0].keys[row, 1, :stored, 2].tolist() == expected
             assert len(text[row]) < SINKS + 5 or stored >= SINKS + 5
+        for row in (0, 1):  # cut to so many positions, it still has the window of the next one, or what was evicted is missing
+            for length in range(len(text[row]) + 1):
+                seen = range(max(SINKS, length + 1 - 5), length)
+                complete = all(position >= SINKS + int(cache.dropped[row]) for position in seen)
+                if length > SINKS + int(cache.dropped[row]):
+                    assert cache.reaches(row, length) == (complete or not cache.dropped[row])
     assert min(cache.dropped.tolist()) > 5
     cache.reset([1])
     assert cache.length.tolist()[1] == cache.dropped.tolist()[1] == 0 and cache.dropped.tolist()[0] > 0

@@ -373,6 +373,22 @@ def test_what_the_cache_lacks_is_computed_and_stored(target, corpus, tmp_path, m
     feature_dataset.available(corpus, FeatureStore(folder, target, TAPS), allow_missing=False)
 
 
+def test_shards_of_other_ranks_are_read_from_the_next_epoch_on(target, corpus, tmp_path, monkeypatch):
+    folder = tmp_path / "s"
+    half = replace(corpus, offsets=corpus.offsets[:8], domain=corpus.domain[:7], epoch_samples=torch.arange(7))
+    capture(target, [half], folder, "fp8", TAPS)
+    own, other = (rows_of(target, corpus, folder, computing=True) for _ in range(2))
+    own.batch(torch.tensor([0]))
+    other.batch(torch.arange(len(other)))
+    other.close()
+
+    def forward(*arguments, **options):
+        raise AssertionError("another rank has computed it")
+
+    monkeypatch.setattr(target, "forward", forward)
+    own.batch(torch.arange(len(own)) + len(own))
+
+
 def test_reading_ahead_keeps_the_order_and_the_errors():
     assert list(prefetched(lambda rows: {"x": rows}, [torch.tensor([n]) for n in range(9)])) == [{"x": torch.tensor([n])} for n in range(9)]
 

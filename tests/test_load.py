@@ -62,6 +62,10 @@ def test_loads_between_are_interpolated_and_others_refused(model):
         model.plain_seconds(1, 401)
     with pytest.raises(ValueError, match="got 17 nodes; expected at most 16"):
         model.verifying(1, 17, 100)
+    record = load_record()
+    record["verify"] = [entry for entry in record["verify"] if entry["nodes"] < 16 or entry["batch"] == 1]
+    with pytest.raises(ValueError, match="got 16 nodes; expected at most"):
+        CostModel(record).verifying(1, 16, 100)
 
 
 def test_drafting_at_a_batch_whose_verifying_was_left_out_does_not_count():

@@ -283,6 +283,10 @@ def test_costs_are_measured_without_drafting():
     assert load.costs(1, 4) == pytest.approx([1.0, 1.05, 1.1, 2.05, 3.0])
     admitted = load.admit(drafted, 0.5)
     assert admitted is not None and admitted.tree.tokens.shape == (1, 3)
+    assert load.admit(drafted, 10.0) is None, "beside so long a draft verifying is cheap"
+    for scores in (torch.full((1, 5), 1e-3), torch.tensor([[0.0, 0.0, 1e-3, -1.0, 1e-3]])):
+        drafted.survive(scores)  # rounding above 0 lifts no child above its parent
+        assert (drafted.survival.diff(dim=1) <= 0).all() and drafted.survival.max() <= 1
 
 
 def test_refusals():

@@ -211,6 +211,16 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
     run(tmp_path)
 
 
+def test_a_damaged_checkpoint_past_a_new_one_gives_way(tmp_path):
+    """A run that went on from before it saves earlier steps again: of what is kept none is newer."""
+    for step in (2, 4, 3):
+        if step == 3:
+            (tmp_path / "step-00000004" / "model.safetensors").write_bytes(b"damaged")
+        checkpoint.save(tmp_path, step, {"w": torch.full((2,), float(step))}, {}, {}, keep=1 if step == 3 else 2)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+    assert checkpoint.latest(tmp_path).name == (tmp_path / "latest").read_text() == "step-00000003"
+
+
 @pytest.mark.parametrize("failing", ["save_file", "sync", "write_text"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, failing):
     run(tmp_path, steps=2, schedule="constant")

@@ -265,6 +265,10 @@ def test_a_file_of_other_conversations_is_refused(target, tmp_path):
     refused(out, "'c9' was another conversation when this row was made", lambda: with_decoder(answered, out, target, SAMPLED, show=False))
     changed = [replace(source, text=source.text and source.text + "!") for source in CONVERSATIONS]
     refused(out, "'t1' was another conversation when this row", lambda: with_decoder(changed, out, target, SAMPLED, show=False))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    del rows[0]["generation"][resumable.GIVEN]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused(out, "was another conversation when this row was made", lambda: with_decoder(CONVERSATIONS, out, target, SAMPLED, show=False))
 
 
 def test_two_runs_do_not_write_one_file(target, tmp_path):

@@ -85,6 +85,18 @@ def test_no_noise_exceeds_its_bound():
     assert sampler._noise(0, *words).max() <= most
 
 
+def test_a_token_with_the_most_noise_is_drawn(monkeypatch):
+    """Of equal noise else, a token that only the greatest noise lifts above the best token."""
+    most = 22.8
+    logits = torch.zeros(1, 4096)
+    logits[0, 7], logits[0, 3000] = 40.0, 40.0 - most + 0.1
+    noise = torch.zeros(4096 // 4, 4)
+    noise[3000 // 4, 3000 % 4] = most
+    monkeypatch.setattr(sampler, "_noise_of", lambda block, *keys: noise[block])
+    key = torch.zeros(1, dtype=torch.int64)
+    assert sampler.sample_on_host(logits, 0, key, key).tolist() == [3000]
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}])
 def test_a_row_with_nan_is_drawn_as_with_all_the_noise(filters):
     how = Sampling(0.9, **filters)
@@ -110,6 +122,14 @@ def test_the_best_token_is_the_first_of_equal_ones(dtype, shape):
 def test_the_best_token_of_a_slice_of_many_groups():
     logits = torch.randn(6, 5000, 2, generator=torch.Generator().manual_seed(0))[::2, 7:, 0]
     assert torch.equal(sampler.best_token(logits), logits.contiguous().argmax(-1))
+
+
+@pytest.mark.parametrize("vocab", [2148, 4351, 8193])
+def test_the_best_token_may_be_after_the_last_complete_group(vocab):
+    logits = torch.zeros(3, vocab)
+    for row, token in enumerate((vocab - 1, vocab - vocab % 256, vocab - vocab % 256 - 1)):
+        logits[row, token] = 1.0
+    assert torch.equal(sampler.best_token(logits), logits.argmax(-1))
 
 
 def test_philox_known_answers():
