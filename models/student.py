@@ -123,7 +123,7 @@ def pruned(
     size of a head does not change.
 
     Args:
-        layers: the numbers of the layers that stay, or how many; then `removals` chooses which.
+        layers: the numbers of the layers that stay, or how many; then they are the `most_needed`.
         hidden_size: channels that stay, by the mean |output| of the norms, summed over the norms. Their gains are multiplied by √(H/W).
         heads: query heads that stay in each attention, in complete KV groups, by the mean norm of their input to o_proj.
         intermediate_size: neurons that stay in each MLP, by the mean |input of down_proj|.
@@ -135,14 +135,11 @@ def pruned(
     sizes = _given_sizes(hidden_size, heads, intermediate_size)
     if rows is None and (sizes or isinstance(layers, int)):
         raise ValueError("got no rows to measure on what can go; give a packed batch, or name the layers and keep the sizes")
-    staying, count = _checked_layers(target, layers), target.num_layers
+    staying = _checked_layers(target, layers)
     config = _config(target, staying, sizes)  # refuses impossible sizes before anything is measured
     axes = _axes(target) if sizes else {}
     if isinstance(layers, int) and rows is not None:
-        removed = removals(target, rows, count - layers)
-        staying = sorted(set(range(count)) - removed.keys())
-        steps = ", ".join(f"{layer} {acceptance:.3f}" for layer, acceptance in removed.items())
-        print(f"layers {', '.join(map(str, staying))} of {count} stay; acceptance left as others went: {steps or 'all stay'}", flush=True)
+        staying = most_needed(target, rows, layers)
         config = _config(target, staying, sizes)
     if not sizes or rows is None:
         return _copy(target, staying, config, lambda _name, tensor: tensor)
@@ -160,6 +157,15 @@ def outline(
     """A float32 model of the sizes that `pruned` gives, without the target's weights. Raises ValueError for sizes as `pruned` does."""
     sizes = _given_sizes(hidden_size, heads, intermediate_size)
     return type(target.model)(_config(target, _checked_layers(target, layers), sizes)).float()
+
+
+def most_needed(target: Target, rows: dict[str, Tensor], count: int) -> list[int]:
+    """The `count` layers that stay when `removals` has chosen the others, in order. It prints them. Arguments and errors are those of `removals`."""
+    removed = removals(target, rows, target.num_layers - count)
+    staying = sorted(set(range(target.num_layers)) - removed.keys())
+    steps = ", ".join(f"{layer} {acceptance:.3f}" for layer, acceptance in removed.items()) or "all stay"
+    print(f"layers {', '.join(map(str, staying))} of {target.num_layers} stay; acceptance left as others went: {steps}", flush=True)
+    return staying
 
 
 def removals(target: Target, rows: dict[str, Tensor], count: int) -> dict[int, float]:

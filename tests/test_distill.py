@@ -182,6 +182,23 @@ def test_starts(words, start):
     assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == (2 if "student.layers=2" in start else 1)
 
 
+def test_another_run_for_the_same_target_and_text_does_not_search_for_layers_again(tmp_path, words, monkeypatch, capsys):
+    words += ["train.steps=1", f"data.cache={tmp_path / 'cache'}"]
+    first = load_file(run(words, f"train.output={tmp_path / 'a'}").parent / "start" / "model.safetensors")
+    (file,) = (tmp_path / "cache").glob("layers-*.json")
+    searched, search = [], students.removals
+    monkeypatch.setattr(students, "removals", lambda *arguments: searched.append(arguments[2]) or search(*arguments))
+    again = load_file(run(words, f"train.output={tmp_path / 'b'}", "train.lr=0.01").parent / "start" / "model.safetensors")
+    assert not searched and f"stay, as {file} has it" in capsys.readouterr().out
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    run(words, f"train.output={tmp_path / 'c'}", "student.layers=2")
+    run(words, f"train.output={tmp_path / 'd'}", "data.seq_len=24")  # other sequences
+    assert len(searched) == 2 and len(list(file.parent.glob("layers-*.json"))) == 3
+    file.write_text('{"layers": 3}')
+    with pytest.raises(ValueError, match=f"{file.name}: `layers` should be a list, got an integer"):
+        run(words, f"train.output={tmp_path / 'e'}")
+
+
 def test_lora_of_a_sibling(tmp_path, words, target_folder):
     before = load_file(Path(target_folder) / "model.safetensors")
     lora = [f"student.start={tmp_path / 'sibling'}", "student.layers=null", "student.lora=2", "train.lr=0.05"]

@@ -88,6 +88,7 @@ class DistillRecipe(Recipe):
 if __name__ == "__main__":  # --help is answered before the imports below, which take seconds
     prepare_script(DistillRecipe, __doc__)
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -103,7 +104,7 @@ from draftsmith.inference import durable
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.expand import DynamicTree, TreeSpec, tree_config
-from draftsmith.inference.reading import read_json
+from draftsmith.inference.reading import field, read_json
 from draftsmith.inference.stopping import Stopping
 from draftsmith.inference.terminal import printable
 from draftsmith.inference.tree import StaticTree
@@ -116,6 +117,7 @@ from draftsmith.models.training_time_test import shift_left
 from draftsmith.train import loop, publish, setup
 from draftsmith.train.engine import checkpoint, order, output, processes, replay
 from draftsmith.train.engine.replay import Replay
+from draftsmith.train.engine.say import say
 from draftsmith.train.losses.draft import chunked_draft_loss, mix
 from draftsmith.train.losses.survival import along_chains, survival_metrics
 from draftsmith.train.objective import Batch, Loss, Objective, supervised_tokens
@@ -205,7 +207,7 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
         model = students.existing(section.start, target, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
     else:
         origin = section.model_dump(mode="json") | {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
-        processes.on_main(lambda: _store_start(folder, origin, lambda: _build(section, target, train, recipe.train)))
+        processes.on_main(lambda: _store_start(folder, origin, lambda: _build(recipe, target, train)))
         model = _read_start(folder, recipe.target.trust_remote_code).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
         raise ValueError(
@@ -265,18 +267,40 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
     durable.replace_folder(folder, write)
 
 
-def _build(section: StudentSection, target: Target, train: PackedDataset, settings: TrainSection) -> PreTrainedModel:
+def _build(recipe: DistillRecipe, target: Target, train: PackedDataset) -> PreTrainedModel:
     """A pruned student, by up to MEASURED tokens of the training data, or a random one."""
+    section, seed = recipe.student, recipe.train.seed
     try:
         if section.start != "pruned":
-            return _random(section, target, settings)
+            return _random(section, target, recipe.train)
         assert section.layers is not None, "check refuses it"
         count = min(8, max(1, MEASURED // train.seq_len), len(train))
-        sequences = order.sample_rows(len(train), settings.seed, 0, count)
-        batch = {name: tensor.to(target.device) for name, tensor in train.batch(sequences).items()}
-        return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch)
+        batch = {name: tensor.to(target.device) for name, tensor in train.batch(order.sample_rows(len(train), seed, 0, count)).items()}
+        layers = section.layers
+        if isinstance(layers, int):
+            layers = _most_needed(target, batch, layers, Path(recipe.data.cache))
+        return students.pruned(target, layers=layers, **_pruned_sizes(section), rows=batch)
     except ValueError as error:
         raise ValueError(str(error) if "student." in str(error) else f"student.layers and sizes: {error}") from None
+
+
+def _most_needed(target: Target, batch: Batch, count: int, cache: Path) -> list[int]:
+    """`students.most_needed`, from the cache where an earlier run chose for the same target and text: to those of a sweep the search, longer than
+    they are, would give the same layers."""
+    identity = target.identity
+    if not identity.weights_hash and not identity.revision:  # a target in memory has no name for its weights
+        return students.most_needed(target, batch, count)
+    facts = json.dumps(
+        [identity.to_dict() | {"name": ""}, count, *(batch[name].tolist() for name in ("input_ids", "loss_mask", "document"))]
+    )
+    file = cache.expanduser() / f"layers-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.json"
+    if file.is_file():
+        layers: list[int] = field(read_json(file), "layers", list, file)
+        say(f"layers {', '.join(map(str, layers))} stay, as {file} has it")
+        return layers
+    layers = students.most_needed(target, batch, count)
+    durable.write_text(file, json.dumps({"layers": layers}))
+    return layers
 
 
 def _pruned_sizes(section: StudentSection) -> dict[str, int | None]:

@@ -88,7 +88,7 @@ class DataSection(Section):
         default=False, description="train on answers that repeat themselves too; false: their conversations are dropped and counted"
     )
     num_proc: Changeable[int | None] = Field(default=None, ge=1, le=1024, description="processes that tokenise; unset: one for each core")
-    cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data")
+    cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data and the layers of pruned students")
 
     def give_template(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
