@@ -1,7 +1,8 @@
 """Prompts, samplings, trees and draft models that the tests of decoding share."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from taped import as_on_a_gpu
@@ -11,8 +12,10 @@ from zoo import VOCAB, tiny
 
 from draftsmith.eval.positions import record_positions
 from draftsmith.eval.record_store import RecordStore
-from draftsmith.inference.decoder import Completion
+from draftsmith.inference.adaptive import AdaptiveDepth
+from draftsmith.inference.decoder import Completion, Decoder
 from draftsmith.inference.draft_model import DraftModel
+from draftsmith.inference.drafter import RoundContext
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree, StaticTree
@@ -143,6 +146,31 @@ def check_reads(stream: Iterator, rounds: int, monkeypatch) -> None:
 
 
 GREEN, RED = 1e-4, 1e-6
+
+
+def check_depths(target: Target, drafter: Any, prompts: list[list[int]]) -> None:
+    """Check that in rounds of 0, 1, 2, … levels a drafter drafts no deeper, and as deep in some."""
+    depths, propose = [], drafter.propose
+
+    class Turns(AdaptiveDepth):
+        rounds = 0
+
+        def depth(self, slots: Sequence[int]) -> int:
+            self.rounds += 1
+            return self.rounds % (self.max_depth + 1)
+
+    def watched(round: RoundContext) -> DraftTree:
+        tree = propose(round)
+        depths.append((round.depth, int(tree.deepest().max())))
+        return tree
+
+    drafter.propose = watched
+    try:
+        Decoder(target, drafter, slots=2, adaptive=Turns()).generate(prompts, max_new_tokens=30, stop_ids=())
+    finally:
+        drafter.propose = propose
+    assert all(drafted <= asked for asked, drafted in depths), depths
+    assert {asked for asked, drafted in depths if drafted == asked} >= {1, 2}, depths
 
 
 def build_tree(tokens: Tensor, parents: list[int], size: int, replacement: bool) -> DraftTree:

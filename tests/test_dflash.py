@@ -6,11 +6,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding_cases import PROMPTS, check_depths
 from packed_data import packed
 from random_targets import random_model, randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.block_attention import attend_blocks, blocks_at
 from draftsmith.models.dflash import DflashConfig
 from draftsmith.models.drafter import load_drafter, new_drafter
@@ -225,11 +228,14 @@ def double_target():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("weights", ["decay", "pace"])
-def test_the_objective_is_the_loops(name, weights):
+@pytest.mark.parametrize("weights, smoothing", [("decay", 0.5), ("pace", 0.5), ("pace", 0.2)])
+def test_the_objective_is_the_loops(name, weights, smoothing):
     target = double_target()
     drafter = make(target, name, torch.float64).train()
-    batch, section = packed(VOCAB), DflashSection(loss="0.4 kl + 0.6 nll", weights=weights, anchors=4, gamma=2.5, block_size=5)
+    batch, section = (
+        packed(VOCAB),
+        DflashSection(loss="0.4 kl + 0.6 nll", weights=weights, smoothing=smoothing, anchors=4, gamma=2.5, block_size=5),
+    )
     loss = objective(drafter, batch, target=target, section=section, seed=3)
     anchors, drawn = draw_anchors(batch, 4, 3)
     depth, total = drafter.config.depth, torch.zeros((), dtype=torch.float64)
@@ -252,7 +258,7 @@ def test_the_objective_is_the_loops(name, weights):
                 q = logits[k].log_softmax(-1)
                 kl, nll = (p[at - 1].exp() * (p[at - 1] - q)).sum(), -q[ids[at]]
                 losses.append(0.4 * kl + 0.6 * nll)
-                survival *= 0.5 + 0.5 * float(q[ids[at]].detach().exp())
+                survival *= smoothing + (1 - smoothing) * float(q[ids[at]].detach().exp())
                 own.append(survival)
             factors += [math.exp(-k / 2.5) for k in range(len(own))] if weights == "decay" else [sum(own[k:]) for k in range(len(own))]
         if losses:
@@ -360,3 +366,11 @@ def test_weights_of_a_sequence_add_up_to_its_tokens():
     weights = per_sequence(torch.rand(len(batch["input_ids"]), 3, 2), batch)
     torch.testing.assert_close(weights.sum((1, 2)), batch["loss_mask"].sum(1).float())
     assert not per_sequence(torch.zeros(len(batch["input_ids"]), 3, 2), batch).any()
+
+
+@pytest.mark.parametrize("tree", [StaticTree.chain(3), DynamicTree(3, 2, 10)], ids=["chain", "dynamic"])
+def test_no_draft_is_deeper_than_its_round(target, tree):
+    drafter = make(target)
+    drafter.tree_spec, flat = tree, drafter.head_logits
+    drafter.head_logits = lambda states: 100 * flat(states)  # so that the likeliest nodes are a chain
+    check_depths(target, drafter, PROMPTS)

@@ -236,6 +236,13 @@ def test_temperatures_undo_what_confidences_exaggerate():
     assert before[0] > 0.05 and max(after) < 0.005 and after[3] == 0
 
 
+def test_a_certain_confidence_has_a_bin_and_equal_temperatures_give_one():
+    certain = torch.tensor([[40.0]]), torch.tensor([[1.0]]), torch.tensor([[True]])
+    assert survival_errors(*certain, [0.25]) == [0.0] and fit_temperatures(*certain) == [pytest.approx(1.0)]
+    undecided = torch.zeros(6, 1), torch.full((6, 1), 0.5), torch.ones(6, 1, dtype=torch.bool)  # any temperature fits as well
+    assert fit_temperatures(*undecided) == [pytest.approx(1.0)]
+
+
 def test_training_ends_with_temperatures(target, capsys):
     drafter, rows = make(target), rows_of_24(VOCAB, copies=3)
     calibrate(drafter, rows, 4, target, DsparkSection(anchors=6))

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from decoding_cases import PROMPTS, SAMPLED, check_reads, relative, texts
+from decoding_cases import PROMPTS, SAMPLED, check_depths, check_reads, relative, texts
 from planted import seen_in
 from planting import PlantingDrafter
 from zoo import VOCAB, tiny
@@ -119,6 +119,12 @@ def test_output_is_plain_decodings(target, answers, heads, store, kind, tree):
         assert all(seen[accepted] >= 2 for accepted in range(4)), seen
     else:
         assert all(seen[accepted] >= 1 for accepted in range(3)), seen
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["medusa", "draft model", "recycling", "early-exit", "hybrid medusa"])
+def test_no_draft_is_deeper_than_its_round(target, answers, heads, kind, tree):
+    check_depths(target, make(kind, TREES[tree], heads, answers["greedy"], None, target), REPEATED)
 
 
 def test_rejection_gives_other_tokens_and_the_same_for_the_same_key(target, heads):

@@ -7,6 +7,7 @@ import torch
 from zoo import tiny
 
 from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafter import TargetOutput
 from draftsmith.inference.drafts import Draft
 from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.lookahead import MOST_KEYS, Lookahead, NgramPool, _add_window
@@ -139,6 +140,22 @@ def test_a_pool_keeps_the_last_ngrams():
     for first in range(10, 10 + MOST_KEYS):
         pool.add([first, 0, 0])
     assert pool.after(9) == [] and pool.after(10) == [[0, 0]] and len(pool._tails) == MOST_KEYS
+
+
+def test_a_key_that_comes_again_is_the_last_to_go():
+    pool = NgramPool(2)
+    for first in (*range(MOST_KEYS), 0, MOST_KEYS):
+        pool.add([first, 5, 5])
+    assert pool.after(0) == [[5, 5]] and pool.after(1) == [] and len(pool._tails) == MOST_KEYS
+
+
+@pytest.mark.parametrize("length", [3, 9, 40])
+def test_windows_begin_evenly_spaced_along_the_prompt(length):
+    target, prompt = Target.wrap(tiny("llama")), list(range(1, length + 1))
+    drafter = Lookahead(window=4)
+    drafter.bind(target, 1, 64)
+    drafter.start([0], [prompt], TargetOutput(torch.zeros(1, length, 32)))
+    assert [column[0] for column in drafter._columns[0]] == [1 + length * column // 4 for column in range(4)]
 
 
 def test_arguments_are_checked():

@@ -201,6 +201,11 @@ def test_wrong_words_are_refused(words, tmp_path, more, said):
 def test_models_with_windows_caps_or_sinks_are_refused(name):
     with pytest.raises(ValueError, match="x: .* has windows, sinks or soft-capped scores; expected a model whose layers all attend"):
         check_attention(tiny(name), "x")
+    if name == "gpt_oss":  # its windows alone are reason enough
+        model = tiny(name)
+        model.config.layer_types, model.config.sliding_window = ["full_attention"] * model.config.num_hidden_layers, None
+        with pytest.raises(ValueError, match="sinks"):
+            check_attention(model, "x")
 
 
 def test_a_drafter_that_cannot_be_is_refused():

@@ -6,12 +6,14 @@ from collections import Counter
 
 import pytest
 import torch
+from decoding_cases import PROMPTS, check_depths
 from packed_data import packed
 from planted import Planted
 from random_targets import random_model, randomise
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafter import TargetOutput
+from draftsmith.inference.expand import DynamicTree
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import vocab
 from draftsmith.models.drafter import load_drafter, new_drafter
@@ -217,3 +219,12 @@ def test_an_eagle_drafter_is_a_start_for_all_but_the_mask(tmp_path):
     out = target.forward(ids[None], taps=(0, 1))
     drafts = [each.eval().position_logits(each.position_features(ids, out), roots) for each in (new, again)]
     torch.testing.assert_close(*drafts)
+
+
+@pytest.mark.parametrize("tree", [StaticTree.chain(3), DynamicTree(3, 2, 10)], ids=["chain", "dynamic"])
+def test_no_draft_is_deeper_than_its_round(tree):
+    target = Target.wrap(random_model("llama"))
+    drafter = make(target).eval()
+    drafter.tree_spec, flat = tree, drafter.logits_of
+    drafter.logits_of = lambda states: 100 * flat(states)  # so that the likeliest nodes are a chain
+    check_depths(target, drafter, PROMPTS)

@@ -6,21 +6,24 @@ import json
 import os
 import random
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from zoo import VOCAB, tiny
 
 from draftsmith.data import datastore
 from draftsmith.data.datastore import build, sort_suffixes
 from draftsmith.eval import generate, loading
 from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import RequestRecord, Round
-from draftsmith.inference.retrieval import FACTS, MAX_MATCH, MOST_OCCURRENCES, SUFFIXES, TOKENS, Datastore, Rest
+from draftsmith.inference.retrieval import FACTS, MAX_MATCH, MOST_OCCURRENCES, SUFFIXES, TOKENS, Datastore, Rest, formats
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.identity import tokenizer_hash
 from draftsmith.models.model_files import read_tokenizer
+from draftsmith.models.target import Target
 from draftsmith.train import data_cli
 
 
@@ -109,6 +112,20 @@ def test_lookups_give_the_longest_match_and_its_continuations(tmp_path, tokenize
         assert all(len(run) <= depth for run in store.continuations(length, low, high, depth))
         seen["nothing" if not size else "sampled" if len(after) > MOST_OCCURRENCES else "longest" if size == MAX_MATCH else "some"] += 1
     assert seen["nothing"] >= 10 and seen["some"] >= 20 and seen["longest"] >= 5 and (seen["sampled"] >= 5 or letters > 2)
+
+
+def test_vocabularies_at_the_edge_of_a_format():
+    """Tokens are stored as id + 1, so that 65,535 of 65,536 would not fit into 16 bits."""
+    assert formats((1 << 16) - 1, 1)[0] == "H" and formats(1 << 16, 1)[0] == "I"
+    assert formats(9, (1 << 32) - 1)[1] == "I" and formats(9, 1 << 32)[1] == "Q"
+
+
+def test_a_store_of_more_tokens_than_the_target_is_refused():
+    target = Target.wrap(tiny("llama"))
+    for vocab, refused in ((VOCAB, False), (VOCAB + 1, True)):
+        drafter = Rest(Datastore(np.array([1, 2, 0], dtype=np.uint16), np.array([2, 0, 1], dtype=np.uint32), vocab))
+        with pytest.raises(ValueError, match=f"datastore of {vocab} tokens for a target of {VOCAB}") if refused else nullcontext():
+            drafter.bind(target, 1, 32)
 
 
 def test_it_drafts_what_followed(tmp_path, tokenizer):

@@ -110,6 +110,10 @@ def test_gain_weighs_a_level_by_what_a_token_took():
     """Three levels cost 1, 2 and 3 seconds more than a round of 4; a round commits 2 tokens: the least squares by hand."""
     clock = Stopping("gain").clock
     assert clock.level_in_tokens() == 0.0
+    single = Stopping("gain").clock
+    single.level_s = 1.0
+    single.add(3, 1.0, 2)
+    assert single.level_in_tokens() == 0.0, "one round says nothing of what a level takes"
     rounds = [(1, 5.0, 2), (2, 6.0, 2), (3, 7.0, 3), (1, 5.0, 1)]
     for each in rounds:
         clock.add(*each)
