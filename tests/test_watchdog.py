@@ -116,7 +116,7 @@ def test_decoding_for_tau_reports_each_round_and_others_wait_for_it(tmp_path, mo
 
     loop.fit(new_recipe(tmp_path), new_model(), objective, Numbers(), Numbers(), {}, measure_tau=tau)
     assert seen == []
-    monkeypatch.setattr(BestWeights, "decodes", False)
+    monkeypatch.setattr(BestWeights, "waits", True)
     loop.fit(new_recipe(tmp_path / "b"), new_model(), objective, Numbers(), Numbers(), {}, measure_tau=tau)
     assert seen == ["waiting for the main process to measure τ"] and reports[-2:] == ["evaluating step 7", "saving step 7"]
 

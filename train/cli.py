@@ -156,7 +156,7 @@ def usage(schema: "type[Recipe]", method: str, text: str | None) -> str:
 def _key(name: str, field: "FieldInfo") -> list[str]:
     """The lines of a key: its text, its choices, and its default."""
     choices = _choices(field.annotation)
-    about = f"{field.description} {{{', '.join(choices)}}}" if choices else str(field.description)
+    about = f"{field.description} {{{', '.join(map(str, choices))}}}" if choices else str(field.description)
     if field.is_required():
         about += " (required)"
     elif field.default is not None:  # of others the text says what happens while they are unset
