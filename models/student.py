@@ -161,6 +161,7 @@ def outline(
 
 def most_needed(target: Target, rows: dict[str, Tensor], count: int) -> list[int]:
     """The `count` layers that stay when `removals` has chosen the others, in order. It prints them. Arguments and errors are those of `removals`."""
+    _checked_layers(target, count)
     removed = removals(target, rows, target.num_layers - count)
     staying = sorted(set(range(target.num_layers)) - removed.keys())
     steps = ", ".join(f"{layer} {acceptance:.3f}" for layer, acceptance in removed.items()) or "all stay"

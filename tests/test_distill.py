@@ -194,6 +194,8 @@ def test_another_run_for_the_same_target_and_text_does_not_search_for_layers_aga
     run(words, f"train.output={tmp_path / 'c'}", "student.layers=2")
     run(words, f"train.output={tmp_path / 'd'}", "data.seq_len=24")  # other sequences
     assert len(searched) == 2 and len(list(file.parent.glob("layers-*.json"))) == 3
+    with pytest.raises(ValueError, match=r"student.layers.* got layers=900"):
+        run(words, f"train.output={tmp_path / 'f'}", "student.layers=900")
     file.write_text('{"layers": 3}')
     with pytest.raises(ValueError, match=f"{file.name}: `layers` should be a list, got an integer"):
         run(words, f"train.output={tmp_path / 'e'}")
