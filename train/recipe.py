@@ -259,7 +259,7 @@ def _first_fault(error: ValidationError) -> str:
     # Between key and place pydantic names the type that it tried: `tuple[Source, ...]`.
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier())
     message = first["msg"].removeprefix("Value error, ")
-    if not key or isinstance(first["input"], dict):  # what a section's own check says names its keys
+    if not key or (first["type"] == "value_error" and isinstance(first["input"], dict)):  # what a section's own check says names its keys
         return message
     got = "nothing" if first["type"] == "missing" or first["input"] is None else redacted(repr(first["input"]))
     return f"recipe key {key!r}: {message[:1].lower()}{message[1:]}; got {got if len(got) <= 100 else got[:100] + '…'}"
