@@ -124,7 +124,7 @@ def parse_stopping(text: str) -> Stopping | None:
 
 
 class StopCheck:
-    """Asks a rule, in one round, whether the next level is drafted; without a rule each is.
+    """Asks a rule, in one round, whether the next level is drafted; without a rule every level is.
 
     Attributes:
         stride: what a level adds to the index that its draws are keyed by. Whether a token is drawn for an index may depend, through the

@@ -46,7 +46,7 @@ def _config_reason(config: PretrainedConfig, text: PretrainedConfig) -> str:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a target with this config routes tokens to experts. Some configs give their number for each layer."""
+    """Whether a target with this config routes tokens to experts. A config gives their number, or one for each layer."""
     counts = (getattr(config.get_text_config(), name, None) or 0 for name in EXPERTS)
     return any(any(count) if isinstance(count, list | tuple) else count for count in counts)
 

@@ -116,6 +116,7 @@ def pruned(
     heads: int | None = None,
     intermediate_size: int | None = None,
     rows: dict[str, Tensor] | None = None,
+    choose: Callable[[Target, dict[str, Tensor], int], list[int]] | None = None,
 ) -> PreTrainedModel:
     """A float32 copy of the target with some of its layers, and narrower where sizes are given.
 
@@ -123,7 +124,7 @@ def pruned(
     size of a head does not change.
 
     Args:
-        layers: the numbers of the layers that stay, or how many; then they are the `most_needed`.
+        layers: the numbers of the layers that stay, or how many; then `choose` says which, by default `most_needed`.
         hidden_size: channels that stay, by the mean |output| of the norms, summed over the norms. Their gains are multiplied by √(H/W).
         heads: query heads that stay in each attention, in complete KV groups, by the mean norm of their input to o_proj.
         intermediate_size: neurons that stay in each MLP, by the mean |input of down_proj|.
@@ -139,7 +140,7 @@ def pruned(
     config = _config(target, staying, sizes)  # refuses impossible sizes before anything is measured
     axes = _axes(target) if sizes else {}
     if isinstance(layers, int) and rows is not None:
-        staying = most_needed(target, rows, layers)
+        staying = _checked_layers(target, (choose or most_needed)(target, rows, layers))
         config = _config(target, staying, sizes)
     if not sizes or rows is None:
         return _copy(target, staying, config, lambda _name, tensor: tensor)
@@ -161,7 +162,6 @@ def outline(
 
 def most_needed(target: Target, rows: dict[str, Tensor], count: int) -> list[int]:
     """The `count` layers that stay when `removals` has chosen the others, in order. It prints them. Arguments and errors are those of `removals`."""
-    _checked_layers(target, count)
     removed = removals(target, rows, target.num_layers - count)
     staying = sorted(set(range(target.num_layers)) - removed.keys())
     steps = ", ".join(f"{layer} {acceptance:.3f}" for layer, acceptance in removed.items()) or "all stay"

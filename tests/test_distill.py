@@ -196,6 +196,14 @@ def test_another_run_for_the_same_target_and_text_does_not_search_for_layers_aga
     assert len(searched) == 2 and len(list(file.parent.glob("layers-*.json"))) == 3
     with pytest.raises(ValueError, match=r"student.layers.* got layers=900"):
         run(words, f"train.output={tmp_path / 'f'}", "student.layers=900")
+    file.write_text('{"layers": ["a"]}')
+    with pytest.raises(ValueError, match=r"got layers \['a'\]; expected 1 numbers; delete the file"):
+        run(words, f"train.output={tmp_path / 'g'}")
+    file.unlink()
+    searches = len(searched)
+    with pytest.raises(ValueError, match="student"):  # before the search
+        run(words, f"train.output={tmp_path / 'h'}", "student.hidden_size=65536")
+    assert len(searched) == searches
     file.write_text('{"layers": 3}')
     with pytest.raises(ValueError, match=f"{file.name}: `layers` should be a list, got an integer"):
         run(words, f"train.output={tmp_path / 'e'}")

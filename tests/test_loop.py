@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(tmp_path):
 
 
 def test_a_damaged_checkpoint_past_a_new_one_gives_way(tmp_path):
-    """A run that went on from before it saves earlier steps again: of what is kept none is newer."""
+    """Step 4 is damaged and step 3 is saved after it: then step 3 alone stays."""
     for step in (2, 4, 3):
         if step == 3:
             (tmp_path / "step-00000004" / "model.safetensors").write_bytes(b"damaged")

@@ -37,7 +37,7 @@ REFUSED = {
 
 
 def test_experts_are_seen_in_every_config():
-    """aria_text calls them moe_num_experts, and an Ernie is one with a list of numbers."""
+    """The config of aria_text names their number moe_num_experts. A number may be a list, one for each layer."""
     names = {"mixtral": True, "qwen3_moe": True, "deepseek_v3": True, "gpt_oss": True, "aria_text": True, "llama": False, "qwen3": False}
     assert {name: has_experts(AutoConfig.for_model(name)) for name in names} == names
     config = AutoConfig.for_model("llama")

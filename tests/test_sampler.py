@@ -86,7 +86,7 @@ def test_no_noise_exceeds_its_bound():
 
 
 def test_a_token_with_the_most_noise_is_drawn(monkeypatch):
-    """Of equal noise else, a token that only the greatest noise lifts above the best token."""
+    """The other tokens have no noise; the greatest noise lifts one token just above the best logit."""
     most = 22.8
     logits = torch.zeros(1, 4096)
     logits[0, 7], logits[0, 3000] = 40.0, 40.0 - most + 0.1

@@ -276,17 +276,14 @@ def _build(recipe: DistillRecipe, target: Target, train: PackedDataset) -> PreTr
         assert section.layers is not None, "check refuses it"
         count = min(8, max(1, MEASURED // train.seq_len), len(train))
         batch = {name: tensor.to(target.device) for name, tensor in train.batch(order.sample_rows(len(train), seed, 0, count)).items()}
-        layers = section.layers
-        if isinstance(layers, int):
-            layers = _most_needed(target, batch, layers, Path(recipe.data.cache))
-        return students.pruned(target, layers=layers, **_pruned_sizes(section), rows=batch)
+        choose = partial(_most_needed, cache=Path(recipe.data.cache))
+        return students.pruned(target, layers=section.layers, **_pruned_sizes(section), rows=batch, choose=choose)
     except ValueError as error:
         raise ValueError(str(error) if "student." in str(error) else f"student.layers and sizes: {error}") from None
 
 
 def _most_needed(target: Target, batch: Batch, count: int, cache: Path) -> list[int]:
-    """`students.most_needed`, from the cache where an earlier run chose for the same target and text: to those of a sweep the search, longer than
-    they are, would give the same layers."""
+    """`students.most_needed`, or what an earlier run chose for the same target and text: the search may take longer than a trial of a sweep."""
     identity = target.identity
     if not identity.weights_hash and not identity.revision:  # a target in memory has no name for its weights
         return students.most_needed(target, batch, count)
@@ -296,6 +293,8 @@ def _most_needed(target: Target, batch: Batch, count: int, cache: Path) -> list[
     file = cache.expanduser() / f"layers-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.json"
     if file.is_file():
         layers: list[int] = field(read_json(file), "layers", list, file)
+        if len(layers) != count or any(type(layer) is not int for layer in layers):
+            raise ValueError(f"{file}: got layers {layers}; expected {count} numbers; delete the file")
         say(f"layers {', '.join(map(str, layers))} stay, as {file} has it")
         return layers
     layers = students.most_needed(target, batch, count)
