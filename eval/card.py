@@ -115,7 +115,7 @@ def licence_in(card: Path) -> dict[str, str]:
     return {key: str(fields[key]) for key in LICENCE if fields and fields.get(key)}
 
 
-def sections(method: str, target: dict[str, Any], training: dict[str, Any], measured: str = "") -> dict[str, str]:
+def sections(method: str, target: dict[str, Any], training: dict[str, Any]) -> dict[str, str]:
     """The text of each section by its heading, in order; "" is the heading of the first. Arguments as in `write`."""
     name, adapted, draft_model = _name(target), bool(target.get("adapter_hash")), method == DraftModel.method
     first = (
@@ -132,7 +132,7 @@ def sections(method: str, target: dict[str, Any], training: dict[str, Any], meas
         "": first,
         "Target": _target_table(target),
         "Training": _training(training),
-        "Acceptance": "\n".join((BEGIN, measured or NOT_MEASURED, END)),
+        "Acceptance": "\n".join((BEGIN, NOT_MEASURED, END)),
         "Limits": "\n".join((_LIMITS, _LIMIT_OF_MODELS if draft_model else _LIMIT_OF_HEADS)),
         "Use": "\n".join(use),
     }

@@ -129,6 +129,7 @@ def pruned(
         heads: query heads that stay in each attention, in complete KV groups, by the mean norm of their input to o_proj.
         intermediate_size: neurons that stay in each MLP, by the mean |input of down_proj|.
         rows: a packed batch to measure on (`data/packing.py`: input_ids, position_ids, loss_mask, document [B,S]).
+        choose: (target, rows, how many) -> the layers that stay, in order.
 
     Raises:
         ValueError: layers or sizes that the target has not, no rows where something is measured, or an architecture that cannot be cut.
