@@ -65,6 +65,17 @@ def test_fit_gives_back_the_weights_that_made_the_chances():
     assert weights[2].isfinite().all() and float((x[:, 2] @ weights[2]).sigmoid().min()) > 0.95
 
 
+def test_weights_of_drafts_that_are_all_accepted_end_where_their_ridge_balances_them():
+    """σ(−w) = 2·10⁻⁶ w: the derivative of log(1 + exp(−w)) + 10⁻⁶ w² is 0 there."""
+    x = torch.tensor([[[0.0, 0.0, 1.0]]] * 8, dtype=torch.float64)
+    weights = fit_confidence(x, torch.ones(8, 1), torch.ones(8, 1, dtype=torch.bool))
+    low, high = 1.0, 30.0
+    while high - low > 1e-6:
+        w = (low + high) / 2
+        low, high = (w, high) if 1 / (1 + math.exp(w)) > 2e-6 * w else (low, w)
+    assert weights.tolist() == [[0, 0, pytest.approx(low, rel=0.02)]]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_those_of_each_document(target, kind, monkeypatch):
     """α and agreement from the target's and the drafter's distributions of each document alone; a token that is no answer's ends the count."""

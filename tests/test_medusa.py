@@ -1,5 +1,7 @@
 """Medusa heads as a drafter: the right tokens at the right offsets, and the state of each slot."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from loss_cases import likeliest
@@ -13,7 +15,7 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.target import Target
 from draftsmith.train.engine.log import sums_of
-from draftsmith.train.medusa import MedusaSection, objective
+from draftsmith.train.medusa import MedusaRecipe, MedusaSection, check, objective
 
 VOCAB, WIDTH = 67, 32
 
@@ -123,6 +125,15 @@ def test_propose_equals_a_slow_loop(target, share, tree):
 def test_a_tree_deeper_than_the_heads_is_refused(target):
     with pytest.raises(ValueError, match="3 deep for 2 heads"):
         new_drafter("medusa", target, num_heads=2, tree=[[0], [0, 0], [0, 0, 0]])
+
+
+def test_heads_look_no_further_than_a_sequence():
+    """The last of k heads predicts the token k + 1 after its position."""
+    train = {"output": "unused", "steps": 1, "batch_size": 1, "lr": 0.1}
+    for heads in (62, 63):
+        recipe = MedusaRecipe.model_validate({"train": train, "data": {"seq_len": 64}, "medusa": {"heads": heads}})
+        with pytest.raises(ValueError, match="63 look further ahead than data.seq_len=64") if heads == 63 else nullcontext():
+            check(recipe)
 
 
 def slow_objective(drafter, target, batch, section):

@@ -185,7 +185,11 @@ def test_logits_exist_in_chunks_whatever_the_number_of_heads(base):
 def words(tmp_path_factory, target_folder):
     folder = tmp_path_factory.mktemp("medusa2")
     (folder / "text.txt").write_text("<|endoftext|>".join("for line in lines:\n    yield line.strip()\n" * 4 for _ in range(40)))
-    keys = {"target.path": target_folder, "data.train": folder / "text.txt", "data.cache": folder, "data.seq_len": 32, "train.steps": 6}
+    (folder / "valid.txt").write_text(
+        "<|endoftext|>".join(f"def area_{n}(a, b):\n    return a * b + {n}\n\n\nprint(area_{n}({n}, 2))\n" for n in range(8))
+    )
+    keys = {"target.path": target_folder, "data.train": folder / "text.txt", "data.valid": folder / "valid.txt", "data.cache": folder}
+    keys |= {"data.seq_len": 32, "train.steps": 6}
     keys |= {"joint.heads_steps": 2, "joint.rank": 4, "joint.lr": 0.02, "joint.schedule": "sine", "joint.dropout": 0.2}
     keys |= {"train.warmup_steps": 0, "train.eval_every": 0, "train.eval_batches": 1, "train.save_every": 0, "train.precision": "fp32"}
     return [f"{key}={value}" for key, value in keys.items()]
@@ -225,6 +229,15 @@ def test_stopped_in_either_stage_it_resumes_to_the_last_bit(words, artifact, sto
     assert resumed.keys() == expected.keys() and len({file for file, _ in expected}) == 2
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
     assert any(each.abs().max() > 0 for (_, name), each in expected.items() if "lora_B" in name)
+
+
+def test_the_command_of_a_finished_training_writes_the_same_artifact_again(words, artifact):
+    """The confidence is fitted again: without the adapters' dropout, as the first time."""
+    before = {file.name: file.read_bytes() for file in artifact.iterdir() if file.suffix in (".json", ".safetensors")}
+    assert json.loads(before["config.json"])["confidence_weights"]
+    shutil.rmtree(artifact)
+    run(words, artifact.parent)
+    assert {name: (artifact / name).read_bytes() for name in before} == before
 
 
 def test_it_does_not_go_on_with_another_target(words, target_folder, tmp_path):

@@ -176,6 +176,26 @@ def test_long_texts_are_read_from_their_last_half(permuted):
             assert texts(out) == plain and all(round.size > 1 for round in out[0].rounds[1:-1])
 
 
+def test_only_the_end_of_a_text_is_read_again():
+    """64 bytes, from the beginning of a token on, and of what waits to be read in the draft model's tokens no more than twice that."""
+    theirs, ours = KINDS["phrases"](), KINDS["bpe"]()
+    target, model = model_of(theirs, positions=400), model_of(ours, positions=400)
+    drafter = make("strings", target, model, StaticTree.chain(3))
+    drafter.bind(target, 1, 400)
+    ids = theirs.encode(TEXTS[0] * 8)
+    pieces = [drafter.theirs.bytes_of[token] for token in ids]
+    drafter.start([0], [ids], None)
+    before, first = drafter._before(0), b""
+    for piece in reversed(pieces):
+        if len(first) >= 64:
+            break
+        first = piece + first
+    assert before == first and 64 <= len(before) < len(b"".join(pieces))
+    own = drafter._own[0]
+    assert 64 <= len(own.tail) <= 128 and b"".join(pieces).endswith(own.tail)
+    assert drafter._reading(0) == ours.encode(TEXTS[0] * 8)
+
+
 def text_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Target:
     """A model whose next-token distribution depends on the last token: fixed random logits."""
     model = model_of(tokenizer, seed, 1)

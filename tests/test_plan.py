@@ -276,7 +276,7 @@ def llama(folder, size):
 
 
 def test_of_large_targets_only_the_config_is_read(tmp_path):
-    plan = report.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine())
+    plan = report.report("eagle3-llama3.1-8b.yaml", [llama(tmp_path, 8)], Machine(8))
     assert plan["target"]["parameters"] == 8_030_261_248
     assert plan["chosen"] == "ddp" and plan["step"]["accumulation"] == 2
     # fc, a layer that reads twice as much, the head over 32,000 tokens, norms.

@@ -140,6 +140,17 @@ def test_it_drafts_what_followed(tmp_path, tokenizer):
         drafter.bind(SimpleNamespace(vocab_size=100), 1, 100)
 
 
+def test_a_longer_match_is_worth_more_nodes(tmp_path, tokenizer):
+    """Two for each of its tokens and two more, the root's not counted: four continuations, each of five tokens that no two share."""
+    texts = [[50 + number, 1, 2, 3, *range(10 * number, 10 * number + 5)] for number in range(1, 5)]
+    build(tmp_path / "store", texts, tokenizer, "tiny")
+    drafter = Rest(Datastore.open(tmp_path / "store", tokenizer_hash(tokenizer)), StaticTree.cartesian((4, 1, 1, 1, 1)))
+    drafter.bind(SimpleNamespace(vocab_size=len(tokenizer)), 1, 100)
+    for text, nodes in (([0, 2, 3], 6), ([0, 1, 2, 3], 8)):
+        drafter.start([0], [text], None)
+        assert len(drafter._draft(0, 9).tokens) == nodes
+
+
 def spoil(store: Path, how: str) -> None:
     content = json.loads((store / FACTS).read_text())
     if how == "flipped":

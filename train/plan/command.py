@@ -1,6 +1,6 @@
 """What a recipe needs, memory and time, before anything is loaded: of the target only its config is read.
 
-    draftsmith plan recipes/eagle3-llama3.1-8b.yaml                              # eight GPUs of 80 GiB
+    draftsmith plan recipes/eagle3-llama3.1-8b.yaml                              # one GPU of 80 GiB
     draftsmith plan recipes/eagle3-llama3.3-70b.yaml --gpus 4 --nodes 2 --gpu-memory 141 --hours 24
     draftsmith plan recipes/medusa-tiny.yaml --cpu
 
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     described = new_parser("plan", __doc__)
     described.add_argument("recipe", help="YAML file, or the name of one that is shipped")
     described.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys")
-    described.add_argument("--gpus", type=int, help="of each machine (default 8)")
+    described.add_argument("--gpus", type=int, help="of each machine (default 1)")
     described.add_argument("--nodes", type=int, help="machines (default 1)")
     described.add_argument("--gpu-memory", type=float, metavar="GiB", help="of each GPU (default 80)")
     described.add_argument("--cpu", action="store_true", help="one process without a GPU")
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     if options.cpu:
         machine = Machine(0, 1, 0, cpu=True)
     else:
-        machine = Machine(options.gpus or 8, options.nodes or 1, (options.gpu_memory or 80) * GIB)
+        machine = Machine(options.gpus or 1, options.nodes or 1, (options.gpu_memory or 80) * GIB)
     tflops = options.tflops or (None if options.cpu else 989.0)
     plan = report(options.recipe, options.overrides, machine, tflops, options.hours)
     if options.json:

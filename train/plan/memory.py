@@ -43,7 +43,7 @@ class Machine:
         cpu: one process without a GPU.
     """
 
-    gpus: int = 8
+    gpus: int = 1
     nodes: int = 1
     memory: float = 80 * GIB
     cpu: bool = False
