@@ -1,6 +1,7 @@
 """Files that others wrote, read with errors that name the file, the key, and what was expected."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def field(content: dict[str, Any], key: str, kinds: type | tuple[type, ...], sou
     raise ValueError(f"{source}: `{key}` should be {expected}, got {got}; correct it or restore the file")
 
 
-def require_same(before: dict[str, Any], now: dict[str, Any], what: str, advice: str) -> None:
+def require_same(before: dict[str, Any], now: dict[str, Any], what: str, advice: str, defaults: Mapping[str, Any] | None = None) -> None:
     """Compare settings with those that a file was begun with.
 
     Args:
@@ -92,11 +93,13 @@ def require_same(before: dict[str, Any], now: dict[str, Any], what: str, advice:
         now: their present values.
         what: the file and what it is of, for the error.
         advice: what to do, for the error.
+        defaults: of settings that are newer than the file may be, which had these values.
 
     Raises:
         ValueError: a setting differs. It names the first.
     """
     now = json.loads(json.dumps(now))
+    before = {key: value for key, value in (defaults or {}).items() if key in now} | before
     for key in sorted(now.keys() | before.keys()):
         if now.get(key) != before.get(key):
             was, given = (printable(json.dumps(values.get(key)), "")[:200] for values in (before, now))

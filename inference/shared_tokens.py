@@ -8,6 +8,7 @@ bytes.
 Letters: B rows · V vocabulary of the target · H hidden size of the draft model · S positions · U shared tokens.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -121,7 +122,7 @@ class SharedTokens(DraftModel):
     def position_features(self, ids: Tensor, out: TargetOutput) -> Tensor:
         """ids [S] -> the draft model's hidden states [S,H] where it has read each of them. The target's `out` is not used."""
         parts = [self._reading(token) for token in ids.tolist()]
-        parts[0] = self._begin(parts[0])
+        parts[0] = (int(ids[0]) in self.theirs.begin and self.ours.begin) or self._begin(parts[0])
         own = torch.tensor([[index for part in parts for index in part]], device=self.model.device)
         last = torch.tensor([len(part) for part in parts], device=self.model.device).cumsum(0) - 1
         positions = torch.arange(own.shape[1], device=own.device)[None].clamp(max=self.model.max_positions - 1)
@@ -132,6 +133,8 @@ class SharedTokens(DraftModel):
         return self._own_of[ids]
 
     def _read(self, tokens: list[int], first: bool = False) -> list[int]:
+        if first:  # each tokenizer begins a text in its own way
+            tokens = list(itertools.dropwhile(self.theirs.begin.__contains__, tokens)) or tokens
         own = [index for token in tokens for index in self._reading(token)]
         if first:
             own = self._begin(own)

@@ -35,7 +35,7 @@ def rows_of(folder):
 
 def logged_run(recipe, done, steps, crash=False):
     """A run of these steps whose loss is 10 · step and held-out loss is 100 · step."""
-    report = Log(recipe, accelerator_of(recipe), done)
+    report = Log(recipe, accelerator_of(recipe), done, done)
     for step in steps:
         report.add(loss_of(20 * step, 2, top1=1))
         report.write_training(step, 0.5)

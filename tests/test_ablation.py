@@ -66,6 +66,11 @@ def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
     assert "τ is the mean of 2 seed(s) over 8 prompts; 95 % intervals are over prompts and seeds." in said
     ablation.main([str(tmp_path), *WORDS, "--change", "medusa.heads=3"])
     assert stubs[4:] == ["medusa.heads=3-0", "medusa.heads=3-1"]
+    file = tmp_path / "results.json"  # of a version without the key
+    file.write_text(file.read_text().replace('"data.loops": false, ', "", 1))
+    assert "data.loops" not in file.read_text()
+    ablation.main([str(tmp_path), *WORDS])
+    assert len(stubs) == 6
     with pytest.raises(ValueError, match=r"was begun with train.lr 0.006, now 0.001; give the same, or another folder"):
         ablation.main([str(tmp_path), *WORDS, "train.lr=1e-3"])
     with pytest.raises(ValueError, match=r"medusa.layers=2-0 failed: out of memory; its log is .*medusa.layers=2-0.log"):
@@ -88,6 +93,9 @@ def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
         (["medsa", "medusa-tiny", "--change", "medusa.top_k=1"], "no method 'medsa' trains a drafter; expected one of"),
         (["medusa", "medusa-tiny", "--change", "medusa.topk=1"], "topk"),
         (["medusa", "medusa-tiny", "--change", "medusa.start=a/b", "--change", "medusa.start=a-b"], "as those of another change"),
+        (["medusa", "medusa-tiny", "--change", "train.lr=1e-3 train.steps=9"], "train.steps=9: every run has its own, by --tokens"),
+        (["medusa", "medusa-tiny", "train.seed=9", "--change", "medusa.top_k=1"], "train.seed=9: every run has its own"),
+        (["medusa", "medusa-tiny", "--change", "tree.width=2"], "tree.width=2: every run is measured with a chain of 4"),
         (["medusa", "medusa-tiny", "--change", "target.path=other"], "the target and the held-out data are those of every run"),
         (["medusa", "medusa-tiny", "--change", "medusa.top_k=1", "--seeds", "0,0"], "--seeds 0,0: expected distinct integers"),
         (["medusa", "medusa-tiny", "--change", "medusa.top_k=1", "--jobs", "0"], "--jobs 0: expected 1 to 512"),

@@ -82,7 +82,7 @@ def test_a_name_is_no_formula(tmp_path):
 
 def test_closing_draws_the_curves_of_all_rows(tmp_path):
     recipe = recipe_of(tmp_path)
-    Log(recipe, accelerator_of(recipe), 0).close()
+    Log(recipe, accelerator_of(recipe), 0, 0).close()
     assert list(tmp_path.iterdir()) == []
     logged_run(recipe, 0, range(1, 3))
     first = (tmp_path / "curves.png").read_bytes()

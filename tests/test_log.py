@@ -19,6 +19,7 @@ from draftsmith.models.target import Target
 from draftsmith.train import medusa
 from draftsmith.train.engine import log
 from draftsmith.train.engine.log import Flops, Log
+from draftsmith.train.engine.trackers import LastRows
 from draftsmith.train.medusa import MedusaSection
 from draftsmith.train.objective import Progress
 
@@ -54,7 +55,7 @@ def test_a_row_is_what_a_hand_computes(tmp_path, clock, monkeypatch, capsys):
         clock.now += next(took)
 
     recipe = recipe_of(tmp_path)
-    report = Log(recipe, accelerator_of(recipe, accumulation=2), 0, target_forward)
+    report = Log(recipe, accelerator_of(recipe, accumulation=2), 0, 0, target_forward)
     left, right = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     for number in range(4):  # two steps of two micro-batches
         with report.measuring("batch", Progress()):
@@ -92,7 +93,7 @@ def test_a_row_is_what_a_hand_computes(tmp_path, clock, monkeypatch, capsys):
 
 def test_without_a_target_forward_there_is_no_ratio_and_without_weight_no_division_by_zero(tmp_path, clock):
     recipe = recipe_of(tmp_path)
-    report = Log(recipe, accelerator_of(recipe), 0)
+    report = Log(recipe, accelerator_of(recipe), 0, 0)
     report.add(loss_of(0, 0))
     clock.now += 1
     report.write_training(1, 0.1)
@@ -113,7 +114,7 @@ class Waits(TorchDispatchMode):
 
 def test_flops_are_counted_in_each_stage_of_an_objective(tmp_path, clock):
     recipe, progress, timed = recipe_of(tmp_path), Progress(), []
-    report, weight = Log(recipe, accelerator_of(recipe), 0, timed.append), torch.ones(3, 4)
+    report, weight = Log(recipe, accelerator_of(recipe), 0, 0, timed.append), torch.ones(3, 4)
     for number, (stage, rows) in enumerate(((1, 2), (1, 5), (2, 5), (2, 5), (2, 7)), 1):
         with report.measuring({}, progress):
             progress.stage = stage  # as an objective does, in its forward
@@ -129,7 +130,7 @@ def test_flops_are_counted_in_each_stage_of_an_objective(tmp_path, clock):
 
 def test_adding_waits_for_no_device(tmp_path):
     recipe = recipe_of(tmp_path)
-    report = Log(recipe, accelerator_of(recipe), 0)
+    report = Log(recipe, accelerator_of(recipe), 0, 0)
     with Waits() as waits:
         with report.measuring({}, Progress()):
             report.add(loss_of(1, 2, hits=1))
@@ -145,7 +146,7 @@ def test_rows_after_the_checkpoint_and_a_row_cut_off_are_dropped(tmp_path, tail)
     file, recipe = tmp_path / "metrics.jsonl", recipe_of(tmp_path)
     for done, remaining in ((30, 4), (25, 3), (20, 3), (19, 1), (0, 0)):
         file.write_text("".join(lines))
-        report = Log(recipe, accelerator_of(recipe), done)
+        report = Log(recipe, accelerator_of(recipe), done, done)
         assert file.read_text() == "".join(lines[:remaining])
         report.add(loss_of(1, 1))
         report.write_training(done + 1, 0.1)
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_the_rows(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        Log(recipe, accelerator_of(recipe), 1)
+        Log(recipe, accelerator_of(recipe), 1, 1)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n' and len(list(tmp_path.iterdir())) == 1
 
 
@@ -245,8 +246,12 @@ def test_what_a_power_cut_left_of_rows_is_dropped(tmp_path):
     file = tmp_path / "metrics.jsonl"
     row = b'{"step": %d, "loss": 1.0}\n'
     file.write_bytes(row % 1 + b"\0" * 40 + b"\n" + b'{"step": "\xff\n' + row % 2 + b"[1]\n" + row % 3 + b'{"step": 4')
-    assert log._cut(file, 2) == 3
+    assert log._cut(file, LastRows(2, 2)) == LastRows(3, 0)
     assert file.read_bytes() == row % 1 + row % 2
+    evaluation = b'{"step": %d, "valid_loss": 1.0}\n'
+    file.write_bytes(row % 2 + evaluation % 2 + row % 4 + evaluation % 4 + row % 5)
+    assert log._cut(file, LastRows(4, 2)) == LastRows(5, 4)  # the evaluation of step 4 is made again
+    assert file.read_bytes() == row % 2 + evaluation % 2 + row % 4
 
 
 def test_a_full_disk_under_the_metrics_names_the_file(tmp_path, monkeypatch):

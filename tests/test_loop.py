@@ -188,6 +188,37 @@ def test_what_was_measured_once_stays_decided(tmp_path):
         torch.set_num_threads(before)
 
 
+def test_no_more_threads_than_a_process_has_cores(tmp_path, monkeypatch, capsys):
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 3)
+    try:
+        run(tmp_path, steps=2, schedule="constant")
+        monkeypatch.setattr(resume.machine, "cores", lambda: 2 * before + 5)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        run(tmp_path, steps=3, schedule="constant")
+        assert torch.get_num_threads() == before + 2
+        assert f"{before + 2} threads instead of the checkpoint's {before + 3}" in "".join(capsys.readouterr())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_evaluation_that_ended_is_not_made_again(tmp_path):
+    """After a power cut too, before the next checkpoint."""
+    measured = []
+
+    def fit(objective):
+        settings = new_recipe(tmp_path, eval_every=2)
+        measure = lambda _: measured.append(1) or float(len(measured))  # noqa: E731
+        return loop.fit(settings, new_model(), objective, Numbers(), Numbers(), {"data": "numbers"}, measure_tau=measure)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(crashing(6))
+    assert len(measured) == 2
+    fit(objective)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "valid_tau" in row] == [2, 4, 6, 7] and len(measured) == 4
+
+
 def test_signal_handlers_are_restored_and_a_second_signal_acts(tmp_path):
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     before = signal.getsignal(signal.SIGTERM)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from decoding_cases import SAMPLED, texts
-from other_tokenizers import END, FAMILY, KINDS, TEXTS, model_of, vocabulary
+from other_tokenizers import END, FAMILY, KINDS, TEXTS, byte_level, model_of, vocabulary
 from planted import seen_in
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.eval.probe import _drafter_bytes
@@ -194,6 +194,30 @@ def test_only_the_end_of_a_text_is_read_again():
     own = drafter._own[0]
     assert 64 <= len(own.tail) <= 128 and b"".join(pieces).endswith(own.tail)
     assert drafter._reading(0) == ours.encode(TEXTS[0] * 8)
+
+
+def test_each_tokenizer_begins_a_text_in_its_own_way():
+    """The target's <s> is nothing that a draft model reads, in decoding or in the fit of a confidence."""
+    theirs, plain = KINDS["sentencepiece"](), KINDS["bpe"]()
+    backend = byte_level(400, eos_token=END, bos_token="<|bot|>").backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|bot|> $A", special_tokens=[("<|bot|>", backend.token_to_id("<|bot|>"))]
+    )
+    target, text = model_of(theirs), "The cat sat"
+    ids = theirs.encode(text)
+    for ours, begin in ((PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, bos_token="<|bot|>"), ["<|bot|>"]), (plain, [])):
+        drafter = make("tli", target, model_of(ours), StaticTree.chain(3))
+        drafter.bind(target, 1, 64)
+        tokens = ours.convert_ids_to_tokens(drafter._read(ids, first=True))
+        assert tokens[: len(begin)] == begin and "".join(tokens[len(begin) :]).replace("Ġ", " ") == f" {text}"
+        assert drafter._read([1], first=True)  # a text of <s> alone is something
+        hidden = drafter.position_features(torch.tensor(ids), None)
+        assert hidden.shape[0] == len(ids)
+        if begin:
+            own = torch.tensor([drafter._read(ids, first=True)])
+            assert torch.allclose(
+                hidden[-1], drafter.model.forward(own, position_ids=torch.arange(own.shape[1])[None]).hidden[0, -1], atol=1e-5
+            )
 
 
 def text_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Target:

@@ -24,7 +24,9 @@ from draftsmith.inference.drafter import TargetOutput
 from draftsmith.models.drafter import load_drafter, new_drafter
 from draftsmith.models.formats.eagle import read_eagle
 from draftsmith.models.target import Target
+from draftsmith.train import recipe
 from draftsmith.train.benchmarks import paired, peers, peers_medusa, peers_samples
+from draftsmith.train.eagle import EagleRecipe
 from draftsmith.train.engine.optimizer import new_optimizer
 from draftsmith.train.engine.order import sample_rows
 from draftsmith.train.losses.calibration import fit_confidence
@@ -120,6 +122,13 @@ def test_the_medusa_objective_is_the_slow_form(target):
     assert torch.allclose((loss.sum / loss.weight).float(), slow, atol=1e-5)
     for fast, parameter in zip(gradients, heads.parameters(), strict=True):
         assert torch.allclose(fast, parameter.grad, atol=1e-5) and parameter.grad.any()
+
+
+def test_medusa_is_divided_by_supervised_tokens_whatever_eagle_is():
+    base = recipe.load(EagleRecipe, "eagle3-smollm2-135m", ["data.train=a.jsonl"])
+    assert base.train.normalise == "all"
+    chosen = peers_medusa.recipe_like(base, {"output": "x", "steps": 50, "seed": 3, "precision": "fp32"}).train
+    assert (chosen.normalise, chosen.optimizer, chosen.warmup_steps, chosen.seed, chosen.batch_size) == ("supervised", "adamw", 5, 3, 1)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

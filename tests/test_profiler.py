@@ -29,7 +29,7 @@ def trained(folder, profile, done=0, steps=6, stop=None):
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    report = Log(recipe, accelerator, done)
+    report = Log(recipe, accelerator, done, done)
     with Profile(recipe.train, accelerator, done, report.paused) as profiled:
         for step in range(done, steps):
             layer(torch.full((step + 1, 8), float(step))).square().sum().backward()

@@ -193,6 +193,7 @@ def test_recipes_of_one_method_have_curves_of_their_own(tmp_path):
         (["eagle:eagle3-tiny", "--jobs", "-1"], "--jobs -1: expected 1 to 512"),
         (["eagle:eagle3-tiny", "eagle:eagle3-tiny"], "recipes eagle3-tiny, eagle3-tiny: the runs of two would share a name"),
         (["eagle:eagle3-tiny", "eagle.stpes=3"], "stpes"),
+        (["eagle:eagle3-tiny", "train.seed=6"], "train.seed=6: every run has its own, by --tokens, --seeds and the folder; leave it out"),
         (["eagle:eagle3-tiny", "tree.depth=6"], "tree.depth=6: every run is measured with a chain of 4; leave it out"),
     ],
 )

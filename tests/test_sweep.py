@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -481,6 +482,33 @@ def test_what_changes_simulated_tau_is_not_swept_by_it(stub):
     with pytest.raises(ValueError, match=r"distill.temperature changes what simulated τ is measured with; .*train.tau_prompts=4"):
         make_plan(command.parser().parse_intermixed_args([*swept, "train.tau_prompts=0"]))
     assert len(make_plan(command.parser().parse_intermixed_args(swept)).trials) == 2  # the recipe measures τ
+
+
+def test_a_key_that_is_newer_than_a_sweep_had_its_default(stub, capsys):
+    sweep(stub, FOUR, "--rungs", "90")
+    assert len(calls(stub)) == 4
+    file = stub / "sweep" / "sweep.json"
+    for value, same in (("false", True), ("true", False)):
+        content = json.loads(file.read_text())
+        content["settings"].pop("data.loops", None)
+        content["settings"] |= {} if same else {"data.loops": True}
+        file.write_text(json.dumps(content))
+        if same:
+            sweep(stub, FOUR, "--rungs", "90")
+        else:
+            assert "is of a sweep with data.loops true, now false" in failing(capsys, command.main, words(stub, FOUR, "--rungs", "90"))
+        assert calls(stub) == [], value
+
+
+def test_few_runs_share_all_cores(stub, monkeypatch):
+    shares, ended = [], SimpleNamespace(returncode=0, poll=lambda: 0, terminate=int, wait=int, kill=int)
+    monkeypatch.setattr(trial, "_start", lambda run, devices, slot, jobs: shares.append(jobs) or ended)
+    monkeypatch.setattr(trial, "result_of", lambda run, status: trial.Result(1.0))
+    plan = plan_of(stub, FOUR)
+    for count, jobs in ((2, 16), (3, 2), (1, 1)):
+        trial.run_all([plan.runs(number, 0)[0] for number in range(count)], [], jobs, lambda *_: None, lambda _: None)
+        assert shares == [min(count, jobs)] * count
+        shares.clear()
 
 
 def test_gpus_are_shared_out(stub, monkeypatch):

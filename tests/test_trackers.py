@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from logged import accelerator_of, logged_run, recipe_of
+from logged import accelerator_of, logged_run, loss_of, recipe_of
 
 from draftsmith.inference import machine
 from draftsmith.train import distill, eagle, medusa
@@ -51,6 +51,29 @@ def test_tensorboard_has_every_step_once(tmp_path):
     assert yaml.safe_load(hparams.read_text()) == trackers.flat(recipe)
     logged_run(recipe, 0, range(1, 3))  # from the beginning, in the same folder
     assert scalars("loss") == [(1, 10.0), (2, 20.0)]
+
+
+def test_an_evaluation_that_did_not_end_reaches_the_trackers_when_it_is_made_again(tmp_path):
+    """Once: when the steps after it are taken a second time they have it already."""
+    pytest.importorskip("tensorboard", reason=CI_NEEDS)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = recipe_of(tmp_path / "run", trackers=("tensorboard",))
+    (tmp_path / "run").mkdir()
+    report = Log(recipe, accelerator_of(recipe), 0, 0)
+    for step in (1, 2, 3):
+        report.add(loss_of(step, 1))
+        report.write_training(step, 0.5)
+    for done, evaluated in ((3, 0), (2, 0)):
+        report = Log(recipe, accelerator_of(recipe), done, evaluated)
+        report.write_evaluation(3, {"loss": 7.0})
+    report.add(loss_of(4, 1))
+    report.write_training(4, 0.5)
+    report.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "draftsmith"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [(event.step, event.value) for event in events.Scalars("valid_loss")] == [(3, 7.0)]
 
 
 @pytest.fixture
@@ -124,7 +147,7 @@ def test_a_key_that_is_none_is_said_in_one_line(tmp_path, local_only, monkeypatc
     recipe = recipe_of(tmp_path, trackers=("wandb",))
     wandb.teardown()
     with pytest.raises(ValueError, match="wandb: WANDB_API_KEY invalid.*; set WANDB_MODE=offline to keep the run here, or leave") as caught:
-        Log(recipe, accelerator_of(recipe), 0)
+        Log(recipe, accelerator_of(recipe), 0, 0)
     wandb.teardown()
     assert "\n" not in str(caught.value) and local_only == []
 

@@ -149,7 +149,7 @@ class _Run:
         self.saved = self.done, self.evaluated
         self.progress = progress
         progress.steps, progress.total = self.done, section.steps
-        self.log = Log(recipe, accelerator, self.done, target_forward)
+        self.log = Log(recipe, accelerator, self.done, self.evaluated, target_forward)
         self.nonfinite = NonFiniteCounter(Path(section.output), section.max_nonfinite_steps, state["left_out"], accelerator.process_index)
         self.steps = range(self.done, self.done if best.is_stale(section.patience) else section.steps)
         self.bar = Bar("training", section.steps, self.done, accelerator.is_main_process)
@@ -171,9 +171,12 @@ class _Run:
             for step in self.steps:
                 self._train_step(step, batches)
                 if self._is_due(self.section.eval_every):
-                    if self.best.measure_tau or self._is_due(self.section.save_every):  # decoding may fail, or outlast a signal's grace
+                    saves = self.best.measure_tau is not None or self._is_due(self.section.save_every)
+                    if saves:  # decoding may fail, or outlast a signal's grace
                         self._save()
                     self._evaluate()
+                    if saves:  # or it would be done again after the next stop
+                        self._save()
                 finished = self.done == self.section.steps or self.best.is_stale(self.section.patience)
                 if refresh and not finished:
                     self._refresh(refresh, signals)

@@ -188,6 +188,11 @@ def keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     return {f"{name}.{key}": field for name, section in sections(schema).items() for key, field in section.model_fields.items()}
 
 
+def defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    """What keys are that need not be given, as JSON: a record that is older than such a key was made with it."""
+    return json.loads(json.dumps({key: field.get_default() for key, field in keys(schema).items() if not field.is_required()}))
+
+
 def changeable_keys(schema: type[BaseModel]) -> set[str]:
     """The keys whose field is `Changeable`: a run may be continued with another value of them."""
     return {key for key, field in keys(schema).items() if "changeable" in field.metadata}

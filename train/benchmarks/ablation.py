@@ -28,7 +28,17 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.benchmarks import paired
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, sections_of_data, step_tokens
+from draftsmith.train.sweep.plan import (
+    as_words,
+    check_jobs,
+    contents_of,
+    integers,
+    module_of,
+    of_length,
+    refuse_common,
+    sections_of_data,
+    step_tokens,
+)
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE = "results.json", "ablation.md"
@@ -58,12 +68,14 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
     """What all runs of a folder must have in common, and the runs, those of a seed together.
 
     Raises:
-        ValueError: a key that the recipe refuses, two changes of one name, a change of what every run must share, or data that do not exist.
+        ValueError: a key that the recipe or `refuse_common` refuses, two changes of one name, a change of what every run must share, or data that do not exist.
     """
     schema = schema_of(module_of(options.method))
     base = recipes.load(schema, options.recipe, [*SHORT, *options.words])
     tokens = options.tokens or base.train.steps * step_tokens(base)
     trained, stems = [], set()
+    refuse_common(options.words)
+    refuse_common((word for text in options.change for word in text.split()), "train.steps")
     changes = {RECIPE: []} | {" ".join(text.split()): text.split() for text in options.change}
     for change, keys in changes.items():
         changed = recipes.load(schema, options.recipe, [*SHORT, *options.words, *keys])
@@ -106,7 +118,8 @@ def train_all(folder: Path, common: dict[str, Any], trained: Sequence[Trained], 
     """
     file = folder / RESULTS
     before = read_json(file) if file.is_file() else {"settings": common, "runs": {}}
-    require_same(before["settings"], common, f"{file} was begun", "give the same, or another folder")
+    defaults = recipes.defaults(schema_of(module_of(common["method"])))
+    require_same(before["settings"], common, f"{file} was begun", "give the same, or another folder", defaults)
     results: dict[str, Any] = before["runs"]
     contents = {each.run.name: each.contents for each in trained}
     for name in results.keys() & contents.keys():

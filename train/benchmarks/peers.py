@@ -272,7 +272,9 @@ def work_through(plan: Plan) -> Results:
     """Do the stages that are not done -> all results. Raises ValueError where the folder has results of other settings."""
     file, todo = plan.folder / DONE, stages(plan)
     results = read_json(file) if file.is_file() else {"settings": plan.fixed}
-    require_same(results["settings"], plan.fixed, f"{plan.folder} was begun", "give the same, or another folder")
+    require_same(
+        results["settings"], plan.fixed, f"{plan.folder} was begun", "give the same, or another folder", recipe.defaults(EagleRecipe)
+    )
     for number, (name, work) in enumerate(todo.items(), 1):
         if name not in results:
             print(f"[{number}/{len(todo)}] {name}", file=sys.stderr, flush=True)

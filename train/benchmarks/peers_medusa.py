@@ -5,6 +5,7 @@ Letters: B rows of a batch · S positions · V vocabulary · H hidden size · K 
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,21 +23,30 @@ HEADS, DECAY = 4, 0.8
 
 
 def train(base: EagleRecipe, run: Path, seed: int, steps: int, precision: str) -> None:
-    """Train heads by the authors' objective in our loop, on the data and features of `base`: AdamW without weight decay, a learning rate of 1e-3
-    after a tenth of the steps, then cosine. Each head has one residual block, and an output layer that starts as the target's head.
-    """
-    section = MedusaSection(heads=HEADS, decay=DECAY)
-    settings = {"output": str(run), "steps": steps, "seed": seed, "micro_batch_size": None, "precision": precision}
-    settings |= {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999)}
-    settings |= {"warmup_steps": steps // 10, "schedule": "cosine", "min_lr": 0.0}
-    data = {"target": base.target, "data": base.data, "features": base.features}
-    chosen = MedusaRecipe(**data, train=base.train.model_copy(update=settings), medusa=section)
+    """Train heads by the authors' objective in our loop, on the data and features of `base`."""
+    chosen = recipe_like(base, {"output": str(run), "steps": steps, "seed": seed, "precision": precision})
     target, corpora = setup.load_target_and_data(chosen)
     with output.claimed(chosen):
-        heads, sequences, valid = setup.new_drafter_and_data(chosen, "medusa", target, corpora, **medusa.architecture(section))
+        heads, sequences, valid = setup.new_drafter_and_data(chosen, "medusa", target, corpora, **medusa.architecture(chosen.medusa))
         fingerprint = setup.fingerprint(chosen, target, sequences)
         _, done = loop.fit(chosen, heads, partial(objective, target=target), sequences, valid, fingerprint)
         publish.publish_drafter(chosen, heads, target, done)
+
+
+def recipe_like(base: EagleRecipe, run: dict[str, Any]) -> MedusaRecipe:
+    """AdamW without weight decay, a learning rate of 1e-3 after a tenth of the steps, then cosine. Each head has one residual block, and an
+    output layer that starts as the target's head.
+
+    Args:
+        base: its data, its features and the rest of its training are taken.
+        run: keys of the training: output, steps, seed, precision.
+    """
+    settings = run | {"micro_batch_size": None, "normalise": "supervised"}  # `objective` counts supervised tokens
+    settings |= {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999)}
+    settings |= {"warmup_steps": run["steps"] // 10, "schedule": "cosine", "min_lr": 0.0}
+    data = {"target": base.target, "data": base.data, "features": base.features}
+    section = MedusaSection(heads=HEADS, decay=DECAY)
+    return MedusaRecipe(**data, train=base.train.model_copy(update=settings), medusa=section)
 
 
 def objective(drafter: MedusaModel, batch: Batch, *, target: Target) -> Loss:

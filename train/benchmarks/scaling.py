@@ -26,7 +26,17 @@ from draftsmith.train import recipe as recipes
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.plan.scaling import Curves, Point, ceiling, fit, method_name, middle_tau, overtaken, predict
 from draftsmith.train.sweep import trial
-from draftsmith.train.sweep.plan import as_words, check_jobs, contents_of, integers, module_of, of_length, sections_of_data, step_tokens
+from draftsmith.train.sweep.plan import (
+    as_words,
+    check_jobs,
+    contents_of,
+    integers,
+    module_of,
+    of_length,
+    refuse_common,
+    sections_of_data,
+    step_tokens,
+)
 from draftsmith.train.sweep.trial import Result, Run
 
 RESULTS, TABLE, PICTURE, POINTS = "results.json", "scaling.md", "scaling.png", "scaling.json"
@@ -71,12 +81,11 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         seeds: of the weights and of the order of samples.
 
     Raises:
-        ValueError: a key of the draft tree, a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths
+        ValueError: a key that `refuse_common` refuses, a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths
             within 5 % of each other.
     """
     runs, stems = [], [Path(name.partition(":")[2]).stem for name in names]
-    if trees := [key for key in keys if key.startswith("tree.")]:
-        raise ValueError(f"{trees[0]}: every run is measured with a chain of 4; leave it out")
+    refuse_common(keys, "train.steps")
     if len(set(stems)) < len(stems):
         raise ValueError(f"recipes {', '.join(stems)}: the runs of two would share a name; rename one")
     for name, stem in zip(names, stems, strict=True):
@@ -113,8 +122,11 @@ def train_all(folder: Path, trained: Sequence[Trained], jobs: int | None) -> lis
     before = read_json(file) if file.is_file() else {"settings": {}, "results": {}}
     results: dict[str, Result] = {name: Result(**entry) for name, entry in before["results"].items()}
     settings: dict[str, dict[str, Any]] = {each.recipe: each.settings for each in trained}
+    defaults = {each.recipe: recipes.defaults(schema_of(module_of(each.run.words[0]))) for each in trained}
     for name in settings.keys() & before["settings"].keys():
-        require_same(before["settings"][name], settings[name], f"{file} has runs of {name}", "give the same, or another folder")
+        require_same(
+            before["settings"][name], settings[name], f"{file} has runs of {name}", "give the same, or another folder", defaults[name]
+        )
 
     def record(run: Run, result: Result) -> str:
         results[run.name] = result

@@ -31,6 +31,7 @@ from draftsmith.inference import durable, machine
 from draftsmith.train.engine import curves, processes, trackers
 from draftsmith.train.engine.flops import FORMULAS
 from draftsmith.train.engine.say import say
+from draftsmith.train.engine.trackers import LastRows
 from draftsmith.train.objective import Batch, Loss, Progress
 from draftsmith.train.recipe import Recipe
 
@@ -62,7 +63,12 @@ class Log:
     """The report of a run. All ranks make one and call the same methods: means are over all ranks, and the main process writes."""
 
     def __init__(
-        self, recipe: Recipe, accelerator: Accelerator, done: int, target_forward: Callable[[Batch], object] | None = None
+        self,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        done: int,
+        evaluated: int,
+        target_forward: Callable[[Batch], object] | None = None,
     ) -> None:
         """Start the trackers, and measure the matmul rate.
 
@@ -71,6 +77,7 @@ class Log:
             accelerator: made with `trackers.options(recipe.train)`.
             done: steps of the checkpoint that the run continues. Rows after it are deleted, since those steps are taken again; trackers do not
                 get them twice.
+            evaluated: step of the last evaluation in that checkpoint. Those after it are made again.
             target_forward: the frozen target's forward on a batch, for target_ratio.
         """
         self.accelerator, self.target_forward, self.main = accelerator, target_forward, accelerator.is_main_process
@@ -80,16 +87,16 @@ class Log:
         self.last_evaluation = ""
         self.measured_stage: int | None = None
         self.micro_batch_flops, self.target_seconds = 0, 0.0
-        self.tracked_step, self.matmul_rate = processes.on_main(lambda: self._start(recipe, done))
+        self.tracked, self.matmul_rate = processes.on_main(lambda: self._start(recipe, done, evaluated))
         self._peak_memory()
         self.step, self.since = done, time.perf_counter()
 
-    def _start(self, recipe: Recipe, done: int) -> tuple[int, float]:
-        """On the main process: (the last step that the trackers have, matmul rate of the device in FLOP/s)."""
-        last = _cut(self.file, done)
-        tracked_step = trackers.start(recipe, self.accelerator, done, last) if self.accelerator.log_with else 0
+    def _start(self, recipe: Recipe, done: int, evaluated: int) -> tuple[LastRows, float]:
+        """On the main process: (the last steps that the trackers have, matmul rate of the device in FLOP/s)."""
+        last = _cut(self.file, LastRows(done, evaluated))
+        tracked = trackers.start(recipe, self.accelerator, done, last) if self.accelerator.log_with else last
         dtype = torch.bfloat16 if processes.in_bf16(self.accelerator) else torch.float32
-        return tracked_step, machine.matmul_rate(self.accelerator.device, dtype)
+        return tracked, machine.matmul_rate(self.accelerator.device, dtype)
 
     @contextmanager
     def measuring(self, batch: Batch, progress: Progress) -> Iterator[None]:
@@ -185,7 +192,7 @@ class Log:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
                 raise OSError(f"{self.file} could not be written ({error}); free disk space there and run the same command again") from None
-            if self.accelerator.trackers and row["step"] > self.tracked_step:
+            if self.accelerator.trackers and row["step"] > (self.tracked.evaluated if is_evaluation(row) else self.tracked.step):
                 self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def _median_seconds(self, work: Callable[[Batch], object], batch: Batch) -> float:
@@ -242,24 +249,32 @@ def _divided(total: dict[str, tuple[float, float]]) -> dict[str, float]:
     return {name: value / max(count, 1.0) for name, (value, count) in total.items() if count or name == "loss"}
 
 
-def _cut(file: Path, done: int) -> int:
-    """Delete the rows of steps after `done`, and damaged rows that a power cut left -> the last step that had a row."""
+def _cut(file: Path, done: LastRows) -> LastRows:
+    """Delete the rows of training and of evaluations after `done`, and damaged rows that a power cut left -> the last that were there."""
     if not file.is_file():
-        return 0
+        return LastRows(0, 0)
     lines = file.read_bytes().splitlines(keepends=True)
-    steps = [_step_of(line) for line in lines]
-    remaining = [line for line, step in zip(lines, steps, strict=True) if 0 <= step <= done]
+    rows = [_row_of(line) for line in lines]
+    remaining = [
+        line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= (done.evaluated if is_evaluation(row) else done.step)
+    ]
     if remaining != lines:
         durable.replace(file, lambda part: part.write_bytes(b"".join(remaining)))
-    return max([0, *steps])
+    steps = [(row["step"], is_evaluation(row)) for row in rows if row]
+    return LastRows(max([0, *(step for step, _ in steps)]), max([0, *(step for step, evaluation in steps if evaluation)]))
 
 
-def _step_of(line: bytes) -> int:
-    """The step of a row of metrics.jsonl, −1 where it is damaged."""
+def is_evaluation(row: dict[str, Any]) -> bool:
+    return any(name.startswith("valid_") for name in row)
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """A row of metrics.jsonl; None where it is damaged."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
+        row = json.loads(line) if line.endswith(b"\n") else None
+        return row | {"step": int(row["step"])} if row and int(row["step"]) >= 0 else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return -1
+        return None
 
 
 def _text(means: dict[str, float]) -> str:

@@ -1,6 +1,6 @@
 """Where a run begins: with new optimizer state, or exactly where its newest complete checkpoint ended."""
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def start_or_resume(
     if newest:
         _check_kinds(newest, before)
         processes.on_main(lambda: _check_best(newest, before.get("best")))
-    torch.set_num_threads(before.get("threads", torch.get_num_threads()))
+    torch.set_num_threads(_threads(before))
     precision = before.get("precision") or _precision(section)
     micro_batch, accumulation = processes.split_batch(section, processes.join().num_processes)
     accelerator = processes.accelerator(precision, micro_batch, accumulation, section.clip, **trackers.options(section))
@@ -109,6 +109,18 @@ def target_dtype_of(output: str) -> str | None:
         return None
 
 
+def _threads(before: dict[str, Any]) -> int:
+    """Those of the checkpoint, if this machine has as many cores for each of its processes; without a checkpoint those that were measured."""
+    own = max(1, machine.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = before.get("threads", torch.get_num_threads())
+    if before and threads > own:
+        say(
+            f"{own} threads instead of the checkpoint's {threads}: this machine has no more cores for a process, so sums may differ in the last digit"
+        )
+        return own
+    return threads
+
+
 def _precision(section: TrainSection) -> str:
     """The precision of a new run's forward passes, "fp32" or "bf16": the recipe's, that of bf16 weights, or the faster one by measurement."""
     if section.precision != "auto":
@@ -124,13 +136,10 @@ def _announce(newest: Path | None, state: dict[str, Any], accelerator: Accelerat
 
 def _check_same_run(newest: Path, before: dict[str, Any], state: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError where a checkpoint is of another recipe, other data or another target; the message names the first difference."""
-    # A key that is newer than the checkpoint had its default.
-    defaults = {name: entry.get_default() for name, entry in recipes.keys(type(recipe)).items() if not entry.is_required()}
-    defaults = json.loads(json.dumps(defaults))  # lists, as in a state
     not_recorded = {
         key: value for key, value in state["fingerprint"].items() if key in (TARGET_FILES, TARGET_DTYPE, TAU_PROMPTS)
     }  # by earlier versions
-    for name, missing in (("recipe", defaults), ("fingerprint", not_recorded)):
+    for name, missing in (("recipe", recipes.defaults(type(recipe))), ("fingerprint", not_recorded)):
         then, now = missing | redacted(checked_text(before[name])), state[name]
         for key in sorted((now.keys() | then.keys()) - changeable_keys(type(recipe))):
             gone = name == "recipe" and key not in now

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,25 @@ def options(section: TrainSection) -> dict[str, Any]:
     return {"log_with": list(section.trackers), "project_dir": str(Path(section.output) / "tensorboard")} if section.trackers else {}
 
 
-def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int:
+@dataclass(frozen=True, slots=True)
+class LastRows:
+    """The last step that has a row of metrics.jsonl, and the last that has one of an evaluation; 0 without any."""
+
+    step: int
+    evaluated: int
+
+
+def start(recipe: Recipe, accelerator: Accelerator, done: int, last: LastRows) -> LastRows:
     """On the main process: start the trackers' runs, or continue the run of <output>/trackers.json.
 
     Args:
         recipe: of the run; trackers get every key of it.
         accelerator: made with `options`.
         done: steps taken so far; with 0 the trackers start a new run too.
-        last: step of the last row of metrics.jsonl, before it was cut to `done`.
+        last: of metrics.jsonl, before it was cut to `done`.
 
     Returns:
-        The last step that the trackers have.
+        What the trackers have.
 
     Raises:
         ValueError: wandb refuses its key or does not reach its server; the message says what wandb says.
@@ -50,9 +59,11 @@ def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int
     file = folder / "trackers.json"
     previous = read_json(file) if done and file.is_file() else None
     if previous:
-        run = {"id": field(previous, "id", str, file), "step": max(field(previous, "step", int, file), last)}
+        previous = {"evaluated": 0} | previous  # earlier versions did not record it
+        run = {"id": field(previous, "id", str, file)}
+        run |= {name: max(field(previous, name, int, file), getattr(last, name)) for name in ("step", "evaluated")}
     else:
-        run = {"id": secrets.token_hex(4), "step": 0}
+        run = {"id": secrets.token_hex(4), "step": 0, "evaluated": 0}
     durable.write_text(file, json.dumps(run) + "\n")
     name = f"{folder.name}-{run['id']}"
     settings: dict[str, Any] = {
@@ -62,7 +73,7 @@ def start(recipe: Recipe, accelerator: Accelerator, done: int, last: int) -> int
     }
     with _wandb(settings["wandb"]) if "wandb" in recipe.train.trackers else _offline_hub():
         accelerator.init_trackers("draftsmith", None if previous else flat(recipe), settings)
-    return run["step"]
+    return LastRows(run["step"], run["evaluated"])
 
 
 def flat(recipe: Recipe) -> dict[str, bool | int | float | str]:

@@ -216,6 +216,16 @@ def _checked_grid(grid: dict[str, list[str]], seeds: str | None) -> tuple[dict[s
     return {key: values[0] for key, values in grid.items() if len(values) == 1}, trials
 
 
+def refuse_common(words: Iterable[str], *more: str) -> None:
+    """Raise ValueError for a key=value that every run of a comparison has from elsewhere: of the draft tree, the seed, the evaluations, the
+    folder, or one of `more`."""
+    for word in words:
+        if word.startswith("tree."):
+            raise ValueError(f"{word}: every run is measured with a chain of 4; leave it out")
+        if word.partition("=")[0] in ("train.seed", "train.eval_every", "train.output", *more):
+            raise ValueError(f"{word}: every run has its own, by --tokens, --seeds and the folder; leave it out")
+
+
 def as_words(values: dict[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 

@@ -11,6 +11,7 @@ from draftsmith.inference.claim import claim
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.reading import field, read_json, require_same
 from draftsmith.train.engine.say import say
+from draftsmith.train.recipe import defaults
 from draftsmith.train.sweep import report, search, trial
 from draftsmith.train.sweep.plan import Plan
 from draftsmith.train.sweep.report import Point, Standing
@@ -143,7 +144,7 @@ def _read(plan: Plan) -> dict[str, Result]:
         return {}
     content = read_json(file)
     before = field(content, "settings", dict, file)
-    require_same(before, plan.settings(), f"{file} is of a sweep", "give another --output")
+    require_same(before, plan.settings(), f"{file} is of a sweep", "give another --output", defaults(type(plan.base)))
     kinds = {"measure": (float, type(None)), "seconds": float, "error": str, "depth": (int, type(None))}
     try:
         entries = field(content, "results", dict, file)

@@ -95,6 +95,7 @@ def run_all(
         SystemExit: 128 + signal, after SIGINT, SIGTERM or SIGUSR1, when the runs have saved their checkpoints.
     """
     waiting, running, prepared, said = list(runs), {}, set(), 0.0
+    jobs = max(1, min(jobs, len(runs)))  # of few runs each has several cores or GPUs
     with Signals() as signals, _ended(running):
         while waiting or running:
             prepared |= {run.data for run in runs if run.data not in prepared and any(run.folder.parent.glob("*/run.json"))}
