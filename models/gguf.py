@@ -4,6 +4,7 @@ People who serve llama.cpp train for the weights that they serve. The folder hol
 weights: as they are where the file has float32 or float16, in bfloat16 where they were quantised.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -55,9 +56,13 @@ def folder_of(path: str, key: str) -> str:
     with open(file, "rb") as content:
         if content.read(4) != _MAGIC:
             raise ValueError(f"{prefix}{path!r} is no GGUF file; give another, or download it again")
-        if not _bounded(content, file.stat().st_size):
+        length = _header(content, file.stat().st_size)
+        if not length:
             raise ValueError(f"{prefix}{path!r} cannot be dequantised: its header says more than it holds; download it again")
-    identity = durable.sampled_hash([file])
+        content.seek(0)
+        header = hashlib.sha256(content.read(length))  # complete: editing a value of it in place leaves the samples as they were
+    weights = durable.sampled_hash([file])
+    identity = hashlib.sha256(header.digest() + bytes.fromhex(weights)).hexdigest()
     root = Path(os.path.expanduser(os.environ.get(CACHE) or "~/.cache/draftsmith")) / "gguf"
     folder = root / identity
     if folder.is_dir():
@@ -70,12 +75,13 @@ def folder_of(path: str, key: str) -> str:
             if needed > free:
                 raise ValueError(f"{prefix}{path!r}: needs about {needed >> 20:,} MiB in {root}, {free >> 20:,} are free; set {CACHE}")
             print(f"{path}: dequantising into {folder}, once", file=sys.stderr, flush=True)
-            durable.replace_folder(folder, lambda part: _convert(file, path, prefix, identity, part))
+            durable.replace_folder(folder, lambda part: _convert(file, path, prefix, weights, part))
     return str(folder)
 
 
-def _bounded(content: BinaryIO, size: int) -> bool:
-    """Whether the entries that the header announces are within the file: the gguf package believes any count, and reads on for ever."""
+def _header(content: BinaryIO, size: int) -> int:
+    """The bytes of the header's entries; 0 where what it announces is not within the file: the gguf package believes any count, and reads on for
+    ever."""
 
     def number(kind: str) -> int:
         return struct.unpack(f"<{kind}", content.read(struct.calcsize(kind)))[0]
@@ -104,8 +110,8 @@ def _bounded(content: BinaryIO, size: int) -> bool:
             skip(number("Q"))
             skip_value(number("I"))
     except (struct.error, KeyError):
-        return False
-    return True
+        return 0
+    return content.tell()
 
 
 def _file(path: str, key: str) -> Path:

@@ -59,6 +59,8 @@ def quantised_as(config: PretrainedConfig) -> str:
     if method == "bitsandbytes":
         return f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}" if fields.get("load_in_4bit") else "bnb-int8"
     if method == "torchao":
-        kind = str(fields["quant_type"]["default"]["_type"])
+        kind = fields.get("quant_type")
+        if isinstance(kind, dict):  # earlier versions wrote a word
+            kind = kind.get("default", {}).get("_type")
         return next((name for name, config_class in _TORCHAO.items() if config_class == kind), f"ao-{kind}")
     return f"{method}-{fields['bits']}bit" if fields.get("bits") else method

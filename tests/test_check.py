@@ -557,7 +557,11 @@ def test_the_command(workshop, tmp_path, capsys):
         command.main([str(copy), "--target", str(workshop / "target"), "--engine", "vllm"])
     lines = capsys.readouterr().out.splitlines()
     assert exit.value.code == 1 and [line.split(" ")[0] for line in lines] == ["vLLM:", "vLLM:", "all:"]
-    for option in ("--python", "--depth"):
+    export.main([str(workshop / "eagle3"), "--to", "gguf", "--output", str(tmp_path / "gguf"), "--target", str(workshop / "target")])
+    capsys.readouterr()
+    command.main([str(tmp_path / "gguf"), "--target", str(workshop / "target")])
+    assert "nothing wrong was seen" in capsys.readouterr().out
+    for option in ("--python", "--depth", "--limit", "--max-new-tokens"):
         line = failing(capsys, command.main, [copy, "--target", workshop / "target", option, "3"])
         assert f"{option} is of a run in an engine; give --serve vllm too" in line
     ours = failing(capsys, command.main, [workshop / "eagle3", "--target", workshop / "target"])

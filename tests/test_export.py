@@ -9,14 +9,17 @@ import pytest
 import torch
 import yaml
 from commands import failing
+from conftest import byte_tokenizer
 from export_cases import DRAFTERS, IDS, K, L, V, family, save_drafter, save_target
 from random_targets import random_model, randomise, small_tokenizer
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.formats import engines, export, layouts, plain, verify
 from draftsmith.models.formats.engines import ENGINES, ROWS
 from draftsmith.models.formats.published import read_published
+from draftsmith.models.saving import save_student
 from draftsmith.models.target import Target
 from draftsmith.models.weights import Header
 from draftsmith.train.exchange import export as command
@@ -197,6 +200,48 @@ def test_the_speculators_folder_is_what_the_library_writes(workshop, tmp_path):
     assert config["transformer_layer_config"]["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 
+def test_folders_of_earlier_versions_of_speculators_are_read(workshop, tmp_path):
+    folder = run(workshop, "eagle3", "speculators", tmp_path / "out")
+    (folder / "draftsmith.json").unlink()
+    before = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(before | {"architectures": ["Eagle3Speculator"], "has_no_defaults_at_init": False}))
+    target = Target.load(str(workshop / "target"))
+    drafter, ours = read_published(str(folder), target), load_file(workshop / "eagle3" / "model.safetensors")
+    assert ours and all(torch.equal(tensor, ours[name]) for name, tensor in drafter.state_dict().items() if name in ours)
+
+
+def test_a_student_of_a_half_precision_target(tmp_path):
+    """RoPE's frequencies are no weights: those of a wide head differ by more in bf16 than a check lets pass."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "intermediate_size": 96, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 256}
+    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}}
+    models = [
+        randomise(LlamaForCausalLM(LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_hidden_layers=2, **sizes)), 0.1)
+        for heads in (1, 2)
+    ]
+    models[0].to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"))
+    entry = {"target": target.identity.to_dict(), "tree": [[0], [0, 0]], "confidence": 0.0, "training": None}
+    save_student(models[1], tmp_path / "student", entry, 2)
+    byte_tokenizer().save_pretrained(tmp_path / "student")
+    for engine in ("vllm", "transformers", "gguf"):
+        run(tmp_path, "student", engine, tmp_path / engine)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "vllm" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_terms_of_a_target_of_the_hub_go_along(cached, tmp_path, monkeypatch):
+    """Those that are in the Hub's cache: nothing is asked of the network."""
+    monkeypatch.setattr(
+        export, "try_to_load_from_cache", lambda name, file: str(tmp_path / file) if cached and name == "org/model" else None
+    )
+    assert export._folder_of("org/model") == (tmp_path if cached else None)
+    assert export._folder_of("a model that nobody has / ") is None and export._folder_of("tiny").name == "tiny"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert export._folder_of("~") == tmp_path
+
+
 def test_a_student_has_what_older_readers_need(workshop, tmp_path):
     folder = run(workshop, "student with more rows", "transformers", tmp_path / "out")
     config, generation = (json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json"))
@@ -209,8 +254,6 @@ def test_a_student_has_what_older_readers_need(workshop, tmp_path):
 
 
 def test_a_student_that_lacks_tokens_reads_and_proposes_as_here():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from draftsmith.models.formats.student import fitted
 
     for tied in (False, True):

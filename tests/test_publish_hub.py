@@ -525,6 +525,8 @@ def test_the_line_of_a_missing_argument(capsys):
 def test_the_card_of_a_parallel_draft_model_says_that_vllm_reads_its_folder():
     entry = {"parallel": 4, "target": {"name": "org/model"}}
     (text,) = publish._to_export("draft model", entry, 4, [], "me/pard")
+    adapted = {"target": {"name": "org/model", "adapter_hash": "ab"}}
+    assert publish._to_export("medusa", adapted, 3, [], "me/heads") == []  # an export of it is refused
     assert "vllm serve org/model --speculative-config" in text and "draftsmith export" not in text
     config = json.loads(re.search(r"'({.*})'", text)[1])
     assert config == {"method": "draft_model", "model": "me/pard", "num_speculative_tokens": 4, "parallel_drafting": True}

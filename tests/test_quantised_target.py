@@ -169,6 +169,7 @@ def test_how_a_checkpoint_is_quantised_is_read_from_its_config(llama):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb-fp4"),
         ({"load_in_8bit": True}, "bnb-int8"),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "ao-Int4WeightOnlyConfig"),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "ao-int8_weight_only"),
     ):
         config.quantization_config = settings
         assert quantised.quantised_as(config) == word

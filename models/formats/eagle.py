@@ -49,12 +49,12 @@ IGNORED = frozenset(  # they do not change what is proposed
     "architectures torch_dtype dtype transformers_version max_position_embeddings bos_token_id eos_token_id pad_token_id use_cache "
     "initializer_range pretraining_tp attention_dropout max_window_layers _name_or_path speculators_version speculators_config "
     "embed_requires_grad chunk_size_feed_forward id2label label2id is_encoder_decoder output_attentions output_hidden_states problem_type "
-    "return_dict auto_map quantization_config".split()
+    "return_dict auto_map quantization_config has_no_defaults_at_init".split()
 )
 # vLLM refuses ["LlamaForCausalLMEagle"] alone. 0: either version.
 ARCHITECTURES = {1: ["LlamaForCausalLMEagle", "LlamaForCausalLM"], 3: ["LlamaForCausalLMEagle3"]}
 VERSIONS = {"LlamaForCausalLMEagle3": 3, "Eagle3LlamaForCausalLM": 3, "Eagle3DraftModel": 3, "LlamaForCausalLMEagle": 1}
-VERSIONS |= {"EagleLlamaForCausalLM": 1, "LlamaForCausalLM": 0}
+VERSIONS |= {"Eagle3Speculator": 3, "EagleLlamaForCausalLM": 1, "LlamaForCausalLM": 0}  # the first: speculators before 0.3
 
 
 def write_eagle(drafter: EagleModel, folder: Path, dtype: torch.dtype | None = None, library: bool = False) -> list[str]:

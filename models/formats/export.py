@@ -4,11 +4,14 @@ import copy
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
@@ -26,9 +29,9 @@ from draftsmith.models.formats.mtp import write_mtp
 from draftsmith.models.formats.note import NOTE, licence_of, without_serve, write_note
 from draftsmith.models.formats.published import read_published
 from draftsmith.models.formats.rules import path_faults
-from draftsmith.models.formats.student import fitted, write_student
+from draftsmith.models.formats.student import fitted, rounded, write_student
 from draftsmith.models.formats.verify import differences, faults, tolerance_of
-from draftsmith.models.target import Target
+from draftsmith.models.target import SHIPPED, Target
 
 __all__ = ["Exported", "Source", "check_output", "export", "export_names"]
 
@@ -215,10 +218,10 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, called:
             gguf_file.write_llama(written, tokenizer, part, dtype, eight_bits)
         else:
             entry = {"target": source.made_for, "tree": source.tree, "confidence": source.confidence, "training": source.training}
-            written = write_student(model, tokenizer, part, target.vocab_size, entry, source.depth, dtype)
+            write_student(model, tokenizer, part, target.vocab_size, entry, source.depth, dtype)
         if engine == "tensorrt-llm":
             _write_yaml(part, {"decoding_type": "Draft_Target", "max_draft_len": source.depth, "speculative_model": called})
-        return cast(Any, written).float()
+        return rounded(model, target.vocab_size, dtype)
     drafter = source.drafter
     if family in ("dflash", "dspark"):
         write_dflash(drafter, part, dtype)
@@ -233,10 +236,10 @@ def _write_weights(source: Source, family: str, engine: str, part: Path, called:
     if engine == "tensorrt-llm" and family == "eagle3":
         settings = {"decoding_type": "Eagle3", "max_draft_len": source.depth, "speculative_model": called}
         _write_yaml(part, settings | {"eagle3_layers_to_capture": list(drafter.taps)})
-    rounded = copy.deepcopy(drafter).to(dtype).float()
+    read = copy.deepcopy(drafter).to(dtype).float()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading the drafter has warned already
-        return rounded.attach(target)
+        return read.attach(target)
 
 
 def _write_yaml(part: Path, settings: dict[str, Any]) -> None:
@@ -250,10 +253,10 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
         assert source.folder is not None
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, part / name)
-    target_folder = Path(source.target.name)
-    licences = {"target": licence_of(target_folder), "drafter": licence_of(source.folder) if source.folder else ""}
-    for origin, prefix in ((target_folder, "target-"), (source.folder, "")):
-        for file in [file for pattern in TERMS for file in origin.glob(pattern)] if origin and origin.is_dir() else []:
+    folders = {"target": _folder_of(source.target.name), "drafter": source.folder}
+    licences = {name: licence_of(folder) if folder else "" for name, folder in folders.items()}
+    for origin, prefix in ((folders["target"], "target-"), (source.folder, "")):
+        for file in [file for pattern in TERMS for file in origin.glob(pattern)] if origin else []:
             if file.is_file():
                 shutil.copyfile(file, part / (prefix + file.name))
     durable.write_text(part / "README.md", card)
@@ -264,6 +267,17 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
     if isinstance(config, DsparkConfig):
         drafter |= {"confidence": config.confidence, "temperatures": config.temperatures}
     write_note(part, engine, family, drafter, source.folder, licences)
+
+
+def _folder_of(target: str) -> Path | None:
+    """The target's folder, of the Hub's cache too, for its card and terms; None where none is at hand. Asks no network."""
+    folder = Path(SHIPPED.get(target, target)).expanduser()
+    if folder.is_dir():
+        return folder
+    with suppress(HFValidationError):
+        card = try_to_load_from_cache(target, "README.md")
+        return Path(card).parent if isinstance(card, str) else None
+    return None
 
 
 def _card_before(source: Source, family: str) -> str:

@@ -16,7 +16,7 @@ from draftsmith.inference import durable
 from draftsmith.inference.reading import read_json
 from draftsmith.models.saving import save_model
 
-__all__ = ["GENERATION", "fitted", "write_student"]
+__all__ = ["GENERATION", "fitted", "rounded", "write_student"]
 
 # generation_config.json: by these transformers' assisted generation drafts as here; without them it takes 20 tokens, and stops at 0.4.
 GENERATION = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -59,7 +59,7 @@ def write_student(
     entry: dict[str, Any],
     depth: int,
     dtype: torch.dtype,
-) -> PreTrainedModel:
+) -> None:
     """Write the checkpoint and the target's tokenizer.
 
     Args:
@@ -70,9 +70,6 @@ def write_student(
         entry: the key `draftsmith` of its config: target, tree, confidence, training.
         depth: tokens of a draft.
         dtype: of the weights.
-
-    Returns:
-        What was written: the model with V rows, in `dtype`.
 
     Raises:
         OSError: the disk.
@@ -85,6 +82,14 @@ def write_student(
     values = dict(zip(GENERATION, (depth, "constant", entry["confidence"]), strict=True))
     _change(folder / "generation_config.json", lambda raw: raw | values)
     _change(folder / "tokenizer_config.json", _older_tokenizer)
+
+
+def rounded(model: PreTrainedModel, vocab_size: int, dtype: torch.dtype) -> PreTrainedModel:
+    """What an engine computes with that has loaded such a checkpoint: the model with V rows and the weights of `dtype`, in float32. Buffers are
+    no part of it: RoPE's frequencies are exact, whatever the weights are."""
+    model = copy.deepcopy(fitted(model, vocab_size)).float()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
     return model
 
 

@@ -45,18 +45,22 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     chosen: Any = parser().parse_args(arguments)
     options.check_numbers(chosen, 3 if chosen.serve else 1)  # the first token comes without a draft, and the last draft is not compared
-    if not chosen.serve and (given := [name for name in ("python", "dtype", "depth", "prompts") if getattr(chosen, name)]):
-        raise ValueError(f"--{given[0]} is of a run in an engine; give --serve vllm too, or leave it out")
+    defaults = parser().parse_args(["FOLDER", "--target", "TARGET"])
+    for name in ("python", "dtype", "depth", "prompts", "limit", "max_new_tokens"):
+        if not chosen.serve and getattr(chosen, name) != getattr(defaults, name):
+            raise ValueError(f"--{name.replace('_', '-')} is of a run in an engine; give --serve vllm too, or leave it out")
     chosen.dtype = chosen.dtype or "float32"
 
     from draftsmith.inference.terminal import printable
+    from draftsmith.models.formats.note import read_note
     from draftsmith.models.formats.published import folder_of, format_of, target_of
     from draftsmith.models.formats.verify import faults
     from draftsmith.models.identity import recorded_revision
     from draftsmith.train.exchange.export import open_target
 
     folder = folder_of(chosen.folder)
-    recorded = target_of(str(folder)) if format_of(str(folder)) else {}
+    ours = read_note(folder).get("target")  # of a GGUF file nothing else says it
+    recorded = ours or (target_of(str(folder)) if format_of(str(folder)) else {})
     revision = recorded_revision(chosen.target, recorded)
     target, _ = open_target(chosen.target, revision, chosen.trust_remote_code)
     lines = faults(folder, target, chosen.engine)

@@ -230,7 +230,10 @@ def _to_export(method: str, entry: dict[str, Any], depth: int, engines: list[str
     from draftsmith.models.formats.engines import PARD, ROWS, serving
 
     family = "student" if method == DraftModel.method else f"eagle{entry['version']}" if method == "eagle" else method
-    target, name = (entry.get("target") or {}).get("name", "TARGET"), repo.partition("/")[2]
+    of_target = entry.get("target") or {}
+    if of_target.get("adapter_hash"):
+        return []  # no export for an adapted target
+    target, name = of_target.get("name", "TARGET"), repo.partition("/")[2]
     if entry.get("parallel"):
         start = serving(PARD, target, repo, depth)
         return [f"vLLM reads this folder as it is, by the source of its loader (not run):\n\n```\n{start}\n```"]
