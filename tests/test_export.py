@@ -230,6 +230,10 @@ def test_a_student_of_a_half_precision_target(tmp_path):
     assert {tensor.dtype for tensor in load_file(tmp_path / "vllm" / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_an_engine_is_started_with_a_folder_of_the_target_that_ships():
+    assert engines.serving(ROWS["medusa", "vllm"], "tiny", "heads", 3).startswith("vllm serve models/tiny ")
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_terms_of_a_target_of_the_hub_go_along(cached, tmp_path, monkeypatch):
     """Those that are in the Hub's cache: nothing is asked of the network."""

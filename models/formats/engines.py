@@ -15,7 +15,7 @@ from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
 from draftsmith.models.peagle import PeagleModel
-from draftsmith.models.target import Target
+from draftsmith.models.target import SHIPPED, Target
 from draftsmith.models.target_defaults import usual_taps
 
 __all__ = [
@@ -176,7 +176,8 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
 
 
 def serving(row: Row, target: str, folder: str, depth: int) -> str:
-    """The line that starts the engine."""
+    """The line that starts the engine. A target that ships here is a folder of this repository."""
+    target = f"models/{SHIPPED[target].name}" if target in SHIPPED else target
     return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
 
 
