@@ -181,7 +181,8 @@ def test_a_cache_on_a_file_system_without_locks(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     write(tmp_path / "model.gguf", random_llama())
-    assert Target.load(str(tmp_path / "model.gguf")).identity.weights_hash in {path.name for path in cache.iterdir()}
+    hashed = Target.load(str(tmp_path / "model.gguf")).identity.weights_hash
+    assert [json.loads((path / "gguf.json").read_text())["hash"] for path in cache.iterdir() if path.is_dir()] == [hashed]
 
 
 def test_commands_take_a_file(tmp_path, capsys):

@@ -475,7 +475,7 @@ def test_what_is_printed_fits_a_terminal(capsys, monkeypatch, tmp_path):
         (["medusa-tiny.yaml", "--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["medusa-tiny.yaml", "--gpu-memory", "-1"], "--gpu-memory -1: expected a number above 0"),
         (["medusa-tiny.yaml", "train.stepz=1"], "unknown recipe key 'train.stepz'"),
-        (["medusa-tiny.yaml"], "train.batch_size=4 cannot be cut into 8 rank(s)"),
+        (["medusa-tiny.yaml", "--gpus", "8"], "train.batch_size=4 cannot be cut into 8 rank(s)"),
         (["medusa-tiny.yaml", "data.seq_len=100000", "--cpu"], "longer than the target's context"),
         (["medusa-tiny.yaml", "target.path=./nowhere", "--cpu"], "no folder './nowhere'"),
         (["medusa-tiny.yaml", "target.parallel=shard", "--gpus", "1"], "this is one"),
