@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCardData
 
 from draftsmith.eval import drift, load_report, quality, table
 from draftsmith.eval.answers import skipped_line
@@ -19,7 +19,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.reading import read_json
 from draftsmith.inference.terminal import printable
 from draftsmith.models.formats.note import without_serve
-from draftsmith.models.target import SHIPPED
+from draftsmith.models.model_files import folder_at_hand, path_for_engines
 
 BEGIN, END = "<!-- draftsmith eval: begin -->", "<!-- draftsmith eval: end -->"
 FOLDER = "<this folder>"  # stands for the artifact in commands, until it is published
@@ -102,9 +102,8 @@ def front_matter(method: str, target: dict[str, Any], training: dict[str, Any]) 
 
 def licence_of_target(name: str) -> dict[str, str]:
     """The licence that a target's own card states: of a folder, or of a card in the Hub's cache; {} where none is at hand. Asks no network."""
-    folder = Path(SHIPPED.get(name, name))
-    file = str(folder / "README.md") if folder.is_dir() else try_to_load_from_cache(name, "README.md") if HUB_ID.fullmatch(name) else None
-    return licence_in(Path(file)) if isinstance(file, str) else {}
+    folder = folder_at_hand(name)
+    return licence_in(folder / "README.md") if folder else {}
 
 
 def licence_in(card: Path) -> dict[str, str]:
@@ -123,7 +122,7 @@ def sections(method: str, target: dict[str, Any], training: dict[str, Any]) -> d
         f"{_ADAPTED.format(name=name) if adapted else _OWN} {_origin(training)}"
     )
     use = ["```", f'draftsmith generate --target {name} --drafter {FOLDER} "..."', "```"]
-    path = f"models/{SHIPPED[name].name}" if name in SHIPPED else name
+    path = path_for_engines(name)
     if adapted:
         use += ["", "The adapted target in transformers, by itself:", "", ADAPTED_SNIPPET.format(path)]
     if draft_model:

@@ -60,9 +60,9 @@ def folder_of(path: str, key: str) -> str:
         if not length:
             raise ValueError(f"{prefix}{path!r} cannot be dequantised: its header says more than it holds; download it again")
         content.seek(0)
-        header = hashlib.sha256(content.read(length))  # complete: editing a value of it in place leaves the samples as they were
+        header = hashlib.sha256(content.read(length)).digest()  # all of it: `sampled_hash` may miss an entry that was edited in place
     weights = durable.sampled_hash([file])
-    identity = hashlib.sha256(header.digest() + bytes.fromhex(weights)).hexdigest()
+    identity = hashlib.sha256(header + bytes.fromhex(weights)).hexdigest()
     root = Path(os.path.expanduser(os.environ.get(CACHE) or "~/.cache/draftsmith")) / "gguf"
     folder = root / identity
     if folder.is_dir():
@@ -80,8 +80,8 @@ def folder_of(path: str, key: str) -> str:
 
 
 def _header(content: BinaryIO, size: int) -> int:
-    """The bytes of the header's entries; 0 where what it announces is not within the file: the gguf package believes any count, and reads on for
-    ever."""
+    """The length of the header up to the end of its entries, in bytes; 0 where entries that it announces are not within the file: the gguf
+    package believes any count, and reads on for ever."""
 
     def number(kind: str) -> int:
         return struct.unpack(f"<{kind}", content.read(struct.calcsize(kind)))[0]

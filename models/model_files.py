@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -33,9 +34,11 @@ __all__ = [
     "check_config",
     "check_generation",
     "check_stops",
+    "folder_at_hand",
     "in_words",
     "looks_local",
     "model_file",
+    "path_for_engines",
     "read_config",
     "read_tokenizer",
     "resolve_path",
@@ -99,6 +102,22 @@ def resolve_path(path: str, key: str = "") -> str:
             f"{prefix}no folder {path!r}; give a folder with config.json and safetensors, or a Hub id such as Qwen/Qwen3-0.6B"
         )
     return path
+
+
+def folder_at_hand(name: str) -> Path | None:
+    """The folder of a model with its card and terms: a local one, or the Hub's cache where a card is in it. None without; asks no network."""
+    folder = Path(SHIPPED.get(name, name)).expanduser()
+    if folder.is_dir():
+        return folder
+    with suppress(HFValidationError):
+        card = try_to_load_from_cache(name, "README.md")
+        return Path(card).parent if isinstance(card, str) else None
+    return None
+
+
+def path_for_engines(name: str) -> str:
+    """What other programs load a target by: of one that ships here, its folder in this repository."""
+    return f"models/{SHIPPED[name].name}" if name in SHIPPED else name
 
 
 def cached_commit(repo: str, revision: str) -> str:

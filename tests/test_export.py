@@ -15,6 +15,7 @@ from random_targets import random_model, randomise, small_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.models import model_files
 from draftsmith.models.drafter import new_drafter
 from draftsmith.models.formats import engines, export, layouts, plain, verify
 from draftsmith.models.formats.engines import ENGINES, ROWS
@@ -238,12 +239,12 @@ def test_an_engine_is_started_with_a_folder_of_the_target_that_ships():
 def test_the_terms_of_a_target_of_the_hub_go_along(cached, tmp_path, monkeypatch):
     """Those that are in the Hub's cache: nothing is asked of the network."""
     monkeypatch.setattr(
-        export, "try_to_load_from_cache", lambda name, file: str(tmp_path / file) if cached and name == "org/model" else None
+        model_files, "try_to_load_from_cache", lambda name, file: str(tmp_path / file) if cached and name == "org/model" else None
     )
-    assert export._folder_of("org/model") == (tmp_path if cached else None)
-    assert export._folder_of("a model that nobody has / ") is None and export._folder_of("tiny").name == "tiny"
+    assert model_files.folder_at_hand("org/model") == (tmp_path if cached else None)
+    assert model_files.folder_at_hand("a model that nobody has / ") is None and model_files.folder_at_hand("tiny").name == "tiny"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert export._folder_of("~") == tmp_path
+    assert model_files.folder_at_hand("~") == tmp_path
 
 
 def test_a_student_has_what_older_readers_need(workshop, tmp_path):

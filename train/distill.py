@@ -206,11 +206,8 @@ def initial_student(recipe: DistillRecipe, target: Target, train: PackedDataset)
     if section.start not in ("pruned", "random"):
         model = students.existing(section.start, target, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
     else:
-        origin = section.model_dump(mode="json", exclude={"checkpointing"}) | {
-            "seed": recipe.train.seed,
-            "target": target.identity.to_dict(),
-            "data": train.key,
-        }
+        origin = section.model_dump(mode="json", exclude={"checkpointing"})
+        origin |= {"seed": recipe.train.seed, "target": target.identity.to_dict(), "data": train.key}
         processes.on_main(lambda: _store_start(folder, origin, lambda: _build(recipe, target, train)))
         model = _read_start(folder, recipe.target.trust_remote_code).to(target.device)
     if model.config.max_position_embeddings < recipe.data.seq_len:
@@ -257,10 +254,9 @@ def _store_start(folder: Path, origin: dict[str, Any], build: Callable[[], PreTr
     record = folder / "made.json"
     if folder.exists() and not record.is_file():
         raise ValueError(f"{folder} is no start of Draftsmith (made.json is missing); move it away, or give another train.output")
-    if record.is_file() and {**read_json(record), "checkpointing": None} == {
-        **origin,
-        "checkpointing": None,
-    }:  # earlier versions recorded it
+    before = read_json(record) if record.is_file() else {}
+    before.pop("checkpointing", None)  # earlier versions recorded it
+    if before == origin:
         return
     if folder.is_dir() and checkpoint.latest(folder.with_name("checkpoints")):
         raise ValueError(

@@ -175,7 +175,7 @@ class _Run:
                     if saves:  # decoding may fail, or outlast a signal's grace
                         self._save()
                     self._evaluate()
-                    if saves:  # or it would be done again after the next stop
+                    if saves:  # after a crash, a run without this record would evaluate again
                         self._save()
                 finished = self.done == self.section.steps or self.best.is_stale(self.section.patience)
                 if refresh and not finished:

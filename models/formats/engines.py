@@ -14,8 +14,9 @@ from draftsmith.models.drafter import DrafterConfig, DrafterModel
 from draftsmith.models.eagle import EagleConfig, EagleModel
 from draftsmith.models.medusa import MedusaModel
 from draftsmith.models.mlp import MlpConfig, MlpModel
+from draftsmith.models.model_files import path_for_engines
 from draftsmith.models.peagle import PeagleModel
-from draftsmith.models.target import SHIPPED, Target
+from draftsmith.models.target import Target
 from draftsmith.models.target_defaults import usual_taps
 
 __all__ = [
@@ -176,9 +177,8 @@ def check_row(family: str, engine: str, limits: list[Limit]) -> Row:
 
 
 def serving(row: Row, target: str, folder: str, depth: int) -> str:
-    """The line that starts the engine. A target that ships here is a folder of this repository."""
-    target = f"models/{SHIPPED[target].name}" if target in SHIPPED else target
-    return row.serve.format(target=target, folder=folder, depth=depth, nodes=depth + 1)
+    """The line that starts the engine."""
+    return row.serve.format(target=path_for_engines(target), folder=folder, depth=depth, nodes=depth + 1)
 
 
 def served_depth(config: DrafterConfig) -> int:

@@ -4,14 +4,11 @@ import copy
 import os
 import shutil
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 
 from draftsmith.inference import durable
@@ -31,7 +28,8 @@ from draftsmith.models.formats.published import read_published
 from draftsmith.models.formats.rules import path_faults
 from draftsmith.models.formats.student import fitted, rounded, write_student
 from draftsmith.models.formats.verify import differences, faults, tolerance_of
-from draftsmith.models.target import SHIPPED, Target
+from draftsmith.models.model_files import folder_at_hand
+from draftsmith.models.target import Target
 
 __all__ = ["Exported", "Source", "check_output", "export", "export_names"]
 
@@ -253,7 +251,7 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
         assert source.folder is not None
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, part / name)
-    folders = {"target": _folder_of(source.target.name), "drafter": source.folder}
+    folders = {"target": folder_at_hand(source.target.name), "drafter": source.folder}
     licences = {name: licence_of(folder) if folder else "" for name, folder in folders.items()}
     for origin, prefix in ((folders["target"], "target-"), (source.folder, "")):
         for file in [file for pattern in TERMS for file in origin.glob(pattern)] if origin else []:
@@ -267,17 +265,6 @@ def _write_beside(source: Source, engine: str, family: str, part: Path, card: st
     if isinstance(config, DsparkConfig):
         drafter |= {"confidence": config.confidence, "temperatures": config.temperatures}
     write_note(part, engine, family, drafter, source.folder, licences)
-
-
-def _folder_of(target: str) -> Path | None:
-    """The target's folder, of the Hub's cache too, for its card and terms; None where none is at hand. Asks no network."""
-    folder = Path(SHIPPED.get(target, target)).expanduser()
-    if folder.is_dir():
-        return folder
-    with suppress(HFValidationError):
-        card = try_to_load_from_cache(target, "README.md")
-        return Path(card).parent if isinstance(card, str) else None
-    return None
 
 
 def _card_before(source: Source, family: str) -> str:

@@ -68,7 +68,8 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
     """What all runs of a folder must have in common, and the runs, those of a seed together.
 
     Raises:
-        ValueError: a key that the recipe or `refuse_common` refuses, two changes of one name, a change of what every run must share, or data that do not exist.
+        ValueError: a key that the recipe or `refuse_common` refuses, two changes of one name, a change of what every run must share, or data
+            that do not exist.
     """
     schema = schema_of(module_of(options.method))
     base = recipes.load(schema, options.recipe, [*SHORT, *options.words])

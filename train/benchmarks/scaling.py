@@ -81,8 +81,8 @@ def runs_of(folder: Path, names: Sequence[str], keys: Sequence[str], budgets: It
         seeds: of the weights and of the order of samples.
 
     Raises:
-        ValueError: a key that `refuse_common` refuses, a word that is not `script:recipe`, a recipe that refuses a key, recipes of one name, or lengths
-            within 5 % of each other.
+        ValueError: a key that the recipe or `refuse_common` refuses, a word that is not `script:recipe`, recipes of one name, or lengths within
+            5 % of each other.
     """
     runs, stems = [], [Path(name.partition(":")[2]).stem for name in names]
     refuse_common(keys, "train.steps")

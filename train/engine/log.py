@@ -265,6 +265,7 @@ def _cut(file: Path, done: LastRows) -> LastRows:
 
 
 def is_evaluation(row: dict[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl is that of an evaluation."""
     return any(name.startswith("valid_") for name in row)
 
 

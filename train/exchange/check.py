@@ -43,11 +43,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    chosen: Any = parser().parse_args(arguments)
+    described = parser()
+    chosen: Any = described.parse_args(arguments)
     options.check_numbers(chosen, 3 if chosen.serve else 1)  # the first token comes without a draft, and the last draft is not compared
-    defaults = parser().parse_args(["FOLDER", "--target", "TARGET"])
     for name in ("python", "dtype", "depth", "prompts", "limit", "max_new_tokens"):
-        if not chosen.serve and getattr(chosen, name) != getattr(defaults, name):
+        if not chosen.serve and getattr(chosen, name) != described.get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is of a run in an engine; give --serve vllm too, or leave it out")
     chosen.dtype = chosen.dtype or "float32"
 

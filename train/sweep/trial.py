@@ -21,6 +21,7 @@ from draftsmith.inference.claim import is_claimed, is_own
 from draftsmith.inference.progress import Bar
 from draftsmith.inference.terminal import printable
 from draftsmith.train.engine import output, processes
+from draftsmith.train.engine.log import is_evaluation
 from draftsmith.train.engine.say import say
 from draftsmith.train.engine.watchdog import Signals
 
@@ -215,7 +216,7 @@ def result_of(run: Run, status: int) -> Result:
             before = row["step"]
     if status:
         return Result(None, seconds, _reason(run, status))
-    evaluations = [row for row in rows if any(name.startswith("valid_") for name in row)]
+    evaluations = [row for row in rows if is_evaluation(row)]
     last, depth = evaluations[-1] if evaluations else {}, 0
     if run.measures_tau:
         measure = last.get("valid_tau")
