@@ -68,9 +68,10 @@ class Corpus:
         return without_first(self.mask, self.offsets[:-1])
 
     def tokens_by_domain(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(ids [tokens], supervised [tokens]) of all samples of each domain."""
-        supervised, owner = self.supervised(), self.domain.repeat_interleave(self.lengths)
-        return {name: (self.ids[owner == number], supervised[owner == number]) for number, name in enumerate(self.domains)}
+        """(ids [tokens], times [tokens] int16) of all samples of each domain: how often an epoch supervises each token, 0 for a prompt's."""
+        repeats = torch.bincount(self.epoch_samples, minlength=len(self)).short()
+        times, owner = self.supervised() * repeats.repeat_interleave(self.lengths), self.domain.repeat_interleave(self.lengths)
+        return {name: (self.ids[owner == number], times[owner == number]) for number, name in enumerate(self.domains)}
 
     def save(self, path: Path) -> None:
         """Write the complete corpus to `path`, or nothing."""

@@ -61,7 +61,7 @@ class CorpusPlan:
         sources = [(part, source.model_dump_json(), conversations.fingerprint(source)) for part, source in self.sources()]
         excluded = [hashlib.sha256(_excluded(path).read_bytes()).hexdigest() for path in self.exclude]
         settings = (FORMAT, sources, bool(self.valid), excluded, self.seq_len, self.last_turn, self.near, self.loops)
-        tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, tokenizer.eos_token_id)
+        tokens = (tokenizer_hash(tokenizer), tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items()))
         return hashlib.sha256(repr((settings, tokens)).encode()).hexdigest()[:20]
 
     def contents(self) -> dict[str, str]:

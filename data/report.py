@@ -42,7 +42,7 @@ def contents(part: str, corpus: Corpus) -> Table:
 def draft_vocabularies(corpus: Corpus, vocab_size: int) -> Table:
     """What draft vocabularies of V/16 to V/2 tokens cover, and the τ that no drafter with them can exceed."""
     tokens_by_domain = corpus.tokens_by_domain()
-    counts = {name: vocab.count(ids, supervised, vocab_size) for name, (ids, supervised) in tokens_by_domain.items()}
+    counts = {name: vocab.count(ids, times, vocab_size) for name, (ids, times) in tokens_by_domain.items()}
     pooled = torch.stack(list(counts.values())).sum(0)
     sizes = [size for size in (vocab_size >> shift for shift in (4, 3, 2, 1)) if size]
     coverages = vocab.sweep(counts, sizes)

@@ -15,14 +15,15 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 
 from draftsmith.inference.progress import Bar
 from draftsmith.models.adapter import plain, seeded
 from draftsmith.models.head import Head
-from draftsmith.models.target import Target, apart, resolve_path
+from draftsmith.models.model_files import read_config
+from draftsmith.models.target import Target, apart
 from draftsmith.models.target_defaults import rope_theta
 from draftsmith.models.tokenizer_check import check_draft
 
@@ -102,9 +103,9 @@ def existing(path: str, target: Target, *, revision: str | None = None, trust_re
     return loaded.model.requires_grad_(True)
 
 
-def unread(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A float32 model with a checkpoint's config; the checkpoint's weights are not read."""
-    config = AutoConfig.from_pretrained(resolve_path(path), revision=revision, trust_remote_code=trust_remote_code)
+def unread(path: str, key: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A float32 model with a checkpoint's config; the checkpoint's weights are not read. Arguments and errors are those of `read_config`."""
+    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code, key=key)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 

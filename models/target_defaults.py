@@ -15,7 +15,8 @@ def default_taps(target: Target) -> tuple[int, int, int]:
     taps = usual_taps(target.num_layers)
     if not 1 < taps[1] < taps[2]:
         raise ValueError(
-            f"target {target.name!r} has {target.num_layers} layers, too few for the usual taps {taps}; name some: eagle.taps=[0,1]"
+            f"target {target.name!r} has {target.num_layers} layers, too few for the usual taps {taps}; give the method's key taps: "
+            f"{[*range(min(2, target.num_layers))]}, for example"
         )
     return taps
 

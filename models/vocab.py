@@ -15,19 +15,19 @@ from torch import Tensor
 CHUNK = 1 << 18  # tokens processed at a time: memory-mapped ids are never copied in full, and intermediate results stay in the CPU's cache
 
 
-def count(ids: Tensor, mask: Tensor, vocab_size: int) -> Tensor:
-    """How often each token is supervised: counts [V] int64 of ids [...] (any integer type) where mask [...] is not 0.
+def count(ids: Tensor, times: Tensor, vocab_size: int) -> Tensor:
+    """How often each token is supervised: counts [V] int64 of ids [...] (any integer type), each as often as times [...] says, a mask for example.
 
     Raises:
         ValueError: shapes that differ, or an id outside 0..V-1, supervised or not.
     """
-    if ids.shape != mask.shape or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"got ids {list(ids.shape)} of {ids.dtype} and mask {list(mask.shape)}; expected integers and equal shapes")
+    if ids.shape != times.shape or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"got ids {list(ids.shape)} of {ids.dtype} and times {list(times.shape)}; expected integers and equal shapes")
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=ids.device)
-    for part, supervised in zip(ids.reshape(-1).split(CHUNK), mask.reshape(-1).split(CHUNK), strict=True):
+    for part, repeats in zip(ids.reshape(-1).split(CHUNK), times.reshape(-1).split(CHUNK), strict=True):
         part = part.long()
         _check_ids(part, vocab_size)
-        counts += torch.bincount(part[supervised != 0], minlength=vocab_size)
+        counts += torch.bincount(part, repeats.double(), vocab_size).long()
     return counts
 
 

@@ -518,11 +518,18 @@ def test_an_engine_that_serves_no_such_drafter_is_said(workshop, target, base, e
     assert verify.faults(workshop / "out" / base, target, [served, engine]) == [line]
 
 
-def test_engines_but_llama_cpp_serve_no_gguf_file(workshop, target, tmp_path):
+def test_engines_but_llama_cpp_serve_no_gguf_file(workshop, target, tmp_path, capsys):
     pytest.importorskip("gguf")
     export.main([str(workshop / "eagle3"), "--to", "gguf", "--output", str(tmp_path / "out"), "--target", str(workshop / "target")])
     assert verify.faults(tmp_path / "out", target, ["vllm", "gguf"]) == ["vLLM: it does not serve a GGUF file"]
     assert verify.faults(tmp_path / "out", target, ["gguf"]) == []
+    for file in (tmp_path / "out").iterdir():  # as somebody else has it
+        if file.name != "model.gguf":
+            file.unlink()
+    command.main([str(tmp_path / "out"), "--target", str(workshop / "target")])
+    assert "nothing wrong was seen" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="vLLM serves no GGUF drafter of a folder"):
+        command.main([str(tmp_path / "out"), "--target", str(workshop / "target"), "--serve", "vllm"])
 
 
 def test_a_folder_of_somebody_else_is_held_to_the_engines_that_read_it(workshop, target, tmp_path):

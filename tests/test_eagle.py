@@ -96,7 +96,9 @@ def test_damaged_maps_are_refused(target, tmp_path):
 
 
 def test_default_taps_need_layers(target):
-    with pytest.raises(ValueError, match=r"2 layers, too few for the usual taps \(1, 0, -2\)"):
+    with pytest.raises(
+        ValueError, match=r"2 layers, too few for the usual taps \(1, 0, -2\); give the method's key taps: \[0, 1\], for example"
+    ):
         default_taps(target)
 
     class Deep:

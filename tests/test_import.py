@@ -17,6 +17,7 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.models.drafter import load_drafter
 from draftsmith.models.formats import published, verify
 from draftsmith.models.target import Target
+from draftsmith.models.weights import WEIGHTS
 from draftsmith.train.exchange import export, take_in
 
 PUBLISHED = [
@@ -238,6 +239,18 @@ def test_what_is_and_what_is_no_published_folder(workshop, tmp_path):
         assert published.format_of(str(workshop / name)) == ""
     for path in ("tiny", "tiny-draft", str(workshop / "target")):
         assert published.format_of(path) == ""
+
+
+def test_eagle_heads_that_call_themselves_llamas_are_seen_on_the_hub_too(tmp_path, monkeypatch, target, capsys):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    save_file({"fc.weight": torch.zeros(4, 8)}, tmp_path / WEIGHTS)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(published, "raw_config", lambda source: (json.loads((tmp_path / "config.json").read_text()), "config.json"))
+    monkeypatch.setattr(published, "model_file", lambda source, name, revision: str(tmp_path / name) if source == "x/eagle1" else None)
+    monkeypatch.setattr(published, "headers", lambda source, revision: {"x/eagle1": {"fc.weight": None}}[source])
+    assert published.format_of("x/eagle1") == "eagle" and published.format_of("x/no-weights") == ""
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    assert "holds only pickled weights" in failing(capsys, take_in.main, [tmp_path, "--output", tmp_path / "out"])
 
 
 def test_of_a_hub_id_what_was_exported_is_downloaded_and_no_pickle(workshop, target, tmp_path, monkeypatch):

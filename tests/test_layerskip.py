@@ -11,12 +11,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from zoo import tiny
 
 from draftsmith.eval import loading
+from draftsmith.eval.answers import decode_all
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.expand import DynamicTree
+from draftsmith.inference.sampler import Sampling
+from draftsmith.inference.tree import StaticTree
 from draftsmith.models.early_exits import check_exits, dropout_probabilities, exit_states, final_norm
 from draftsmith.models.target import Target
 from draftsmith.train import layerskip, setup
+from draftsmith.train.benchmarks import ablation, paired
 from draftsmith.train.layerskip import LayerskipSection, dropped_layers, objective
+from draftsmith.train.sweep.trial import Run
 
 
 def by_hand(model, data, section):
@@ -104,7 +109,7 @@ def run(words, *more):
     return Path(next(word for word in words if word.startswith("train.output=")).partition("=")[2]) / "artifact"
 
 
-def test_a_run_leaves_a_target_that_drafts_for_itself(tmp_path, words, target_folder):
+def test_a_run_leaves_a_target_that_drafts_for_itself(tmp_path, words, target_folder, monkeypatch):
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps({"prompt": text, "domain": "all"}) + "\n" for text in ("for line in", "yield x")))
     folder = run(words, f"train.tau_file={asked}", "train.tau_prompts=2", "train.tau_tokens=8", "train.eval_every=1", "train.lr=0.01")
@@ -120,6 +125,13 @@ def test_a_run_leaves_a_target_that_drafts_for_itself(tmp_path, words, target_fo
     plain, drafted = (Decoder(target, each).generate(prompts, max_new_tokens=12, stop_ids=()) for each in (None, drafter))
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
     assert "early-exit:1" in (folder / "README.md").read_text()
+    monkeypatch.setattr(paired, "encoded_prompts", lambda target, limit: prompts)  # those that ship are too long for this target
+    measured = ablation.measure(Run("the-recipe-0", folder.parent, ("layerskip", "layerskip-tiny"), 3, 1, True, ""), 1)
+    tokens, rounds = measured["chain of 4, T = 0"]
+    target, (drafter,) = loading.open_models(str(folder), ["early-exit:1"], "auto")
+    drafter.tree_spec = StaticTree.chain(4)
+    answers = decode_all("", Decoder(target, drafter, slots=8), prompts, Sampling(), paired.NEW_TOKENS)
+    assert rounds == [len(answer.rounds) for answer in answers] and tokens == [len(answer.tokens) for answer in answers]
 
 
 def test_tau_is_measured_with_the_recipes_tree(tmp_path, words, monkeypatch):

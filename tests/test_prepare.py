@@ -19,6 +19,7 @@ from draftsmith.data.conversations import Source, read
 from draftsmith.data.encoding import Encoder, encoded
 from draftsmith.data.prepare import CorpusPlan, load, mix
 from draftsmith.data.report import many_dropped
+from draftsmith.models import vocab
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -236,6 +237,22 @@ def test_of_several_small_sources_one_conversation_in_twenty_is_held_out(tokeniz
     assert len(set(texts)) == 57
 
 
+def test_special_tokens_that_a_template_writes_are_part_of_the_key(tmp_path):
+    tokenizer, plan = byte_tokenizer(), CorpusPlan((write(tmp_path / "a.jsonl", map(conversation, range(40))),))
+    before = plan.key(tokenizer)
+    tokenizer.bos_token = "a"
+    assert plan.key(tokenizer) != before
+
+
+def test_an_end_of_text_that_stands_for_unknown_tokens_too_is_not_counted(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.unk_token = tokenizer.eos_token
+    report = load(CorpusPlan((write(tmp_path / "a.jsonl", ({"text": f"text {n}"} for n in range(40))),)), tokenizer, tmp_path)[
+        "train"
+    ].report
+    assert report["unknown tokens"] == 0
+
+
 def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
     short = [conversation(n) for n in range(100)]
     long = [
@@ -251,6 +268,10 @@ def test_sources_are_mixed_by_tokens(tokenizer, tmp_path):
     times = torch.bincount(entries, minlength=len(corpus))
     assert (times[corpus.domain == corpus.domains.index("long")] == 1).all()  # the source that lasts longest is taken once
     assert int(times.max() - times[corpus.domain == corpus.domains.index("short")].min()) <= 1
+    ids, counted = (torch.cat(parts) for parts in zip(*corpus.tokens_by_domain().values(), strict=True))
+    epoch = [(ids, mask & (torch.arange(len(ids)) > 0)) for ids, mask in map(corpus.sample, entries.tolist())]
+    expected = torch.bincount(torch.cat([ids[supervised] for ids, supervised in epoch]), minlength=len(tokenizer))
+    assert torch.equal(vocab.count(ids, counted, len(tokenizer)), expected)
     with pytest.raises(ValueError, match="1 of 2 sources have a weight"):
         mix(torch.tensor([1, 2]), [a, b], (sources[0], b))
 

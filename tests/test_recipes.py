@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from draftsmith.data.conversations import Source
-from draftsmith.train import recipe
+from draftsmith.train import recipe, target
 from draftsmith.train.medusa import MedusaRecipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,6 +74,16 @@ def test_a_source_of_a_list_may_be_its_path_alone(tmp_path):
         recipe.load(MedusaRecipe, file, ["data.train=[3]"])
 
 
+def test_a_chain_has_no_number_of_nodes():
+    with pytest.raises(ValueError, match=r"^tree.width=1 is a chain, of which tree.nodes=8 says nothing; leave out one of them$"):
+        recipe.load(MedusaRecipe, "medusa-tiny.yaml", ["tree.width=1", "tree.nodes=8"])
+
+
+def test_train_target_refuses_weights():
+    with pytest.raises(ValueError, match="`train target` reads each text once in an epoch, whatever the weights in data.train"):
+        target.check(recipe.load(target.TargetRecipe, "target-tiny", ["data.train=[{path: a.txt, weight: 2}]"]))
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -89,6 +99,8 @@ def test_a_source_of_a_list_may_be_its_path_alone(tmp_path):
         ("train.schedule=step", "'cosine', 'linear', 'constant' or 'wsd'"),
         ("train.steps", "not of the form key=value"),
         ("medusa.share_head=1", "recipe key 'medusa.share_head'"),
+        ("data.exclude=chat", "recipe key 'data.exclude': expected a list, such as [a,b]; got 'chat'"),
+        ("data.valid=[{path: a.jsonl, weight: 2}]", "a weight in data.valid does nothing"),
     ],
 )
 def test_a_wrong_word_stops_the_run(override, says):

@@ -18,7 +18,7 @@ from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models.target import Target
-from draftsmith.train import distill
+from draftsmith.train import distill, recipe
 from draftsmith.train.engine import replay
 from draftsmith.train.engine.order import order_positions, sample_rows
 from draftsmith.train.engine.replay import GROUP, Plan, Replay, corrected
@@ -165,6 +165,16 @@ def test_other_weights_make_a_generation_anew(tmp_path):
         model.weight.add_(1)
     replayed.refresh(0, lambda: False)
     assert len(calls) == 80
+
+
+def test_rejections_depend_on_the_depth_of_the_chains(tmp_path):
+    settings = []
+    for depth in (2, 3):
+        words = ["distill.rejections=0.5", f"tree.depth={depth}", f"train.output={tmp_path}"]
+        run = recipe.load(distill.DistillRecipe, "distill-tiny", words)
+        base, samplers = PackedDataset(corpus(), S, seed=7), {"rejections": (0.5, maker(lambda: 0))}
+        settings.append(replay.mixed_in(run, run.distill, base, samplers, nn.Linear(2, 2), Target.wrap(tiny("llama"))).settings)
+    assert settings[0] != settings[1]
 
 
 def test_other_settings_make_a_generation_anew(tmp_path):

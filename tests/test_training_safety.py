@@ -101,8 +101,11 @@ def test_an_artifact_stays_only_with_its_weights_and_its_recipe(tmp_path):
     assert publish.replace_artifact(chosen, writing(1.0))[1], "confidences that were not fitted before"
     (folder / "config.json").write_text(before)
     (folder / "acceptance.json").write_text("mine")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     assert publish.replace_artifact(chosen, writing(2.0))[1]
-    assert not (folder / "acceptance.json").exists() and (folder / "notes.txt").read_text() == "mine"
+    assert not (folder / "acceptance.json").exists() and not (folder / "adapter" / "adapter_config.json").exists()
+    assert (folder / "notes.txt").read_text() == "mine"
     assert load_file(folder / "model.safetensors")["w"] == 2.0 and "measured" not in (folder / "config.json").read_text()
     (folder / "acceptance.json").write_text("measured")
     assert publish.replace_artifact(new_recipe(tmp_path, seed=5), writing(2.0))[1] and not (folder / "acceptance.json").exists()

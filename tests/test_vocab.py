@@ -229,6 +229,7 @@ def test_count(monkeypatch, dtype, mask_dtype):
     counts = count(ids.to(dtype), mask.to(mask_dtype), V)
     assert counts.tolist() == expected and counts.dtype == torch.int64
     assert count(ids.T, mask.T, V).tolist() == expected, "any layout in memory"
+    assert count(ids.to(dtype), mask.to(torch.int16) * 3, V).tolist() == [3 * times for times in expected]
     assert not count(torch.zeros(0, dtype=dtype), torch.zeros(0), V).any()
 
 

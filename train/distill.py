@@ -133,7 +133,7 @@ def check(recipe: DistillRecipe) -> None:
         raise ValueError(f"student.{given[0]}={getattr(student, given[0])} says nothing about student.start={student.start}; leave it out")
     if student.start in ("pruned", "random") and student.layers in (None, 0, ()):
         raise ValueError(f"student.start={student.start} needs student.layers: how many, or which of the target's")
-    if tree.nodes and tree.width in (None, 1):
+    if tree.nodes and tree.width is None:
         raise ValueError(f"tree.nodes={tree.nodes} is for a dynamic tree; give tree.width too, or leave it out")
     if (tree.depth or 0) > DraftModel.depth_limit:
         raise ValueError(f"tree.depth={tree.depth}: a draft model looks {DraftModel.depth_limit} ahead at most; lower it")
@@ -369,7 +369,9 @@ def build_untrained(recipe: DistillRecipe, target: Target) -> tuple[PreTrainedMo
         assert section.layers is not None, "check refuses it"
         model = students.outline(target, layers=section.layers, **_pruned_sizes(section))
     else:
-        model = students.unread(section.start, revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
+        model = students.unread(
+            section.start, "student.start", revision=section.revision, trust_remote_code=recipe.target.trust_remote_code
+        )
     depth = tree_spec_of(recipe.tree).max_depth
     return _ready(section, model, recipe.train.seed), partial(objective, target=target, section=recipe.distill, depth=depth)
 

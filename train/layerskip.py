@@ -134,7 +134,7 @@ def build_untrained(recipe: LayerskipRecipe, target: Target) -> tuple[PreTrained
     """The model and its objective. `draftsmith plan` calls it with a target on the meta device; only the config is read."""
     check(recipe)
     section = recipe.target
-    model = students.unread(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    model = students.unread(section.path, "target.path", revision=section.revision, trust_remote_code=section.trust_remote_code)
     return _ready(recipe, model), partial(objective, section=recipe.layerskip, seed=recipe.train.seed)
 
 

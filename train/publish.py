@@ -176,7 +176,7 @@ def _move(part: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name in MEASURED:
         (folder / name).unlink(missing_ok=True)
-    for file in (*folder.rglob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+    for file in (*folder.rglob("*.safetensors"), *folder.glob("*.safetensors.index.json"), *folder.rglob("adapter_config.json")):
         file.unlink()
     files = [path for path in part.rglob("*") if path.is_file()]
     for file in sorted(files, key=lambda file: (file.name == "README.md", file.name != "run.json")):  # run.json says whose folder it is

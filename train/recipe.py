@@ -90,6 +90,12 @@ class DataSection(Section):
     num_proc: Changeable[int | None] = Field(default=None, ge=1, le=1024, description="processes that tokenise; unset: one for each core")
     cache: Changeable[str] = Field(default="runs/cache", description="folder for tokenised data and the layers of pruned students")
 
+    @model_validator(mode="after")
+    def _weights(self) -> "DataSection":
+        if any(source.weight is not None for source in _sources(self.valid)):
+            raise ValueError("a weight in data.valid does nothing: held-out data are read as they are; leave it out")
+        return self
+
     def give_template(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Put `template` into the tokenizer. Raises ValueError for a missing file."""
         if self.template is None:
@@ -147,6 +153,12 @@ class TreeSection(Section):
     nodes: int | None = Field(
         default=None, ge=2, le=1024, description="nodes of a dynamic tree, with the root; unset: the method's default"
     )
+
+    @model_validator(mode="after")
+    def _chain(self) -> "TreeSection":
+        if self.width == 1 and self.nodes:
+            raise ValueError(f"tree.width=1 is a chain, of which tree.nodes={self.nodes} says nothing; leave out one of them")
+        return self
 
 
 class Recipe(Section):
@@ -263,7 +275,7 @@ def _first_fault(error: ValidationError) -> str:
     first = max((fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]), key=lambda fault: len(fault["loc"]))
     # Between key and place pydantic names the type that it tried: `tuple[Source, ...]`.
     key = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier())
-    message = first["msg"].removeprefix("Value error, ")
+    message = "expected a list, such as [a,b]" if first["type"] == "tuple_type" else first["msg"].removeprefix("Value error, ")
     if not key or (first["type"] == "value_error" and isinstance(first["input"], dict)):  # what a section's own check says names its keys
         return message
     got = "nothing" if first["type"] == "missing" or first["input"] is None else redacted(repr(first["input"]))

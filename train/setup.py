@@ -72,9 +72,9 @@ def set_tree(drafter: Any, tree: TreeSection, usual: str) -> None:
 
 
 def frequent_tokens(train: PackedDataset | FeatureDataset, target: Target, size: int) -> vocab.DraftVocabulary:
-    """A draft vocabulary of `size` tokens: the most frequent supervised tokens of the training data, and the tokens that stop."""
+    """A draft vocabulary of `size` tokens: the most frequent supervised tokens of an epoch, and the tokens that stop."""
     pieces = train.corpus.tokens_by_domain().values()
-    counts = torch.stack([vocab.count(ids, mask, target.vocab_size) for ids, mask in pieces]).sum(0)
+    counts = torch.stack([vocab.count(ids, times, target.vocab_size) for ids, times in pieces]).sum(0)
     vocabulary = vocab.choose(counts, size, target.stop_ids)
     share = vocab.coverage(counts, vocabulary).overall
     say(f"draft vocabulary: {size:,} of {target.vocab_size:,} tokens, {share:.2%} of the supervised ones")

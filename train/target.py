@@ -188,6 +188,8 @@ def check(recipe: TargetRecipe) -> None:
     """Check that the keys fit together. Raises ValueError, naming the keys."""
     check_complete_sequences(recipe)
     recipe.data.refuse_unread("data", ["pack"], "`train target`, which cuts a stream of texts")
+    if any(source.weight is not None for source in recipe.data.plan().train):
+        raise ValueError("`train target` reads each text once in an epoch, whatever the weights in data.train; leave them out")
     recipe.train.refuse_unread("train", ["tau_prompts", "normalise"], "`train target`, which trains no drafter")
     recipe.train.refuse_unread("train", ["compile"], "`train target`, which has architecture.compile")
     sizes = recipe.architecture

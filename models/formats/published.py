@@ -27,6 +27,7 @@ from draftsmith.models.formats.medusa import BLOCKS, HEADS, read_medusa
 from draftsmith.models.formats.mlp import MODEL_TYPE, read_mlp
 from draftsmith.models.formats.mtp import FILE, read_mtp
 from draftsmith.models.formats.note import NOTE, read_note
+from draftsmith.models.model_files import model_file
 from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
 from draftsmith.models.weights import WEIGHTS, headers
 
@@ -71,9 +72,9 @@ def format_of(path: str) -> str:
     if medusa and (not ours or any(key in raw for key in (*HEADS[:2], *BLOCKS[:2]))):
         return "medusa"
     # SafeAILab's own trainer calls its heads Llamas, others call them anything. They have an fc, and no model around it.
-    if os.path.isdir(source) and raw.get("model_type") not in methods() and (Path(source) / WEIGHTS).is_file():
-        return "eagle" if "fc.weight" in headers(source) else ""
-    return ""
+    if raw.get("model_type") in methods() or model_file(source, WEIGHTS, "main") is None:  # a model's weights, that are read next
+        return ""
+    return "eagle" if "fc.weight" in headers(source, "main") else ""
 
 
 def target_of(path: str) -> dict[str, Any]:

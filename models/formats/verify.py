@@ -131,7 +131,9 @@ def _unloadable(folder: Path, raw: dict[str, Any]) -> list[str]:
 
 
 def family_in(folder: Path) -> str:
-    """The family, as in `engines.ROWS`, of a folder in an engine's layout. Raises as `format_of`."""
+    """The family, as in `engines.ROWS`, of a folder in an engine's layout, or "GGUF". Raises as `format_of`."""
+    if (folder / FILE).is_file():
+        return "GGUF"
     kind = format_of(str(folder))
     if kind != "eagle":
         return kind or "student"

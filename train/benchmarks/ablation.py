@@ -26,6 +26,7 @@ from draftsmith.inference.errors import exit_on_error
 from draftsmith.inference.reading import read_json, require_same
 from draftsmith.train import recipe as recipes
 from draftsmith.train.benchmarks import paired
+from draftsmith.train.engine import recipe_file
 from draftsmith.train.plan.report import schema_of
 from draftsmith.train.sweep import trial
 from draftsmith.train.sweep.plan import (
@@ -105,9 +106,13 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
 
 
 def measure(run: Run, limit: int | None) -> dict[str, Any]:
-    """Decode the prompts with a finished run's drafter -> what `paired.decode` gives."""
+    """Decode the prompts with a finished run's drafter -> what `paired.decode` gives. A run of LayerSkip leaves a target, whose first exit drafts."""
     artifact = run.folder / "artifact"
-    target, (drafter,) = loading.open_models(None, [str(artifact)], "auto")
+    if run.words[:1] == ("layerskip",):
+        exits = recipe_file.read(artifact / "recipe.yaml")["layerskip.exits"]
+        target, (drafter,) = loading.open_models(str(artifact), [f"early-exit:{exits[0]}"], "auto")
+    else:
+        target, (drafter,) = loading.open_models(None, [str(artifact)], "auto")
     return paired.decode(run.name, target, drafter, paired.encoded_prompts(target, limit), MEASURES)
 
 

@@ -173,6 +173,7 @@ def mixed_in(
     makers = {kind: sampler for kind, (_, sampler) in samplers.items()}
     identity = target.identity.to_dict() | {"name": ""}
     settings = {name: getattr(section, name) for name in SETTINGS}
+    settings |= {"tree.depth": recipe.tree.depth} if "rejections" in plan.shares else {}  # rejections are of chains so deep
     settings |= {"shares": plan.shares, "data": base.key, "seed": base.seed, "target": identity}
     return Replay(base, Path(recipe.train.output) / "replay", plan, makers, model, target.vocab_size, settings)
 

@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> None:
     chosen.dtype = chosen.dtype or "float32"
 
     from draftsmith.inference.terminal import printable
+    from draftsmith.models.formats.gguf_file import FILE
     from draftsmith.models.formats.note import read_note
     from draftsmith.models.formats.published import folder_of, format_of, target_of
     from draftsmith.models.formats.verify import faults
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
     folder = folder_of(chosen.folder)
     ours = read_note(folder).get("target")  # of a GGUF file nothing else says it
-    recorded = ours or (target_of(str(folder)) if format_of(str(folder)) else {})
+    recorded = ours or ({} if (folder / FILE).is_file() or not format_of(str(folder)) else target_of(str(folder)))
     revision = recorded_revision(chosen.target, recorded)
     target, _ = open_target(chosen.target, revision, chosen.trust_remote_code)
     lines = faults(folder, target, chosen.engine)

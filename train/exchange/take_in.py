@@ -32,15 +32,20 @@ def main(arguments: list[str]) -> None:
     from draftsmith.eval.loading import command
     from draftsmith.inference import durable
     from draftsmith.models.artifact_files import TERMS
-    from draftsmith.models.formats.published import KINDS, folder_of, format_of, read_published, target_of
+    from draftsmith.models.formats.published import KINDS, check_files, folder_of, format_of, read_published, target_of
     from draftsmith.models.identity import recorded_revision
     from draftsmith.train.exchange.export import PRECISION, open_target
 
     output = Path(os.path.expanduser(chosen.output)).absolute()
     if output.is_symlink() or (output.exists() and (not output.is_dir() or os.listdir(output))):
         raise ValueError(f"--output {chosen.output}: expected a new or an empty folder; name another")
+    local = Path(os.path.expanduser(chosen.drafter))
     if not format_of(chosen.drafter):
-        raise ValueError(f"{chosen.drafter!r} is no published drafter ({KINDS}); a draft model or an artifact of ours needs no import")
+        if local.is_dir():
+            check_files(local)
+        raise ValueError(
+            f"{chosen.drafter!r} is no published drafter in safetensors ({KINDS}); a draft model or an artifact of ours needs no import"
+        )
     recorded = target_of(chosen.drafter)
     name = chosen.target or recorded.get("name")
     if not name:
@@ -49,7 +54,6 @@ def main(arguments: list[str]) -> None:
         warnings.filterwarnings("ignore", message=PRECISION)
         target, stored = open_target(name, recorded_revision(name, recorded), chosen.trust_remote_code)
         drafter = read_published(chosen.drafter, target)
-    local = Path(os.path.expanduser(chosen.drafter))
     imported = local.name if local.is_dir() else chosen.drafter
     # The target was opened in float32; the drafter was made for its stored precision. A note of ours names that.
     if drafter.config.target == target.identity.to_dict():
