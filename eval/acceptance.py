@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
     name = _drafter_name(chosen)
 
     from draftsmith.data import prompts as prompt_files
-    from draftsmith.eval import loading, measurements, record_store
+    from draftsmith.eval import load_report, loading, measurements, record_store
     from draftsmith.eval.evaluation import evaluate_drafter
     from draftsmith.eval.report import report_of
     from draftsmith.eval.settings import Settings
@@ -132,6 +132,8 @@ def main(arguments: list[str]) -> None:
     prompts = given or loading.shipped_prompts(target, chosen.limit)
     if chosen.kernels and (reason := missing(target.device)):
         raise ValueError(f"--kernels: {reason}; leave it out")
+    if devices:
+        load_report.check_estimable(drafter)
     loading.set_stop(drafter, chosen.stop)
     loading.set_draft_window(drafter, chosen.draft_window)
     if chosen.load_aware:
@@ -170,7 +172,7 @@ def main(arguments: list[str]) -> None:
         probe_s=chosen.probe,
         exact=chosen.exact,
     )
-    for rule in rules:
+    for rule in dict.fromkeys(sampling.rule for sampling in settings.samplings if not sampling.greedy):
         loading.check_rule(rule, drafter)
     named = loading.provenance(name)
     if policy is not None:
@@ -178,10 +180,17 @@ def main(arguments: list[str]) -> None:
     folder = out or (_artifact(name, drafter) if _as_deployed(chosen, settings) else None)
     original = partial(loading.without_adapters, target, chosen.trust_remote_code)
     records = evaluate_drafter(target, drafter, prompts, settings, record_store.RecordStore(folder), named, original)
-    report = report_of(records, _checked_beside(name, records, beside), devices)
+    compared, refusal = {}, None
+    try:
+        compared = _checked_beside(name, records, beside)
+    except ValueError as error:  # only the comparison is lost
+        refusal = error
+    report = report_of(records, compared, devices)
     if main_process:
         _deliver(records, report, folder, not out, chosen.json)
     ranks.leave()
+    if refusal:
+        raise refusal
     if any(divergence.verdict == "bug" for divergence in report.divergences):
         raise SystemExit(1)
 

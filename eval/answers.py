@@ -153,11 +153,12 @@ def decode_all(label: str, decoder: Decoder, prompts: Sequence[list[int]], sampl
     Raises:
         ValueError: a prompt that the decoder refuses.
     """
-    completions = [Completion() for _ in prompts]
+    completions, ended = [Completion() for _ in prompts], 0
     with Bar(f"{label} at T={sampling.temperature:g}", len(prompts)) as bar:
         for steps in decoder.stream(prompts, sampling, max_new_tokens):
             collect(steps, completions)
-            bar.update(sum(bool(completion.reason) for completion in completions))
+            ended += sum(bool(step.reason) for step in steps)
+            bar.update(ended)
     return completions
 
 

@@ -20,7 +20,7 @@ from draftsmith.eval.record_store import RecordStore
 from draftsmith.eval.records import PromptRecord, Records
 from draftsmith.eval.report import round_cost
 from draftsmith.eval.settings import Settings, label, without_rule
-from draftsmith.eval.supersets import record_supersets
+from draftsmith.eval.supersets import MOST_NODES, record_supersets
 from draftsmith.inference import exact, machine
 from draftsmith.inference.draft_model import DraftModel
 from draftsmith.inference.expand import DynamicTree, parse_tree_spec, tree_config
@@ -122,7 +122,8 @@ def _record_tree(
             drafter.tree_spec = StaticTree.from_paths(_chosen_paths(records, settings))
         tree = {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
         store.append([{"kind": "tree", **ranks.agreed(tree)}])
-    if isinstance(drafter.tree_spec, DynamicTree) and hasattr(drafter, "position_logits"):
+    tree = drafter.tree_spec
+    if isinstance(tree, DynamicTree) and tree.candidates <= MOST_NODES and hasattr(drafter, "position_logits"):
         with _complete_trees(drafter):
             record_supersets(target, drafter, prompts, settings.samplings[0], settings.max_new_tokens, store)
         store.gather()

@@ -63,7 +63,10 @@ def main(arguments: list[str]) -> None:
     if junit:
         text = gate_output.junit(verdict, chosen.folder)
         durable.write_text(junit, text)
-    output.deliver(lambda: print(gate_output.as_json(verdict, chosen.folder)) if chosen.json else gate_output.print_verdict(verdict))
+    if chosen.json:
+        output.deliver(lambda: print(gate_output.as_json(verdict, chosen.folder)))
+    elif not failure:  # which is the last line anyway
+        output.deliver(lambda: gate_output.print_verdict(verdict))
     if failure:
         raise ValueError(failure)
     if status := STATUS[verdict.outcome]:

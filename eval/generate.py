@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_adaptive_depth(parser, True)
+    parser.set_defaults(adaptive_depth=None)  # on, but for --load-aware
     options.add_load_aware(parser)
     options.add_kernels(parser)
     options.add_exact(parser)
@@ -79,6 +80,9 @@ def sampling_from_options(chosen: argparse.Namespace, target: "Target", constrai
             options.check_sampling(name, field(given, name, int if name == "top_k" else float, source), f"{source}: `{name}`")
         settings |= given
     settings |= {name: getattr(chosen, name) for name in settings if getattr(chosen, name) is not None}
+    given = [name for name in sorted(options.FILTERS) if getattr(chosen, name) is not None]
+    if given and chosen.temperature is None and not settings["temperature"]:
+        raise ValueError(f"--{given[0].replace('_', '-')}: decoding is greedy here, and no token is filtered; give --temperature 1 too")
     return Sampling(seed=chosen.seed, rule=chosen.rule or DEFAULT_RULE, constraint=constraint, **settings)
 
 
@@ -110,6 +114,7 @@ class Totals:
     tokens: int = 0
     rounds: int = 0
     seconds: float = 0.0
+    reason: str = ""  # why the answer ended; "" before its end
 
 
 def stream_tokens(
@@ -120,6 +125,7 @@ def stream_tokens(
         step = steps[0]
         totals.rounds += 1
         totals.tokens += len(step.tokens)
+        totals.reason = step.reason
         totals.seconds += step.round.draft_s + step.round.verify_s + step.round.other_s
         # The last token of a round that was not cut is the target's own; all before it were drafted.
         yield from ((token, index < step.accepted - 1) for index, token in enumerate(step.tokens))
@@ -165,6 +171,8 @@ def main(arguments: list[str]) -> None:
     for name in ("tree", "depth", "width", "nodes"):
         if chosen.drafter == "none" and getattr(chosen, name) is not None:
             raise ValueError(f"--{name} is of a drafter's draft tree; give --drafter, or leave it out")
+    if chosen.load_aware and chosen.adaptive_depth:
+        raise ValueError("--load-aware drafts complete trees, --adaptive-depth chooses a depth; expected one; leave one out")
     text = check_text(_standard_input() if chosen.prompt == "-" else _argument(chosen.prompt), "the prompt")
 
     from draftsmith.eval import drift, loading
@@ -182,7 +190,8 @@ def main(arguments: list[str]) -> None:
     sampling = sampling_from_options(chosen, target, loading.constraint_of(chosen, target))
     if drafter is not None:
         drafter.tree_spec = loading.tree_spec_from_options(chosen.tree or "saved", drafter, chosen.depth, chosen.width, chosen.nodes)
-        loading.check_rule(sampling.rule, drafter)
+        if not sampling.greedy:
+            loading.check_rule(sampling.rule, drafter)
     if target.identity.adapter_hash:
         print(f"target {target.name!r} with the adapters of {chosen.drafter}: the text is {drift.ADAPTED}", file=sys.stderr)
     lossy = drafter is not None and not sampling.lossless  # plain decoding verifies nothing
@@ -194,7 +203,7 @@ def main(arguments: list[str]) -> None:
     ids = loading.encode(target, Prompt("prompt", "all", text, messages))
     if not ids:
         raise ValueError("the prompt is empty: got no tokens; give some text")
-    adaptive = LoadAware() if chosen.load_aware else AdaptiveDepth() if chosen.adaptive_depth else None
+    adaptive = LoadAware() if chosen.load_aware else None if chosen.adaptive_depth is False else AdaptiveDepth()
     decoder = Decoder(target, drafter, adaptive=adaptive, kernels=chosen.kernels, exact=chosen.exact)
     totals = Totals()
     for piece, drafted in text_pieces(target, stream_tokens(decoder, ids, sampling, chosen.max_new_tokens, totals)):
@@ -202,6 +211,10 @@ def main(arguments: list[str]) -> None:
         sys.stdout.write(f"{GREEN}{piece}{PLAIN}" if chosen.show_accepted and drafted else piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    if totals.reason == "context":
+        print(f"the answer was cut at the target's {target.max_positions:,} positions", file=sys.stderr)
+    elif totals.reason == "length" and sampling.constraint:
+        print("the answer was cut before it was complete; a higher --max-new-tokens lets it end", file=sys.stderr)
     if chosen.show_accepted:
         label = "LOSSY: " if lossy else ""
         tau, speed = totals.tokens / totals.rounds, totals.tokens / max(totals.seconds, 1e-9)

@@ -13,7 +13,7 @@ Letters: P prompts, C columns of sums.
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -98,9 +98,8 @@ def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interva
     error = _standard_error(columns, statistic)
     if not error.isfinite():  # one prompt has all rounds: without it the statistic divides by 0
         return Interval(float(estimate), None, None)
-    drawn = torch.randint(count, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
     parts = []
-    for block in drawn.split(max(1, MOST_DRAWN // count)):
+    for block in drawn(count, SAMPLES, count):
         samples = columns[:, block]  # [C,n,P]
         parts.append(torch.stack((statistic(samples.sum(-1)), _standard_error(samples, statistic))))
     values, errors = torch.cat(parts, -1)
@@ -108,6 +107,13 @@ def _interval(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Interva
     distances = ((values - estimate).abs() / errors.clamp(min=LEAST_ERROR * error))[errors > 1e-6 * error]
     half = float(torch.quantile(distances, 0.95) * error) if len(distances) else 0.0
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
+
+
+def drawn(high: int, samples: int, count: int) -> Iterator[Tensor]:
+    """Integers below `high` with a fixed seed, [samples,count] in blocks of rows, of which one is in memory at a time."""
+    generator, rows = torch.Generator().manual_seed(0), max(1, MOST_DRAWN // count)
+    for start in range(0, samples, rows):
+        yield torch.randint(high, (min(rows, samples - start), count), generator=generator)
 
 
 def _standard_error(columns: Tensor, statistic: Callable[[Tensor], Tensor]) -> Tensor:

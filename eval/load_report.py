@@ -12,6 +12,8 @@ from draftsmith.eval.records import PositionRecord, Records
 from draftsmith.eval.replay import Replayed, replayed
 from draftsmith.eval.trees import Candidates, Path, Positions, Rounds, chain, gap
 from draftsmith.inference.expand import tree_config
+from draftsmith.inference.hybrid import Hybrid
+from draftsmith.inference.self_speculation import SelfSpeculation
 
 BATCHES = [1 << power for power in range(10)]  # of an estimate
 
@@ -57,6 +59,16 @@ def load_report(records: Records) -> dict[str, Any]:
     return report
 
 
+PART_OF_TARGET = "an estimate needs the size of the drafter, and this one runs a part of the target; leave out --estimate"
+
+
+def check_estimable(drafter: Any) -> None:
+    """Check, before anything is decoded, that `estimate` is possible. Raises ValueError for a drafter that is a part of the target."""
+    drafting = drafter.trained if isinstance(drafter, Hybrid) else drafter
+    if isinstance(drafting, SelfSpeculation) or drafting.method == "kangaroo":
+        raise ValueError(PART_OF_TARGET)
+
+
 def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     """The roofline estimate of the evaluated tree for a device that is not at hand, see `roofline.estimate`; τ is the measured one.
 
@@ -69,7 +81,7 @@ def estimate(records: Records, device: roofline.Hardware) -> dict[str, Any]:
     depth, kv = records.tree["depth"], records.load["kv_bytes"]["drafter"]
     recurrent, weights = records.load.get("recurrent", bool(kv)), records.header["drafter"].get("bytes")
     if recurrent and not weights or records.header["drafter"].get("method") == "kangaroo":
-        raise ValueError("an estimate needs the size of the drafter, and this one runs a part of the target; leave out --estimate")
+        raise ValueError(PART_OF_TARGET)
     if weights:
         drafter = roofline.ModelSize(weights / target.bytes_per_weight, target.bytes_per_weight, kv)
     setting = records.requests[0].setting

@@ -381,12 +381,12 @@ def check_rule(rule: str, drafter: Any) -> None:
     Raises:
         ValueError: the rule needs sampled children, and the tree or the drafter has none.
     """
-    expand.check_rule(rule, drafter.tree_spec)
     if rule.startswith("rejection") and isinstance(drafter, HostDrafter | Hybrid):
         raise ValueError(
             f"--rule {rule}: {drafter.method} has no distribution to sample children from; expected another rule: target-sample does "
             "the same for it"
         )
+    expand.check_rule(rule, drafter.tree_spec)
 
 
 def tree_spec_from_options(tree: str, drafter: Any, depth: int | None, width: int | None, nodes: int | None) -> TreeSpec:

@@ -30,6 +30,7 @@ RANGES = LIMITS | {
     "probe": (0, 3600),
     "repeats": (1, 1 << 12),
 }
+FILTERS = {"top_k", "top_p", "min_p"}  # of the tokens that are sampled
 # Of the numbers that say how tokens are sampled: a value that is off, then the range of the others. float32 can compute with all of them.
 SAMPLING = {
     "temperature": (0, 1e-4, 10_000),
@@ -230,6 +231,8 @@ def samplings(temperatures: Sequence[float] | None, settings: Sequence[str] | No
                 raise ValueError(f"{source}: expected a number, got {text!r}; correct it") from None
             check_sampling(name, value, source)
             fields[name] = abs(value)
+        if "temperature" not in fields and fields.keys() & FILTERS:
+            raise ValueError(f"--sampling {setting}: without a temperature decoding is greedy, and no token is filtered; add temperature=1")
         chosen.append(fields)
     return [dict(items) for items in dict.fromkeys(tuple(sorted(fields.items())) for fields in chosen)]
 

@@ -1,7 +1,11 @@
 """Is one drafter better than another? A sign-flip test of the difference of τ, and prompts that each of them wins. P is the number of prompts."""
 
+import itertools
+
 import torch
 from torch import Tensor
+
+from draftsmith.eval.intervals import drawn
 
 EXACT = 14  # prompts on which two drafters differ, up to which all 2^P exchanges are enumerated
 ROUNDING = 1e-6  # relative, of sums of float32 probabilities
@@ -26,15 +30,13 @@ def sign_flip(tokens: Tensor, rounds: Tensor) -> float:
         return 1.0
     count = len(differ)
     if count <= EXACT:
-        signs = 1 - 2 * (torch.arange(1 << count)[:, None] >> torch.arange(count) & 1).double()
+        exchanges = [torch.arange(1 << count)[:, None] >> torch.arange(count) & 1]
     else:
-        drawn = torch.randint(2, (SAMPLES, count), generator=torch.Generator().manual_seed(0))
-        signs = torch.cat((torch.ones(1, count, dtype=torch.float64), 1 - 2 * drawn.double()))
-    moved = signs @ half.T  # [·,2]
+        exchanges = itertools.chain([torch.zeros(1, count, dtype=torch.int64)], drawn(2, SAMPLES, count))
+    moved = torch.cat([(1 - 2 * block.double()) @ half.T for block in exchanges])  # [·,2]; the first exchange is none
     first, second = centre - moved, centre + moved
     differences = (second[:, 0] / second[:, 1] - first[:, 0] / first[:, 1]).abs()
-    measured = differences[0]  # all signs are + there
-    return float((differences >= measured * (1 - 1e-9)).double().mean())
+    return float((differences >= differences[0] * (1 - 1e-9)).double().mean())
 
 
 def wins(tokens: Tensor, rounds: Tensor) -> tuple[int, int, int]:

@@ -198,6 +198,13 @@ def test_mistakes_in_evaluating_and_generating(workspace, target_folder, capsys)
     assert "'endless' has 500 tokens" in failing(capsys, acceptance.main, [artifact, "--prompts", long])
     assert "expected fewer than the context of 128" in failing(capsys, generate.main, ["--target", target_folder, "x" * 500])
     assert "got no tokens" in failing(capsys, generate.main, ["--target", target_folder, ""])
+    for words, says in (
+        (["--load-aware", "--adaptive-depth"], "--load-aware drafts complete trees, --adaptive-depth chooses a depth"),
+        (["--top-p", "0.5"], "--top-p: decoding is greedy here, and no token is filtered; give --temperature 1 too"),
+    ):
+        assert says in failing(capsys, generate.main, ["--target", target_folder, *words, "x"])
+    exit_on_error(generate.main, ["--target", str(target_folder), "--max-new-tokens", "1000", "x" * 20])
+    assert "the answer was cut at the target's 128 positions" in capsys.readouterr().err
     assert "--temperature -1.0" in failing(capsys, generate.main, ["--target", target_folder, "--temperature=-1", "x"])
     half = workspace / "half"
     shutil.copytree(artifact, half)

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import save_byte_target
 
-from draftsmith.eval import acceptance
+from draftsmith.eval import acceptance, evaluation, record_store
 from draftsmith.eval.rules import compare_rules
 from draftsmith.inference.policy import LoadPolicy
 
@@ -83,9 +83,37 @@ def test_what_cannot_be_measured_is_said_before_anything_is(folder, words, messa
     assert not list((folder / "refused").glob("records*"))
 
 
-def test_one_rule_is_compared_with_nothing(folder):
-    from draftsmith.eval import record_store
+def test_an_estimate_that_is_impossible_is_refused_before_anything_is_decoded(folder):
+    for drafter in ("early-exit:1", "hybrid:early-exit:1"):
+        with pytest.raises(ValueError, match="this one runs a part of the target; leave out --estimate"):
+            evaluate(folder, "part", drafter, "--temperature", "0", "--probe", "1", "--estimate", "H200")
+    assert not list((folder / "part").glob("records*"))
 
+
+def test_a_rule_that_is_not_used_is_not_refused(folder):
+    words = (str(folder / "target"), "--tree", "dynamic", "--rule", "rejection", "--probe", "0")
+    assert set(evaluate(folder, "greedy rejection", *words, "--temperature", "0")["overall"]) == {"0"}
+    with pytest.raises(ValueError, match="got rule rejection with a dynamic tree"):
+        evaluate(folder, "sampled rejection", *words, "--temperature", "1")
+
+
+def test_a_report_is_written_though_it_cannot_be_compared(folder, capsys):
+    evaluate(folder, "twelve", "suffix", "--temperature", "0", "--probe", "0")
+    words = ("ngram", "--temperature", "0", "--probe", "0", "--max-new-tokens", "9", "--target", str(folder / "target"))
+    with pytest.raises(ValueError, match="--beside: max_new_tokens is 9 in 'ngram' and 12 in"):
+        acceptance.main([*words, "--prompts", str(folder / "prompts.jsonl"), "--json", "--beside", str(folder / "twelve")])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["overall"]["0"]["tau"] > 1
+
+
+def test_trees_of_too_many_candidates_have_no_superset(folder, monkeypatch):
+    words = (str(folder / "target"), "--tree", "dynamic", "--depth", "2", "--width", "3", "--temperature", "0", "--probe", "0")
+    for most, expected in ((13, True), (12, False)):  # 1 + 3 + 9 candidates
+        monkeypatch.setattr(evaluation, "MOST_NODES", most)
+        evaluate(folder, f"at most {most}", *words)
+        assert bool(record_store.read(folder / f"at most {most}").supersets) == expected
+
+
+def test_one_rule_is_compared_with_nothing(folder):
     evaluate(folder, "single", "ngram", "--temperature", "0.8", "--rule", "shared-noise")
     assert compare_rules(record_store.read(folder / "single")) == []
 
@@ -136,7 +164,8 @@ def test_a_policy_without_a_successor_is_removed(folder):
         (("--estimate", "H200", "--probe", "0"), "--estimate needs what the probe records"),
         (("--policy", "nowhere.json"), "--policy nowhere.json: there is no such file; give the policy.json of an evaluation"),
         (("--policy", "prompts.jsonl", "--adaptive-depth"), "both choose the depth"),
-        (("--rule", "target-sample", "--rule", "rejection"), "got rule rejection with a dynamic tree"),
+        (("--rule", "target-sample", "--rule", "rejection"), "suffix has no distribution to sample children from"),
+        (("--sampling", "top_p=0.9"), "without a temperature decoding is greedy, and no token is filtered; add temperature=1"),
         (("--rule", "target-sample", "--rule", "membership"), "--rule membership needs a filter"),
     ],
 )

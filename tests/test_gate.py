@@ -194,6 +194,7 @@ def test_the_command(folder, tmp_path, capsys):
 def test_records_that_cannot_be_read_fail_in_ci_too(tmp_path, capsys):
     junit = tmp_path / "gate.xml"
     assert "no records.jsonl in" in failing(capsys, gate.main, [tmp_path, "--min-tau", "2", "--junit", junit])
+    assert capsys.readouterr().out == ""
     assert "no records.jsonl in" in ElementTree.parse(junit).getroot()[0].find("testcase/error").get("message")
     (tmp_path / "records.jsonl").write_text("")
     assert "is empty" in failing(capsys, gate.main, [tmp_path, "--min-tau", "2", "--json"])
