@@ -270,7 +270,7 @@ KINDS = [
     override("recipe value: a list for a number", "train.steps=[2]", "recipe key 'train.steps': .*valid integer"),
     override("recipe value: a list for text", "train.output=[a]", "recipe key 'train.output': .*valid string"),
     override("recipe value: a number for a switch", "data.pack=3", "recipe key 'data.pack': .*valid boolean"),
-    override("recipe value: a word for numbers", "train.betas=x", "recipe key 'train.betas': .*valid tuple"),
+    override("recipe value: a word for numbers", "train.betas=x", "recipe key 'train.betas': expected a list"),
     BadInput(
         "recipe value: a key of a source",
         nothing,

@@ -516,6 +516,15 @@ def test_a_server_that_fails_throughout_ends_the_benchmark(prompts, capsys, monk
         assert "nothing was measured: none of 8 requests was answered; the last error: 500 slow down" in line
 
 
+def test_the_requests_of_an_outage_are_asked_again(prompts, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(serve_run, "WARM_UP", 0)
+    with FakeServer(faults={"*": "500"}) as server:
+        refused(capsys, server, prompts=prompts, repeats=2, out=tmp_path / "measured")
+        server.faults.clear()
+        report = measured(capsys, server, prompts=prompts, repeats=2, out=tmp_path / "measured")
+    assert [row["errors"] for row in report["rows"]] == [0] and report["rows"][0]["requests"] == 16
+
+
 def test_a_duration_that_ends_before_the_first_request_says_so(prompts, capsys, monkeypatch):
     monkeypatch.setattr(serve_run, "WARM_UP", 0)
     with FakeServer() as server:

@@ -129,7 +129,8 @@ class ServeRun:
         self.duration_s, self.deadline, self.show = duration_s, math.inf, show
         self.records = self._recorded()
         self.models = [each["model"] for each in self.records.header["servers"]]
-        self.failed, self.done = 0, len(self.records.requests)  # failed: in a row
+        self.done = len(self.records.requests)
+        self.failed: list[dict[str, Any]] = []  # lines of the requests that failed in a row; those of an outage are asked again later
         self.errors = sum(bool(each.error) for each in self.records.requests)
         self.writing = asyncio.Lock()
 
@@ -164,6 +165,8 @@ class ServeRun:
                 self.deadline = time.perf_counter() + self.duration_s
                 for measurement in plan(self.settings, len(self.servers)):
                     await self._segment(measurement, loads[measurement.load])
+                for line in self.failed:
+                    await self._append(line)
 
     async def _warm_up(self, number: int) -> None:
         """Requests that do not count; the first error of a server is said at once."""
@@ -223,16 +226,19 @@ class ServeRun:
             answer = {"chunks_s": [each - start for each in reply.chunks], "text": reply.text, "reason": reply.reason}
             answer |= {"prompt_tokens": reply.prompt_tokens, "tokens": reply.tokens}
             answer["drafting"] = {name: reply.timings[name] for name in TIMINGS if type(reply.timings.get(name)) is int}
-            self.failed = 0
         except RequestFailed as error:
             end = time.perf_counter()
             answer["error"] = str(error)
-            self.failed, self.errors = self.failed + 1, self.errors + 1
+            self.errors += 1
         record = ServedRequest(*measurement, segment.number, prompt.id, due - start, sent - start, end - start, **answer)
-        segment.tasks.create_task(self._append(request_line(record)))  # the next request does not wait for the disk
-        if self.failed >= DOWN:
+        self.failed.append(request_line(record))
+        if not record.error:
+            for line in self.failed:
+                segment.tasks.create_task(self._append(line))  # the next request does not wait for the disk
+            self.failed = []
+        if len(self.failed) >= DOWN:
             raise ValueError(
-                f"{server.name}: {self.failed} requests failed one after the other, the last with: {answer.get('error', '')}; see to the "
+                f"{server.name}: {len(self.failed)} requests failed one after the other, the last with: {answer.get('error', '')}; see to the "
                 "server, and run the same command again"
             )
 
