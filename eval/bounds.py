@@ -145,9 +145,9 @@ def _predicted(records: Records, requests: list[RequestRecord], bound: Bound) ->
         return Check(
             bound, "error", "a speedup at another batch than the measured one needs the load model, which these records do not have"
         )
-    varying = [name for name in ("adaptive_depth", "policy") if records.header["settings"].get(name)]
+    varying = [name for name in ("adaptive_depth", "load_aware", "policy") if records.header["settings"].get(name)]
     if varying:
-        reason = f"the load model knows rounds of one depth, and {varying[0]} chose it anew in each; measure without it"
+        reason = f"the load model knows rounds of one tree, and {varying[0]} chose it anew in each; measure without it"
         return Check(bound, "error", reason)
     model, rounds, tree = CostModel(records.load), rounds_of(requests, records.tree["depth"]), records.tree["tree"]
     if max(rounds.sizes) > model.max_nodes:

@@ -77,6 +77,8 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--depth {chosen.depth}: expected 1 to {SelfSpeculation.depth_limit}")
     given = prompt_files.load(chosen.prompts, chosen.limit, distinct=True)
     target, _ = loading.open_models(chosen.target, [], chosen.dtype, chosen.trust_remote_code)
+    if target.num_layers < 2:
+        raise ValueError(f"target {target.name!r} has one decoder layer, and none can be left out; give another target")
     prompts = given or loading.shipped_prompts(target, chosen.limit)
     encoded, skipped = encode_prompts(target, prompts, chosen.max_new_tokens)
     texts = target_texts(target, [prompt.ids for prompt in encoded], Sampling(), chosen.max_new_tokens)

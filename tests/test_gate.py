@@ -111,8 +111,8 @@ def test_a_speedup_at_another_batch_is_that_of_the_load_model(monkeypatch):
     assert outcome(made, Bound("speedup", "", 0.1, batch=8)) == ("error", "rounds have 4 nodes, and the load was probed up to 3")
 
 
-@pytest.mark.parametrize("setting, value", [("adaptive_depth", True), ("policy", "latency")])
-def test_a_depth_that_varies_is_not_predicted_at_another_batch(setting, value):
+@pytest.mark.parametrize("setting, value", [("adaptive_depth", True), ("load_aware", True), ("policy", "latency")])
+def test_a_tree_that_varies_is_not_predicted_at_another_batch(setting, value):
     made = replace(evaluation(settings=SETTINGS | {setting: value}), load={"verify": []})
     judged, reason = outcome(made, Bound("speedup", "", 0.1, batch=8))
     assert judged == "error" and f"{setting} chose it anew in each" in reason

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import save_byte_target
 from decoding_cases import PROMPTS
 from zoo import tiny
 
@@ -86,6 +87,16 @@ def test_a_report_comes_from_the_other_half(target_folder, capsys, tmp_path):
     texts = target_texts(target, [[70, 71], [72, 73, 74]], Sampling(), 8)
     same = report_of(target, [texts[:1], texts[:1]], 2, 2, 0)["best"]["layers"]
     assert same["held_out_tau"] == same["choosing_tau"]
+
+
+def test_a_target_of_one_layer_is_refused(tmp_path):
+    save_byte_target(tmp_path)
+    model = Target.load(str(tmp_path), dtype=torch.float32).model
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has one decoder layer, and none can be left out"):
+        skip.main(["--target", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
