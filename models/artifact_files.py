@@ -4,7 +4,11 @@ from typing import Any
 
 TEXTS = ("records.jsonl", "report.html")  # of an evaluation: they hold texts of prompts and answers
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")  # they stay right with other weights
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+TERMS = (
+    *_TERMS,
+    *(f"target-{name}" for name in _TERMS),
+)  # they stay right with other weights; of the target too, whose tensors may be in it
 FILES = (
     *("config.json", "generation_config.json", *WEIGHT_FILES),
     *("README.md", "recipe.yaml", "run.json", "acceptance.json", "policy.json", "survival.png"),

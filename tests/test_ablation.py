@@ -39,19 +39,19 @@ def stubs(monkeypatch):
 
 
 def test_every_run_has_the_tokens_and_its_change(tmp_path):
-    changes = ("--change", "eagle.loss=kl  eagle.steps=5", "--change", "train.batch_size=4")
+    changes = ("--change", "eagle.loss=0.9 kl +  0.1 tv  eagle.steps=5", "--change", "train.batch_size=4")
     words = ("eagle", "eagle3-tiny", "--tokens", "100000", "--seeds", "3,4", "eagle.decay=0.8", *changes)
     common, trained = ablation.runs_of(ablation.parser().parse_intermixed_args([str(tmp_path), *words]))
     assert (common["eagle.decay"], common["--tokens"], common["method"]) == (0.8, 100000, "eagle")
     assert [(each.change, each.seed, each.run.steps, each.run.tokens) for each in trained[:3]] == [
-        ("the recipe", 3, 195, 99_840), ("eagle.loss=kl eagle.steps=5", 3, 195, 99_840), ("train.batch_size=4", 3, 97, 99_328)
+        ("the recipe", 3, 195, 99_840), ("eagle.loss=0.9 kl + 0.1 tv eagle.steps=5", 3, 195, 99_840), ("train.batch_size=4", 3, 97, 99_328)
     ]  # fmt: skip
     assert len({each.run.folder for each in trained}) == len(trained) == 6 and [each.seed for each in trained[3:]] == [4, 4, 4]
     for each in trained:
         read = recipe.load(eagle.EagleRecipe, "eagle3-tiny", list(each.run.words[2:]))
         assert read.train.steps == each.run.steps == read.train.eval_every and read.train.seed == each.seed
         assert read.train.warmup_steps == -(-60 * each.run.steps // 1400) and read.eagle.decay == 0.8
-        assert (read.eagle.loss, read.eagle.steps) == (("kl", 5) if "kl" in each.change else ("0.5 kl + 0.5 tv", 4))
+        assert (read.eagle.loss, read.eagle.steps) == (("0.9 kl +  0.1 tv", 5) if "kl" in each.change else ("0.5 kl + 0.5 tv", 4))
 
 
 def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
@@ -92,6 +92,7 @@ def test_finished_runs_are_not_trained_again(tmp_path, stubs, capsys):
     [
         (["medsa", "medusa-tiny", "--change", "medusa.top_k=1"], "no method 'medsa' trains a drafter; expected one of"),
         (["medusa", "medusa-tiny", "--change", "medusa.topk=1"], "topk"),
+        (["eagle", "eagle3-tiny", "--change", "eagle.loss=0.9kl+0.1tv"], "eagle.loss"),
         (["medusa", "medusa-tiny", "--change", "medusa.start=a/b", "--change", "medusa.start=a-b"], "as those of another change"),
         (["medusa", "medusa-tiny", "--change", "train.lr=1e-3 train.steps=9"], "train.steps=9: every run has its own, by --tokens"),
         (["medusa", "medusa-tiny", "train.seed=9", "--change", "medusa.top_k=1"], "train.seed=9: every run has its own"),

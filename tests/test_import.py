@@ -110,6 +110,30 @@ def test_import_makes_the_artifact_again(workshop, target, name, engine, tmp_pat
     assert "is no published" in failing(capsys, take_in.main, [workshop / name, "--output", tmp_path / "again"])
 
 
+def test_a_tree_in_which_no_draft_pays_comes_back(workshop, target, tmp_path):
+    artifact = shutil.copytree(workshop / "medusa", tmp_path / "medusa")
+    config = json.loads((artifact / "config.json").read_text())
+    (artifact / "config.json").write_text(json.dumps(config | {"tree": []}))
+    export.main([str(artifact), "--to", "vllm", "--output", str(tmp_path / "out"), "--target", str(workshop / "target")])
+    assert published.read_published(str(tmp_path / "out"), target).config.tree == [] == load_drafter(artifact, target).config.tree
+
+
+def test_terms_and_measurements_of_an_artifact_of_the_hub_go_along(workshop, tmp_path, monkeypatch):
+    repo = tmp_path / "cache" / "models--someone--head"
+    snapshot = shutil.copytree(workshop / "medusa", repo / "snapshots" / ("a" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    (snapshot / "README.md").write_text("---\nlicense: mit\n---\n# Theirs\n")
+    for name in ("LICENSE", "acceptance.json", "recipe.yaml"):
+        (snapshot / name).write_text(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    export.main(["someone/head", "--to", "vllm", "--output", str(tmp_path / "out"), "--target", str(workshop / "target")])
+    assert all((tmp_path / "out" / name).read_text() == name for name in ("LICENSE", "acceptance.json", "recipe.yaml"))
+    assert "# Theirs" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "draftsmith.json").read_text())["licences"]["drafter"] == "mit"
+
+
 def test_terms_of_an_imported_drafter_are_its_authors(workshop, tmp_path):
     theirs = edited(workshop / "out" / "medusa for vllm", tmp_path / "theirs", lambda config, tensors: None)
     for file in theirs.glob("*LICENSE*"):
@@ -117,10 +141,12 @@ def test_terms_of_an_imported_drafter_are_its_authors(workshop, tmp_path):
     words = [str(theirs), "--target", str(workshop / "target"), "--output"]
     (theirs / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# Theirs\n")
     (theirs / "NOTICE.txt").write_text("Name us.\n")
+    (theirs / "target-LICENSE").write_text("of the target\n")
     take_in.main([*words, str(tmp_path / "a")])
     text = (tmp_path / "a" / "README.md").read_text()
     assert "license: cc-by-nc-4.0\n" in text and "Its authors trained it; Draftsmith took it in from `theirs`." in text
     assert "was trained with Draftsmith" not in text and "recipe.yaml" not in text and "Not recorded here" in text
+    assert (tmp_path / "a" / "target-LICENSE").read_text() == "of the target\n"
     assert (tmp_path / "a" / "NOTICE.txt").read_text() == "Name us.\n" and not (tmp_path / "a" / "LICENSE").exists()
     (theirs / "README.md").unlink()
     take_in.main([*words, str(tmp_path / "b")])

@@ -1,6 +1,7 @@
 """Exports with linear layers of 8 bits: what is stored, what is read back, and who does not take it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -94,6 +95,17 @@ def test_a_quantised_folder_is_a_drafter_here_too(workshop, target, kind, tmp_pa
         "layers.0.self_attn.q_proj.weight"
     ].norm()
     assert 1e-4 < ratio < (0.01 if kind == "int8" else 0.05)
+
+
+def test_what_was_measured_is_not_of_the_rounded_weights(workshop, tmp_path):
+    artifact = shutil.copytree(workshop / "eagle3", tmp_path / "eagle3")
+    for name in ("acceptance.json", "recipe.yaml"):
+        (artifact / name).write_text("")
+    given = [str(artifact), "--to", "vllm", "--target", str(workshop / "target")]
+    for folder, more in ((tmp_path / "plain", []), (tmp_path / "rounded", ["--quantise", "int8"])):
+        command.main([*given, "--output", str(folder), *more])
+        assert (folder / "recipe.yaml").is_file() and (folder / "acceptance.json").is_file() == (not more)
+        assert ("The linear layers here are in int8" in (folder / "README.md").read_text()) == bool(more)
 
 
 REFUSED = [

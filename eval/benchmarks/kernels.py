@@ -160,7 +160,7 @@ def measure_kernels(
         The lines of one part, so that those of an interrupted run are known.
 
     Raises:
-        ValueError: a kernel's result differs from its reference's.
+        ValueError: the attention kernel's result differs from its reference's.
     """
     bandwidth, rate = limits.values()
     for context in sizes.contexts:
@@ -309,7 +309,7 @@ def run(report: RunningReport, sizes: Sizes, device: torch.device, time: Timer =
     """Measure limits and kernels into the report.
 
     Raises:
-        ValueError: a kernel's result differs from its reference's.
+        ValueError: the attention kernel's result differs from its reference's.
     """
     left_out: dict[str, str] = {}
     limits = measure_limits(sizes, device, time)

@@ -4,6 +4,7 @@ import copy
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +34,8 @@ from draftsmith.models.target import Target
 
 __all__ = ["Exported", "Source", "check_output", "export", "export_names"]
 
-KEPT = (
-    "recipe.yaml",
-    "run.json",
-    "acceptance.json",
-    "report.html",
-    "survival.png",
-)  # of an artifact: how it was trained, and what was measured
+MEASURED = ("acceptance.json", "report.html", "survival.png")  # of an artifact: what was measured of its weights
+KEPT = ("recipe.yaml", "run.json", *MEASURED)  # and how it was trained
 
 
 class Source(NamedTuple):
@@ -123,7 +119,7 @@ def export(source: Source, engine: str, folder: Path, dtype: torch.dtype, kind: 
 
     def write(part: Path) -> None:
         ours = _write_format(source, family, engine, part, called, dtype, kind)
-        _write_beside(source, engine, family, part, _card(source, family, engine, row))
+        _write_beside(source, engine, family, part, _card(source, family, engine, row, kind), MEASURED if kind else ())
         said = faults(part, target, [engine], Path(called)) or differences(part, engine, family, ours, target, tolerance_of(target, dtype))
         if said:
             listed = "; ".join(said).replace(str(part), str(folder))
@@ -245,18 +241,18 @@ def _write_yaml(part: Path, settings: dict[str, Any]) -> None:
     durable.write_text(part / "tensorrt-llm.yaml", yaml.safe_dump({"speculative_config": settings}, sort_keys=False))
 
 
-def _write_beside(source: Source, engine: str, family: str, part: Path, card: str) -> None:
-    """The model card, the recipe, licences, and the note with hashes of all of them."""
+def _write_beside(source: Source, engine: str, family: str, part: Path, card: str, left_out: Sequence[str] = ()) -> None:
+    """The model card, what KEPT names but for `left_out`, licences, and the note with hashes of all of them."""
     for name in KEPT if source.folder else ():
         assert source.folder is not None
-        if (source.folder / name).is_file():
+        if name not in left_out and (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, part / name)
     folders = {"target": folder_at_hand(source.target.name), "drafter": source.folder}
     licences = {name: licence_of(folder) if folder else "" for name, folder in folders.items()}
     for origin, prefix in ((folders["target"], "target-"), (source.folder, "")):
         for file in [file for pattern in TERMS for file in origin.glob(pattern)] if origin else []:
             if file.is_file():
-                shutil.copyfile(file, part / (prefix + file.name))
+                shutil.copyfile(file, part / (prefix + file.name.removeprefix(prefix)))
     durable.write_text(part / "README.md", card)
     drafter = {"target": source.made_for, "tree": source.tree, "training": source.training}
     config = getattr(source.drafter, "config", None)
@@ -274,8 +270,11 @@ def _card_before(source: Source, family: str) -> str:
     return text.rstrip()
 
 
-def _card(source: Source, family: str, engine: str, row: Row) -> str:
-    """The artifact's card, and how to serve this folder."""
+def _card(source: Source, family: str, engine: str, row: Row, kind: str) -> str:
+    """The artifact's card, and how to serve this folder; with a `kind` of quantisation, that its weights were not measured."""
     serve = serving(row, source.target.name, "<this folder>", source.depth)
     checked = "was run with folders like this one" if row.proof == "run" else "was not run: the folder follows the rules in its source"
-    return f"{_card_before(source, family)}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"
+    before = _card_before(source, family)
+    if kind:
+        before += f"\n\n**The linear layers here are in {kind}.** What is measured above is of the weights that they were rounded from."
+    return f"{before}\n\n## Serve\n\nWritten for {ENGINES[engine]}, which {checked}.\n\n```\n{serve}\n```\n"

@@ -6,6 +6,7 @@ Only safetensors are read. A folder that `draftsmith export` wrote brings its tr
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,17 @@ def target_of(path: str) -> dict[str, Any]:
     return {"name": name} if isinstance(name, str) and name else {}
 
 
-def folder_of(path: str) -> Path:
-    """The local folder; of a Hub id what engines read is downloaded, its card, its terms and the files of its note, and nothing else."""
+def folder_of(path: str, wanted: Sequence[str] = WANTED) -> Path:
+    """The local folder; of a Hub id what engines read is downloaded, its card, its terms and the files of its note, and nothing else. wanted: patterns
+    of other files in their place."""
     source = resolve_path(path)
     if os.path.isdir(source):
         return Path(source)
-    folder = Path(snapshot_download(source, allow_patterns=WANTED))
+    folder = Path(snapshot_download(source, allow_patterns=[*wanted]))
     exported = [name for name in read_note(folder).get("files", {}) if not (folder / name).exists()]
     # A stranger's note may name anything.
     pickles = [f"*{ending}" for ending in PICKLES]
-    return Path(snapshot_download(source, allow_patterns=[*WANTED, *exported], ignore_patterns=pickles)) if exported else folder
+    return Path(snapshot_download(source, allow_patterns=[*wanted, *exported], ignore_patterns=pickles)) if exported else folder
 
 
 def check_files(folder: Path) -> None:
@@ -188,7 +190,7 @@ def read_published(path: str, target: Target, dtype: torch.dtype | None = None) 
         ) from None
     if kind in ("eagle", "mtp") and note.get("depth"):
         drafter.config.steps = note["depth"]
-    if note.get("tree"):
+    if note.get("tree") is not None:
         if parse_tree_spec(note["tree"]).max_depth > drafter.depth_limit:
             raise ValueError(f"{folder / NOTE}: `tree` is deeper than the {drafter.depth_limit} steps of the drafter; correct it")
         drafter.config.tree = note["tree"]

@@ -9,6 +9,7 @@ FOLDER/ablation.md. The same command goes on where an earlier one stopped, and c
 """
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -72,15 +73,20 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
         ValueError: a key that the recipe or `refuse_common` refuses, two changes of one name, a change of what every run must share, or data
             that do not exist.
     """
-    schema = schema_of(module_of(options.method))
+    module = module_of(options.method)
+    schema = schema_of(module)
     base = recipes.load(schema, options.recipe, [*SHORT, *options.words])
     tokens = options.tokens or base.train.steps * step_tokens(base)
     trained, stems = [], set()
     refuse_common(options.words)
-    refuse_common((word for text in options.change for word in text.split()), "train.steps")
-    changes = {RECIPE: []} | {" ".join(text.split()): text.split() for text in options.change}
+    words_of = {
+        " ".join(text.split()): re.split(r"\s+(?=\w+\.\w+=)", text.strip()) for text in options.change
+    }  # a mix of losses has spaces
+    refuse_common(itertools.chain(*words_of.values()), "train.steps")
+    changes = {RECIPE: []} | words_of
     for change, keys in changes.items():
         changed = recipes.load(schema, options.recipe, [*SHORT, *options.words, *keys])
+        module.check(changed)
         if changed.target != base.target or changed.data.valid != base.data.valid:
             raise ValueError(
                 f"--change {change!r}: the target and the held-out data are those of every run; give another folder for others"

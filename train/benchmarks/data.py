@@ -78,6 +78,9 @@ def reading(target: Target, packed: PackedDataset, batch: int, repeats: int, fol
     for precision in PRECISIONS:
         capture(target, [packed.corpus], folder / precision, precision)
         datasets[precision] = FeatureDataset(packed, FeatureStore(folder / precision, target))
+    repeats = min(repeats, len(packed) // batch)  # complete batches
+    if repeats < 2:
+        raise ValueError(f"the data fill {len(packed)} sequences; expected two batches of {batch}: give more data, or a smaller batch")
     order = torch.randperm(len(packed), generator=torch.Generator().manual_seed(0))
     times: dict[str, list[float]] = {name: [] for name in (*PRECISIONS, "step")}
     for start in range(0, batch * repeats, batch):

@@ -206,7 +206,7 @@ def table(reports: dict[str, dict]) -> Table:
     for domain in next(iter(reports.values()))["domains"]["0"]:
         cells = ((report["domains"]["0"][domain]["tau"], report["speedups"][domain]["speedup"]) for report in reports.values())
         result.add_row(domain, *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in cells))
-    together = ((report["speed"]["tau"], report["speed"]["speedup"]) for report in reports.values())
+    together = ((report["overall"]["0"]["tau"], report["speed"]["speedup"]) for report in reports.values())
     result.add_row("all", *(f"{tau:.2f}  {speedup:.2f} ×" for tau, speedup in together), style="bold")
     over = (report["speed"]["speedup_over_transformers"] for report in reports.values())
     result.add_row("over transformers' generate", *(f"{speedup:.2f} ×" for speedup in over))

@@ -11,6 +11,7 @@ The same command goes on where an earlier one stopped, and lengths, seeds and re
 import argparse
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -164,7 +165,10 @@ def table(points: Sequence[Point]) -> str:
         cells = []
         for method in methods:
             own = [point for point in points if point.method == method and tokens <= point.tokens <= CLOSE * tokens]
-            cells.append(", ".join(f"{point.tau:.2f}" for point in own) + (f" ({own[0].seconds:,.0f} s)" if own else "–"))
+            cells.append(
+                ", ".join(f"{point.tau:.2f}" for point in own)
+                + (f" ({statistics.fmean(point.seconds for point in own):,.0f} s)" if own else "–")
+            )
         text.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
     by_tokens, _ = fitted(points, "tokens")
     for title, predicted in (

@@ -110,11 +110,12 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
         FileNotFoundError, ValueError: no artifact, another target than it was made for, an adapted target, or a draft model with other tokens.
     """
     from draftsmith.models.artifact import student_entry
+    from draftsmith.models.artifact_files import TERMS
     from draftsmith.models.drafter import default_paths, is_drafter, load_config, load_drafter
-    from draftsmith.models.formats.export import Source
-    from draftsmith.models.formats.published import format_of, read_published, target_of
+    from draftsmith.models.formats.export import KEPT, Source
+    from draftsmith.models.formats.published import folder_of, format_of, read_published, target_of
     from draftsmith.models.identity import recorded_revision
-    from draftsmith.models.target import Target, TargetIdentity, check_same, resolve_path
+    from draftsmith.models.target import Target, TargetIdentity, check_same
     from draftsmith.models.tokenizer_check import check_pair
 
     published = bool(format_of(path))
@@ -134,8 +135,7 @@ def open_source(path: str, target: str | None, trust_remote_code: bool = False) 
             f"{path!r} drafts for {name!r} with the adapters in its folder `adapter`, and no engine's format has a place for them; it runs with "
             "`draftsmith generate`"
         )
-    folder = Path(resolve_path(path))
-    local = folder if folder.is_dir() else None
+    local = folder_of(path) if published else folder_of(path, ["config.json", "README.md", *TERMS, *KEPT])
     revision = recorded_revision(name, recorded)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=PRECISION)
