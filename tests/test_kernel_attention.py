@@ -123,7 +123,7 @@ def test_tiles_before_the_window_are_not_read():
 @pytest.mark.parametrize(("softcap", "sink"), [(0.7, False), (50.0, False), (None, True), (1.5, True)])
 def test_softcap_and_sinks(softcap, sink, window):
     arguments = case(6, lengths=(0, 21, 40))
-    sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0]) if sink else None
+    sinks = torch.tensor([[-3.0, 9.0], [0.0, 9.0], [2.0, 9.0], [9.0, 9.0]])[:, 0] if sink else None  # not one after the other in memory
     check(arguments, softcap=softcap, sinks=sinks, window=window, scale=0.6)
 
 

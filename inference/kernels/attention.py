@@ -66,6 +66,7 @@ def tree_attention(
         ValueError: a dtype, device, layout or size that the kernel does not take.
     """
     _check(query, keys, values, sinks, rows=rows, length=length, depth=depth, words=words, key_depth=key_depth)
+    sinks = None if sinks is None else sinks.contiguous()
     (batch, heads, nodes, dim), (_, kv_heads, capacity, value_dim), span = query.shape, values.shape, key_depth.shape[1]
     groups = heads // kv_heads
     wide = _power(dim), _power(value_dim)
