@@ -66,7 +66,6 @@ def tree_attention(
         ValueError: a dtype, device, layout or size that the kernel does not take.
     """
     _check(query, keys, values, sinks, rows=rows, length=length, depth=depth, words=words, key_depth=key_depth)
-    sinks = None if sinks is None else sinks.contiguous()
     (batch, heads, nodes, dim), (_, kv_heads, capacity, value_dim), span = query.shape, values.shape, key_depth.shape[1]
     groups = heads // kv_heads
     wide = _power(dim), _power(value_dim)
@@ -87,7 +86,7 @@ def tree_attention(
     merge: Any = _merge[(batch * nodes * heads,)]
     with torch.cuda.device_of(query):
         attend(
-            query, keys, values, rows, length, depth, words, key_depth, sinks, parts, stats,
+            query, keys, values, rows, length, depth, words, key_depth, None if sinks is None else sinks.contiguous(), parts, stats,
             *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *depth.stride(), *words.stride(), *key_depth.stride(),
             nodes, span, splits, factor, None if softcap is None else softcap * _LOG2E, window,
             groups, dim, value_dim, *wide, block_m, block_n,
