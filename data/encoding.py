@@ -101,7 +101,9 @@ class Encoder:
         elif (chat or conversation.prompt) and not self.loops and any(map(repeats, _answers(ids[:size], mask[:size]))):
             problem = LOOPS
         unknown = self.tokenizer.unk_token_id
-        unknowns = ids.count(unknown) if isinstance(unknown, int) and unknown != self.end else 0  # GPT-2 has one token for both
+        unknowns = (
+            ids.count(unknown) if isinstance(unknown, int) and unknown != self.end else 0
+        )  # GPT-2's unknown token is the one that ends a text
         return EncodedExample(name, domain, chat, pieces, problem, cut, unknowns, signature)
 
     def _tokens(self, conversation: Conversation) -> tuple[list[int], list[bool]]:

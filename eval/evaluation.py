@@ -122,8 +122,8 @@ def _record_tree(
             drafter.tree_spec = StaticTree.from_paths(_chosen_paths(records, settings))
         tree = {"tree": tree_config(drafter.tree_spec), "nodes": drafter.max_nodes, "depth": drafter.max_depth}
         store.append([{"kind": "tree", **ranks.agreed(tree)}])
-    tree = drafter.tree_spec
-    if isinstance(tree, DynamicTree) and tree.candidates <= MOST_NODES and hasattr(drafter, "position_logits"):
+    spec = drafter.tree_spec
+    if isinstance(spec, DynamicTree) and spec.candidates <= MOST_NODES and hasattr(drafter, "position_logits"):
         with _complete_trees(drafter):
             record_supersets(target, drafter, prompts, settings.samplings[0], settings.max_new_tokens, store)
         store.gather()

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_stop(parser)
     options.add_draft_window(parser)
     options.add_adaptive_depth(parser, True)
-    parser.set_defaults(adaptive_depth=None)  # on, but for --load-aware
+    parser.set_defaults(adaptive_depth=None)  # None: on without --load-aware
     options.add_load_aware(parser)
     options.add_kernels(parser)
     options.add_exact(parser)

@@ -25,7 +25,7 @@ from draftsmith.inference.sampler import Sampling
 from draftsmith.inference.tree import DraftTree
 from draftsmith.models import ranks
 
-MOST_NODES = 1024  # of a superset: a row has their mask, which grows with the square
+MOST_NODES = 1024  # of a superset: the mask of a tree grows with their square
 SLOTS, TOGETHER = 8, 32  # prompts that are decoded at a time; that are recorded together
 
 Superset = list[tuple[list[int], list[int], list[int]]]  # at each position the nodes' tokens, parents and order

@@ -8,7 +8,7 @@ _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 TERMS = (
     *_TERMS,
     *(f"target-{name}" for name in _TERMS),
-)  # they stay right with other weights; of the target too, whose tensors may be in it
+)  # they stay right with other weights; those of the target go along, since a drafter may hold tensors of it
 FILES = (
     *("config.json", "generation_config.json", *WEIGHT_FILES),
     *("README.md", "recipe.yaml", "run.json", "acceptance.json", "policy.json", "survival.png"),

@@ -16,7 +16,8 @@ CHUNK = 1 << 18  # tokens processed at a time: memory-mapped ids are never copie
 
 
 def count(ids: Tensor, times: Tensor, vocab_size: int) -> Tensor:
-    """How often each token is supervised: counts [V] int64 of ids [...] (any integer type), each as often as times [...] says, a mask for example.
+    """How often each token is supervised: counts [V] int64 of ids [...] (any integer type). Each id counts as often as times [...] says, which may be
+    a mask.
 
     Raises:
         ValueError: shapes that differ, or an id outside 0..V-1, supervised or not.

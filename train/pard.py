@@ -140,8 +140,8 @@ def build_untrained(recipe: PardRecipe, target: Target) -> tuple[PreTrainedModel
     """The model, of which only the config is read, and its objective. `draftsmith plan` calls it with a target on the meta device."""
     check(recipe)
     section = recipe.pard
-    config = {"revision": section.revision, "trust_remote_code": recipe.target.trust_remote_code}
-    model = checked(recipe, students.unread(section.start, "pard.start", **config))
+    model = students.unread(section.start, "pard.start", revision=section.revision, trust_remote_code=recipe.target.trust_remote_code)
+    model = checked(recipe, model)
     shared = {"vocab_size": target.vocab_size, "section": section, "seed": recipe.train.seed}
     return model, partial(objective, mask_token=section.mask_token or 0, **shared)
 

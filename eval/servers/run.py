@@ -130,7 +130,7 @@ class ServeRun:
         self.records = self._recorded()
         self.models = [each["model"] for each in self.records.header["servers"]]
         self.done = len(self.records.requests)
-        self.failed: list[dict[str, Any]] = []  # lines of the requests that failed in a row; those of an outage are asked again later
+        self.failed: list[dict[str, Any]] = []  # lines of requests that failed in a row; they are written once another is answered
         self.errors = sum(bool(each.error) for each in self.records.requests)
         self.writing = asyncio.Lock()
 

@@ -72,8 +72,9 @@ def format_of(path: str) -> str:
     medusa = raw.get("model_type") == "medusa" or "MedusaModel" in names or any(key in raw for key in HEADS[:2])
     if medusa and (not ours or any(key in raw for key in (*HEADS[:2], *BLOCKS[:2]))):
         return "medusa"
-    # SafeAILab's own trainer calls its heads Llamas, others call them anything. They have an fc, and no model around it.
-    if raw.get("model_type") in methods() or model_file(source, WEIGHTS, "main") is None:  # a model's weights, that are read next
+    # SafeAILab's own trainer calls its heads Llamas, others call them anything. They have an fc, and no model around it. Of a Hub id the weights are
+    # downloaded here; whoever asks reads them next.
+    if raw.get("model_type") in methods() or model_file(source, WEIGHTS, "main") is None:
         return ""
     return "eagle" if "fc.weight" in headers(source, "main") else ""
 
@@ -92,8 +93,8 @@ def target_of(path: str) -> dict[str, Any]:
 
 
 def folder_of(path: str, wanted: Sequence[str] = WANTED) -> Path:
-    """The local folder; of a Hub id what engines read is downloaded, its card, its terms and the files of its note, and nothing else. wanted: patterns
-    of other files in their place."""
+    """The local folder. Of a Hub id only the files that `wanted` names are downloaded (by default what engines read, the card and the terms), and those
+    of its note."""
     source = resolve_path(path)
     if os.path.isdir(source):
         return Path(source)

@@ -79,9 +79,8 @@ def runs_of(options: argparse.Namespace) -> tuple[dict[str, Any], list[Trained]]
     tokens = options.tokens or base.train.steps * step_tokens(base)
     trained, stems = [], set()
     refuse_common(options.words)
-    words_of = {
-        " ".join(text.split()): re.split(r"\s+(?=\w+\.\w+=)", text.strip()) for text in options.change
-    }  # a mix of losses has spaces
+    next_key = r"\s+(?=\w+\.\w+=)"  # other spaces are of a mix of losses
+    words_of = {" ".join(text.split()): re.split(next_key, text.strip()) for text in options.change}
     refuse_common(itertools.chain(*words_of.values()), "train.steps")
     changes = {RECIPE: []} | words_of
     for change, keys in changes.items():

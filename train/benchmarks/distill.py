@@ -61,7 +61,8 @@ def name_of(cell: Cell, seed: int) -> str:
 
 
 def write_target_samples(target: Target) -> Path:
-    """A file with at most TEXTS excerpts of training modules, of more than 200 characters, each continued by the target at T = 1. It has its name when it is complete."""
+    """A file with at most TEXTS excerpts of training modules, each of more than 200 characters and continued by the target at T = 1. It has its name
+    when it is complete."""
     part = FOLDER / "own.part.jsonl"
     modules = list(stdlib.modules("train"))
     generator = torch.Generator().manual_seed(0)
